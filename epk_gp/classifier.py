@@ -19,8 +19,7 @@ from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
-from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gp.softmax import MonteCarlo, SamplingMethod, SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.recording.mode_check import draw_from
 from epk_gp.recording.train import train

@@ -20,7 +20,6 @@ from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block, single_machine
-from epk_gp.kernels.precomputed import epk_gram
 from report_cases import embedded
 
 GRAM = frozenset({"head", "rule", "step_weights", "memory_budget"})
@@ -129,12 +128,6 @@ DOORS = {
             "kernels.epk.EPKKernel",
             lambda run, X, **o: epk.EPKKernel(run, **o)(epk.test_copy(X)).to_dense(),
             points=False,
-        ),
-        Door(
-            "kernels.precomputed.epk_gram",
-            lambda run, X, **o: epk_gram(run, *sides(run, X), **o),
-            frozenset({"head", "rule"}),
-            torch.from_numpy,
         ),
         Door("kernel_machine.reconstruct.reconstruct", epk.reconstruct, values=lambda result: result.outputs),
         Door("kernel_machine.attribute.attribute", epk.attribute, values=lambda parts: parts.samples),

@@ -17,9 +17,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
-from epk_gp.gp.sampling import QuasiMonteCarlo
-from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.gp.softmax import QuasiMonteCarlo
 
 
 @pytest.mark.slow
@@ -145,30 +143,13 @@ def test_it_works_in_pipelines_and_cross_validation(data):
 
 def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     X, y = (torch.as_tensor(data[0]), data[1])
-    train, test = epk.Points(X[:45], is_train=True), epk.Points(X[45:], is_train=False)
-    K = epk_gram(fitted.trajectory_, train, normalize="mean_diagonal")
-    assert K.shape == (45, 45)
-    np.testing.assert_allclose(K, K.T, atol=1e-12)
-    svc = SVC(kernel="precomputed").fit(K, y[:45])
-    cross = epk_gram(fitted.trajectory_, test, train, normalize="mean_diagonal")
-    assert svc.score(cross, y[45:]) > 0.8
-    block = epk.gram_block(fitted.trajectory_, test, train).numpy()
-    np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train), np.einsum("ncmc->nm", block), rtol=1e-10)
-    np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
-    is_train = torch.arange(45) % 2 == 0
-    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], is_train))
-    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], is_train)] * 2).sum(0)
-    np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
+    kernel, train = epk.EPKKernel(fitted.trajectory_, "trace", normalize="mean_diagonal"), epk.train_copy(X[:45])
+    svc = SVC(kernel="precomputed").fit(kernel(train).to_dense().numpy(), y[:45])
+    assert svc.score(kernel(epk.test_copy(X[45:]), train).to_dense().numpy(), y[45:]) > 0.8
 
 
 def test_arguments_without_a_meaning_are_refused(data, fitted, unchecked):
     X, y = data
-    with pytest.raises(ValueError, match="one number per pair: got 'full'"):
-        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), outputs="full")
-    with pytest.raises(ValueError, match=r"b\.X must have shape \(n, 4\)"):
-        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), epk.Points(torch.zeros(2, 3).double(), True))
-    with pytest.raises(TypeError, match=r"epk_gram\(\) got an unexpected keyword argument 'progress'"):
-        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), progress=True)
     with pytest.raises(TypeError, match="network must be a torch.nn.Module or a function that returns one: got 3"):
         EPKClassifier(lambda d, c: 3).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):

@@ -25,18 +25,15 @@ TEST = X[:2] + 0.3
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.baselines.single_machine",
-    "gram.path_kernel.gram_block_part",
     "cli.gram_commands.gram",
     "cli.commands.attribute",
     "cli.commands.influence",
     "cli.commands.report",
     "cli.commands.verify",
-    "gram.estimate.estimate_gram",  # seconds and bytes
-    "kernel_machine.estimate.estimate_attribution",
     # names on pictures: None stands for outputs of an unknown kind
-    *(f"plots.figures.{name}" for name in ("attribution_figure", "draw_attributions")),
-    *(f"plots.figures.{name}" for name in ("reconstruction_figure", "draw_reconstruction")),
-    *(f"plots.influences.{name}" for name in ("influence_figure", "draw_influences")),
+    "plots.contributions.attribution_figure",
+    "plots.contributions.influence_figure",
+    "plots.summaries.reconstruction_figure",
     "autodiff.dense.Cotangents",  # internal: None stands for other outputs than a head's
 }
 HEAD_DOORS = {name: door for name, door in DOORS.items() if door.head is None and name != "single_machine"}

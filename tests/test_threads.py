@@ -19,7 +19,7 @@ from epk_gp.autodiff.forward_mode import _close_level, forward_mode
 from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
-from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.recording import mode_check as own_random_numbers
 from epk_gp.recording.mode_check import draw_from
 from helpers import make_case
@@ -37,7 +37,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 # Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
 QUICK = {
-    "gram_block", "gram_block, packed", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs", "epk_gram",
+    "gram_block", "gram_block, fewer states", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs",
     "k_prime_block", "EPKKernel full", "EPKKernel independent normalized",
     "leave_one_out", "infinite_width", "Trajectory", "load_trajectory", "check_run", "train",
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""How a process over C outputs is put together: coupled in one, one per output, or C that share one covariance."""
+"""How a process over C outputs is put together: its layouts, its likelihood, and its prior mean."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
+from gpytorch.constraints import GreaterThan
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import (
     FixedNoiseGaussianLikelihood,
@@ -12,21 +12,35 @@ from gpytorch.likelihoods import (
     MultitaskGaussianLikelihood,
     _GaussianLikelihoodBase,
 )
-from gpytorch.means import Mean, MultitaskMean
-from jaxtyping import Float
+from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
+from gpytorch.means import ConstantMean, Mean, MultitaskMean, ZeroMean
+from jaxtyping import Float, Shaped
+from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
-from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood, noise_constraint
-from epk_gp.kernels.output_structure import FullOutputs, OutputStructure, PerClassOutputs, TraceOutputs
+from epk_gp.core.losses import apply_head
+from epk_gp.core.step import content_key
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.kernels.blocks import KernelConfig
+from epk_gp.kernels.output_structure import OutputStructure
+from epk_gp.kernels.tagging import as_points, requires_graph, tag_points
 
 Coupling = Literal["full", "independent", "trace"]
+PriorMean = Literal["initial", "constant", "zero", "network"]
+
+# Lowest variance that is learned, where the kernel's mean diagonal is 1. It lies well above the rounding of a Gram
+# matrix, so that no jitter is needed: for 3000 rows, 3000 eps = 7e-13 of the largest eigenvalue, which is at most the
+# trace 3000, are 2e-9.
+NOISE_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
-class OutputCoupling(ABC):
+class OutputCoupling:
     """How a Gaussian process over C outputs is put together.
 
-    Values at n points have three layouts:
+    One process whose outputs covary through the kernel's C x C blocks ("full"); one process per output, with the kernel
+    of that output with itself ("independent"); or C processes with one covariance, the trace ("trace"), so that one
+    factorisation serves them all. Values at n points have three layouts:
 
     * (n, C), that of the network and of `LogitPosterior`;
     * GPyTorch's, (n, C) for one multi-output process or (C, n) for a batch of processes;
@@ -34,237 +48,94 @@ class OutputCoupling(ABC):
       matrix belongs to B / K vectors of rows, the right-hand sides of its equations: to C where the outputs share one.
 
     Attributes:
-        num_outputs: C.
+        structure: What the kernel makes of the C x C block of two points: "full", "independent" or "trace".
     """
 
-    num_outputs: int
+    structure: OutputStructure
 
     @property
-    @abstractmethod
-    def structure(self) -> OutputStructure:
-        """What the kernel makes of the C x C block of two points."""
+    def num_outputs(self) -> int:
+        """C."""
+        return self.structure.num_outputs
 
     @property
-    @abstractmethod
+    def is_batch(self) -> bool:
+        """Whether the outputs are a batch of processes in GPyTorch, which do not covary."""
+        return self.structure.kind != "full"
+
+    @property
     def batch_shape(self) -> torch.Size:
         """Batch shape of GPyTorch's distributions: [] for one process, [C] for one per output."""
+        return torch.Size([self.num_outputs] if self.is_batch else [])
 
     @property
-    @abstractmethod
     def num_right_sides(self) -> int:
         """B, vectors of rows."""
-
-    @abstractmethod
-    def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
-        """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C])."""
-
-    @final
-    def to_rows(self, values: Float[Tensor, "n C"]) -> Float[Tensor, "B rows"]:
-        """Arrange values per point and output as rows of the kernel's matrices."""
-        return self.to_gpytorch(values).reshape(self.num_right_sides, -1)
-
-    @abstractmethod
-    def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
-        """Arrange rows of the kernel's matrices per point and output."""
-
-    @abstractmethod
-    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Return the prior covariances of the C outputs at each of n points, from the blocks of K matrices there."""
-
-    @abstractmethod
-    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Cut the C x C blocks of single points out of K matrices; zero between outputs that do not covary."""
-
-    @abstractmethod
-    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
-        """Compute `point_blocks(V^T V)` without the products between different points."""
-
-    @abstractmethod
-    def mean_module(self, mean: Mean) -> Mean:
-        """Turn a mean with this batch shape into one with a value per point and output."""
-
-    @abstractmethod
-    def distribution(self, mean: Float[Tensor, "..."], covariance: object) -> MultivariateNormal:
-        """Return GPyTorch's normal distribution for a mean and a lazy covariance in its layout."""
-
-    @abstractmethod
-    def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
-        """Return a Gaussian likelihood with a known variance for every target."""
-
-    @abstractmethod
-    def learned_noise_likelihood(self) -> _GaussianLikelihoodBase:
-        """Return a Gaussian likelihood with one variance per process, which is learned."""
-
-
-@final
-@dataclass(frozen=True)
-class CoupledOutputs(OutputCoupling):
-    """One process whose C outputs covary through the kernel's C x C blocks."""
-
-    @property
-    def structure(self) -> OutputStructure:
-        """All of the block."""
-        return FullOutputs(self.num_outputs)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """[]."""
-        return torch.Size([])
-
-    @property
-    def num_right_sides(self) -> int:
-        """B = 1."""
-        return 1
+        return self.batch_shape.numel()
 
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
-        """Return the values."""
-        return values
+        """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C]).
 
-    def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
-        """Unflatten the rows of the one matrix."""
-        return rows.reshape(*rows.shape[:-2], -1, self.num_outputs)
-
-    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Scale the blocks."""
-        return scale * blocks[:, 0]
-
-    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Cut out the blocks on the diagonal."""
-        C = self.num_outputs
-        n = matrices.shape[-1] // C
-        return matrices.reshape(n, C, n, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
-        """Multiply each point's columns of V with each other."""
-        W = V.reshape(V.shape[1], num_points, -1).permute(1, 2, 0).contiguous()  # (n, C, N C)
-        return W @ W.mT
-
-    def mean_module(self, mean: Mean) -> Mean:
-        """Repeat the mean once per output, with parameters of its own."""
-        return MultitaskMean([mean], num_tasks=self.num_outputs)
-
-    def distribution(self, mean: Float[Tensor, "..."], covariance: object) -> MultivariateNormal:
-        """Return a multi-output normal distribution, interleaved point by point."""
-        return MultitaskMultivariateNormal(mean, covariance)
-
-    def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
-        """Return a likelihood of this package: GPyTorch's adds no fixed noise to several outputs."""
-        return MultitaskFixedNoiseGaussianLikelihood(variances)
-
-    def learned_noise_likelihood(self) -> _GaussianLikelihoodBase:
-        """Return a likelihood with one variance for all outputs."""
-        return MultitaskGaussianLikelihood(
-            num_tasks=self.num_outputs, has_task_noise=False, noise_constraint=noise_constraint()
-        )
-
-
-@dataclass(frozen=True)
-class BatchOfOutputs(OutputCoupling, ABC):
-    """C processes that do not covary: a batch in GPyTorch."""
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """[C]."""
-        return torch.Size([self.num_outputs])
-
-    @property
-    def num_right_sides(self) -> int:
-        """B = C."""
-        return self.num_outputs
-
-    @final
-    def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
-        """Give each process its output: b is empty, or ends with the batch of processes, of size 1 or C."""
+        Of a batch of processes, b is empty or ends with the batch, of size 1 or C.
+        """
+        if not self.is_batch:
+            return values
         batch, C = values.shape[:-2], self.num_outputs
         position = torch.arange(batch.numel(), device=values.device).view(batch)
         per_output = values.mT.reshape(-1, C, values.shape[-2])
         return per_output[position, torch.arange(C, device=values.device)]
 
-    @final
     def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
-        """Transpose: each vector has the rows of one output."""
-        return rows.mT
+        """Arrange rows of the kernel's matrices per point and output."""
+        return rows.mT if self.is_batch else rows.reshape(*rows.shape[:-2], -1, self.num_outputs)
 
-    @final
-    def mean_module(self, mean: Mean) -> Mean:
-        """Return the mean: its batch is that of the outputs."""
-        return mean
+    def covariances(self, blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "n C C"]:
+        """Return the covariances of the C outputs at each of n points, from the blocks of K matrices there."""
+        return torch.diag_embed(blocks[..., 0, 0].expand(-1, self.num_outputs)) if self.is_batch else blocks[:, 0]
 
-    @final
+    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
+        """Cut the C x C blocks of single points out of K matrices; zero between outputs that do not covary."""
+        R = self.structure.rows_per_point
+        blocks = matrices.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).diagonal(dim1=1, dim2=3)  # (K, R, R, n)
+        return self.covariances(blocks.movedim(-1, 0))
+
+    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
+        """Compute `point_blocks(V^T V)` without the products between different points."""
+        if not self.is_batch:
+            W = V.reshape(V.shape[1], num_points, -1).permute(1, 2, 0).contiguous()  # (n, C, N C)
+            return W @ W.mT
+        squares = torch.einsum("ij,ij->j", V[0], V[0])[None] if len(V) == 1 else V.square().sum(1)
+        return self.covariances(squares.mT[..., None, None])
+
     def distribution(self, mean: Float[Tensor, "..."], covariance: Any) -> MultivariateNormal:
-        """Return a batch of normal distributions; a covariance that they share is expanded, which GPyTorch does not."""
+        """Return GPyTorch's normal distribution for a mean and a lazy covariance in its layout."""
+        if not self.is_batch:
+            return MultitaskMultivariateNormal(mean, covariance)  # interleaved point by point
         batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2])
-        is_shared = covariance.shape[:-2] != batch
+        is_shared = covariance.shape[:-2] != batch  # GPyTorch does not expand a covariance that the outputs share
         return MultivariateNormal(mean, covariance.expand(*batch, *covariance.shape[-2:]) if is_shared else covariance)
 
+    def likelihood(self, variances: Float[Tensor, "N C"] | None) -> _GaussianLikelihoodBase:
+        """Return a Gaussian likelihood: with a known variance for every target, or with one per process to be learned.
 
-@final
-@dataclass(frozen=True)
-class IndependentOutputs(BatchOfOutputs):
-    """One process per output, each with the kernel of that output with itself."""
-
-    @property
-    def structure(self) -> OutputStructure:
-        """The block's diagonal."""
-        return PerClassOutputs(self.num_outputs)
-
-    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Scale each output by its own process's scale."""
-        return torch.diag_embed(scale * blocks[..., 0, 0])
-
-    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Collect the diagonals of the C matrices."""
-        return torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1).mT)
-
-    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
-        """Compute the squared lengths of the columns of V."""
-        return torch.diag_embed(V.square().sum(1).mT)
-
-    def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
-        """Return a batch of GPyTorch's likelihoods."""
-        return FixedNoiseGaussianLikelihood(variances.mT.contiguous(), batch_shape=self.batch_shape)
-
-    def learned_noise_likelihood(self) -> _GaussianLikelihoodBase:
-        """Return a likelihood with one variance per output."""
-        return GaussianLikelihood(batch_shape=self.batch_shape, noise_constraint=noise_constraint())
-
-
-@final
-@dataclass(frozen=True)
-class SharedOutputs(BatchOfOutputs):
-    """C processes with one covariance, the scalar kernel sum_c K(x, x')[c, c]: one factorisation serves them all."""
-
-    @property
-    def structure(self) -> OutputStructure:
-        """The block's trace."""
-        return TraceOutputs(self.num_outputs)
-
-    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Give every output the same variance."""
-        return self._same_variance(scale * blocks[:, 0, 0, 0])
-
-    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Give every output the diagonal of the one matrix."""
-        return self._same_variance(matrices[0].diagonal())
-
-    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
-        """Compute the squared lengths of the columns of V."""
-        return self._same_variance(torch.einsum("ij,ij->j", V[0], V[0]))
-
-    def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
-        """Raise: noise of its own would give each output a covariance of its own."""
-        raise ValueError(
-            "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: got known "
-            "variances. Give noise as a number and targets='labels' or 'network', or take outputs='independent'."
-        )
-
-    def learned_noise_likelihood(self) -> _GaussianLikelihoodBase:
-        """Return a likelihood with one variance for all outputs."""
-        return GaussianLikelihood(noise_constraint=noise_constraint())
-
-    def _same_variance(self, variance: Tensor) -> Tensor:
-        eye = torch.eye(self.num_outputs, dtype=variance.dtype, device=variance.device)
-        return variance[:, None, None] * eye
+        Raises:
+            ValueError: Variances are given for outputs that share a covariance: each would get one of its own.
+        """
+        constraint, is_shared = GreaterThan(NOISE_FLOOR), self.structure.kind == "trace"
+        if variances is not None and is_shared:
+            raise ValueError(
+                "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: got "
+                "known variances. Give noise as a number and targets='labels' or 'network', or take "
+                "outputs='independent'."
+            )
+        if variances is not None:
+            if not self.is_batch:
+                return MultitaskFixedNoiseGaussianLikelihood(variances)
+            return FixedNoiseGaussianLikelihood(variances.mT.contiguous(), batch_shape=self.batch_shape)
+        if not self.is_batch:
+            return MultitaskGaussianLikelihood(self.num_outputs, has_task_noise=False, noise_constraint=constraint)
+        batch_shape = torch.Size([]) if is_shared else self.batch_shape
+        return GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
 
 
 def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
@@ -273,10 +144,151 @@ def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
     Raises:
         ValueError: `outputs` is none of "full", "independent" and "trace".
     """
-    if outputs == "full":
-        return CoupledOutputs(num_outputs)
-    if outputs == "independent":
-        return IndependentOutputs(num_outputs)
-    if outputs == "trace":
-        return SharedOutputs(num_outputs)
-    raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
+    if outputs not in ("full", "independent", "trace"):
+        raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
+    return OutputCoupling(OutputStructure(outputs, num_outputs))
+
+
+@final
+class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  # type: ignore[misc]  # without types
+    """Gaussian noise of known variance for every point and output.
+
+    GPyTorch's `FixedNoiseGaussianLikelihood` adds no noise to a `MultitaskMultivariateNormal` and only warns. This one
+    adds it, or raises an error.
+
+    Args:
+        noise: Variances of the n training points and C outputs, (n, C), positive.
+
+    Raises:
+        ValueError: A variance is not positive and finite.
+    """
+
+    def __init__(self, noise: Float[Tensor, "n C"]) -> None:
+        super(_GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
+        _validate_variances(noise)
+        self.register_buffer("noise", noise, persistent=False)
+
+    def marginal(
+        self,
+        function_dist: MultitaskMultivariateNormal,
+        *params: Any,
+        noise: Float[Tensor, "*b n C"] | None = None,
+        **kwargs: Any,
+    ) -> MultitaskMultivariateNormal:
+        """Add the noise to the covariance.
+
+        Args:
+            function_dist: Latent values of n points and C outputs.
+            params: Ignored: GPyTorch passes the inputs here.
+            noise: Variances to use instead of those of the training points.
+            kwargs: Ignored.
+
+        Raises:
+            ValueError: The points are not as many as the training points, and no `noise` is given for them.
+        """
+        is_interleaved, shape = function_dist._interleaved, function_dist.event_shape
+        covariance = function_dist.lazy_covariance_matrix.evaluate_kernel()
+        noisy = covariance + self._shaped_noise_covar(shape, interleaved=is_interleaved, noise=noise)
+        return MultitaskMultivariateNormal(function_dist.mean, noisy, interleaved=is_interleaved)
+
+    def _shaped_noise_covar(
+        self,
+        shape: torch.Size,
+        add_noise: bool | None = True,
+        interleaved: bool = True,
+        *params: Any,
+        noise: Tensor | None = None,
+        **kwargs: Any,
+    ) -> LinearOperator:
+        """Return the noise as a diagonal of n * C, for the base class."""
+        if noise is not None:
+            _validate_variances(noise)
+        variances: Tensor = self.noise if noise is None else noise
+        if variances.shape[-2:] != shape[-2:]:
+            raise ValueError(
+                f"the noise must have one variance per point and class {tuple(shape[-2:])}: got shape "
+                f"{tuple(variances.shape)}. Pass noise= for points that are not the training points, or use the latent "
+                "distribution."
+            )
+        return DiagLinearOperator((variances if interleaved else variances.mT).flatten(-2))
+
+
+def _validate_variances(noise: Tensor) -> None:
+    invalid = noise[~((noise > 0) & torch.isfinite(noise))]
+    if len(invalid):
+        raise ValueError(f"noise variances must be positive and finite: got {invalid[0].item()}.")
+
+
+@final
+class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
+    """The recorded network f_{w_s} as a prior mean; both copies of an input have the same mean.
+
+    The network's weights are not parameters of it.
+
+    Args:
+        config: The kernel's: the run, the head, and the cache, which also holds outputs.
+        coupling: How the process over C outputs is put together.
+        state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 is the trained network.
+        trajectory: The run; by default that of the kernel.
+    """
+
+    def __init__(
+        self, config: KernelConfig, coupling: OutputCoupling, state: int, trajectory: Trajectory | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.trajectory = config.trajectory if trajectory is None else trajectory
+        self.coupling = coupling
+        self.state = state
+
+    def forward(self, x: Shaped[Tensor, "*b n columns"]) -> Float[Tensor, "*d n C"] | Float[Tensor, "*d n"]:
+        """Evaluate the network.
+
+        Args:
+            x: (*b, n, D + 1), or (*b, n, D) for test copies.
+
+        Returns:
+            (*b, n, C), or for one process per output (*d, n) with d = broadcast(b, [C]).
+        """
+        return self.coupling.to_gpytorch(self._outputs(x))
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        config, trajectory, head = self.config, self.trajectory, self.config.path_kernel.head
+        x = tag_points(trajectory, x)
+        if requires_graph(x):
+            X = x[..., :-1].reshape(-1, *trajectory.input_shape)
+            weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
+            return apply_head(trajectory.model_for(X)(weights, X), head).reshape(*x.shape[:-1], -1)
+        key = ("mean", trajectory.digest, head, self.state, content_key(x))
+        cached = config.cache.get(key)
+        if cached is not None:
+            return cached
+        points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
+        f = network_outputs(trajectory, points.X, state=self.state, head=head)
+        outputs = f.to(x.dtype).reshape(*x.shape[:-1], -1)
+        config.cache.put(key, outputs)
+        return outputs
+
+
+def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, trajectory: Trajectory) -> Mean:
+    """Build a prior mean with one value per point and output.
+
+    Args:
+        mean: "initial" (f_{w_0}), "constant" (learned, one per output), "zero", or "network" (the trained network).
+        config: The kernel's.
+        coupling: How the process over C outputs is put together.
+        trajectory: The run, whose nodes the kernel's may be.
+
+    Raises:
+        ValueError: `mean` is none of these.
+    """
+    if mean in ("initial", "network"):
+        return NetworkMean(config, coupling, 0 if mean == "initial" else -1, trajectory)
+    if mean not in ("constant", "zero"):
+        raise ValueError(f"mean must be one of ['initial', 'constant', 'zero', 'network']: got {mean!r}.")
+    one = (
+        ConstantMean(batch_shape=coupling.batch_shape)
+        if mean == "constant"
+        else ZeroMean(batch_shape=coupling.batch_shape)
+    )
+    return one if coupling.is_batch else MultitaskMean([one], num_tasks=coupling.num_outputs)

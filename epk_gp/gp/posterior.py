@@ -22,8 +22,7 @@ from epk_gp.core.show import (
     progress_bar,
 )
 from epk_gp.gp.output_coupling import OutputCoupling
-from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.blocks import BlockCache, KernelConfig
 from epk_gp.kernels.values import normalized_block, point_blocks
 
 _SHOWN_OUTPUTS = 10  # rows of a table
@@ -57,18 +56,13 @@ class LogitPosterior(Displayed):
         rows = tuple((f"output {c}", *row) for c, row in enumerate(zip(*columns, strict=True)))
         outputs = "" if C <= _SHOWN_OUTPUTS else f"the first {_SHOWN_OUTPUTS} of {count(C, 'output')}"
         note = columns_note(len(columns), n, outputs=outputs)
-        return Summary(
-            f"Posterior of {count(C, 'logit')} at {count(n, 'point')}, mean ± standard deviation",
-            (
-                Entry("shape of mean", f"{tuple(self.mean.shape)}", kind_of(self.mean)),
-                Entry(
-                    "shape of covariance",
-                    f"{tuple(self.covariance.shape)}",
-                    "of a point's outputs, without noise",
-                ),
-            ),
-            Table(("", *(f"point {i}" for i in range(len(columns)))), rows, note) if rows else None,
+        shapes = (
+            Entry("shape of mean", str(tuple(self.mean.shape)), kind_of(self.mean)),
+            Entry("shape of covariance", str(tuple(self.covariance.shape)), "of a point's outputs, without noise"),
         )
+        title = f"Posterior of {count(C, 'logit')} at {count(n, 'point')}, mean ± standard deviation"
+        table = Table(("", *(f"point {i}" for i in range(len(columns)))), rows, note) if rows else None
+        return Summary(title, shapes, table)
 
     def _shown_std(self) -> list[list[float]]:
         """Return the standard deviations that are shown; NaN where a variance is negative by more than rounding."""
@@ -197,13 +191,16 @@ def posterior_at(
     if block_size is not None:
         validate_count(block_size, "block_size")
     coupling, factor = factorization.coupling, factorization.factor
-    size = _default_block_size(factorization) if block_size is None else int(block_size)
+    options, structure = factorization.config.options, coupling.structure
+    rows_per_point = structure.num_matrices * structure.rows_per_point
+    size = posterior_points(options.memory_budget, factor.element_size(), rows_per_point, factor.shape[-1])
+    size = size if block_size is None else int(block_size)
     means, covariances = [], []
     largest_variance = 0.0
     with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
         for number, rows in enumerate(x.split(size)):
             blocks, norms = point_blocks(factorization.config, rows, first=number * size)
-            prior = coupling.prior_covariances(blocks, factorization.scale)
+            prior = coupling.covariances(factorization.scale[:, None, None] * blocks)
             largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
             mean_update, covariance_update = _updates(factorization, rows, norms)
             means.append(prior_mean(rows) + mean_update)
@@ -213,56 +210,16 @@ def posterior_at(
     return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
 
 
-def joint_posterior_at(
-    factorization: Factorization, prior_mean: Callable[[Tensor], Tensor], x: Shaped[Tensor, "n columns"]
-) -> tuple[Float[Tensor, "B rows"], Float[Tensor, "K rows rows"]]:
-    """Evaluate the posterior of all outputs at all points together: dense, for small n.
-
-    Args:
-        factorization: The factorised prior.
-        prior_mean: Returns (n, C) at n points.
-        x: Points, usually test copies.
-
-    Returns:
-        Mean and covariance as rows and matrices of the prior: one matrix with n * C rows, C with n rows, or one with n
-        rows for all outputs.
-    """
-    with torch.no_grad():
-        norms = point_blocks(factorization.config, x)[1] if factorization.config.is_cosine else None
-        cross = _cross_covariance(factorization, x, norms)
-        V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)
-        mean = factorization.coupling.to_rows(prior_mean(x)) + _times_weights(cross, factorization)
-        prior = normalized_block(factorization.config, x, x, (norms, norms)).mul_(factorization.scale[:, None, None])
-        return mean, prior.sub_(V.mT @ V)
-
-
-def _default_block_size(factorization: Factorization) -> int:
-    config, factor = factorization.config, factorization.factor
-    rows_per_point = config.structure.num_matrices * config.structure.rows_per_point
-    return posterior_points(config.options.memory_budget, factor.element_size(), rows_per_point, factor.shape[-1])
-
-
 def _updates(factorization: Factorization, x: Tensor, norms: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
 
     The large arrays live in this function only: those of one block of test points are freed before the next.
     """
-    cross = _cross_covariance(factorization, x, norms)
-    mean_update = factorization.coupling.from_rows(_times_weights(cross, factorization))
-    V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)  # (K, N R, n R)
-    return mean_update, factorization.coupling.point_blocks_of_gram(V, len(x))
-
-
-def _cross_covariance(factorization: Factorization, x: Tensor, norms: Tensor | None) -> Tensor:
-    """Evaluate the prior covariance between x and the training points, (K, n R, N R)."""
-    cross = normalized_block(factorization.config, x, factorization.points, (norms, factorization.inverse_norms))
-    return cross.mul_(factorization.scale[:, None, None])
-
-
-def _times_weights(cross: Tensor, factorization: Factorization) -> Tensor:
-    """Multiply cross-covariances with the weights: what the observations add to the prior mean, (B, n R)."""
-    updates = cross @ _by_matrix(factorization.weights, len(cross))
-    return updates.mT.reshape(len(factorization.weights), -1)
+    own, coupling, weights = factorization, factorization.coupling, factorization.weights
+    cross = normalized_block(own.config, x, own.points, (norms, own.inverse_norms)).mul_(own.scale[:, None, None])
+    updates = (cross @ _by_matrix(weights, len(cross))).mT.reshape(len(weights), -1)  # (B, n R)
+    V = torch.linalg.solve_triangular(own.factor, cross.mT, upper=False)  # (K, N R, n R)
+    return coupling.from_rows(updates), coupling.point_blocks_of_gram(V, len(x))
 
 
 def _by_matrix(rows: Tensor, num_matrices: int) -> Tensor:

@@ -15,7 +15,7 @@ from epk_gp.core.model import NUM_FINGERPRINT_POINTS
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.gp.class_data import (
+from epk_gp.gp.data import (
     class_inputs,
     class_labels,
     class_names,
@@ -25,22 +25,24 @@ from epk_gp.gp.class_data import (
     like_inputs,
     training_labels,
 )
-from epk_gp.gp.class_uncertainty import ClassUncertainty
-from epk_gp.gp.conformal import conformal_sets, conformity_scores
-from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
-from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.label_process import InputsKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, damage_named, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import Stacking, most_likely_temperature, stack_logits
-from epk_gp.kernels.cache import BlockCache
+from epk_gp.gp.stacking import (
+    ClassUncertainty,
+    Stacking,
+    conformal_sets,
+    conformity_scores,
+    most_likely_temperature,
+    stack_logits,
+)
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = (
-    *("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path", "options"),
-)
+_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
 
@@ -254,7 +256,7 @@ class UncertainClassifier:
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
 
-        Split conformal prediction: see `epk_gp.gp.conformal.conformal_sets` for what is guaranteed, and what is not.
+        Split conformal prediction: see `epk_gp.gp.stacking.conformal_sets` for what is guaranteed, and what is not.
 
         Args:
             X: n points.
@@ -324,8 +326,7 @@ class UncertainClassifier:
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the arguments that the classifier was made with, as scikit-learn asks for them."""
-        own = {name: getattr(self, name) for name in _PARAMETERS if name != "options"}
-        return own | self.options
+        return {name: getattr(self, name) for name in _PARAMETERS} | self.options
 
     def set_params(self, **params: Any) -> "UncertainClassifier":
         """Change arguments; they take effect in the next `fit`.

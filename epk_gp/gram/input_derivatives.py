@@ -19,10 +19,8 @@ from epk_gp.autodiff.verification import allclose
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.pairs import (
-    FixedInputs,
     PairBlock,
     PairSide,
-    PairWeights,
     PointSets,
     SetFactors,
     SetPairs,
@@ -66,10 +64,9 @@ def pairs_block(context: ExecutionContext, pairs: SetPairs) -> Float[Tensor, "P 
     for block in _blocks(derivative, pairs):
         left, right = _sides(context, block.pairs, (False, False))
         (_, rows), (_, columns) = block.left, block.right
-        for evaluated in _evaluated_by_steps(derivative, block, left, right):
-            num_steps = len(evaluated.of_nodes)
-            products = [pair_products(a, b, left.of_pairs, right.of_pairs, num_steps) for a, b in evaluated.layers]
-            values = torch.einsum("sqpknjm,sq->pknjm", torch.stack(products).sum(0), evaluated.of_nodes)
+        for layers, of_nodes in _evaluated_by_steps(derivative, block, left, right):
+            products = [pair_products(a, b, left.of_pairs, right.of_pairs, len(of_nodes)) for a, b in layers]
+            values = torch.einsum("sqpknjm,sq->pknjm", torch.stack(products).sum(0), of_nodes)
             result[block.of[:, None, None], :, rows[:, None], :, columns] += values.permute(0, 2, 4, 1, 3)
     return result
 
@@ -192,11 +189,6 @@ class _Side:
         factors = first.with_states(others) if others else first
         return factors.traced() if self.is_traced else factors
 
-    def are_inputs_of(self, factors: SetFactors) -> bool:
-        """Return whether a layer's inputs are the points, at all of its weight states."""
-        X, a = self.X.detach().flatten(1), factors.inputs
-        return a is not None and a.shape[-1] == X.shape[1] and bool((a.detach() == X.view(a.shape[1:])).all())
-
 
 def _side(
     context: ExecutionContext, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
@@ -226,21 +218,13 @@ def _sides(context: ExecutionContext, pairs: SetPairs, wanted: tuple[bool, bool]
     return left, _side(context, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
 
 
-@dataclass(frozen=True, eq=False)
-class _Evaluated:
-    """Layer Jacobians of both sides of a block at some steps, layer by layer.
+def _evaluated_by_steps(
+    derivative: _Derivative, block: PairBlock, left: _Side, right: _Side
+) -> Iterator[tuple[list[tuple[SetFactors, SetFactors]], Float[Tensor, "S Q"]]]:
+    """Compute layer Jacobians, some steps at a time: each layer's factors on both sides, and eta_s omega_q.
 
-    Attributes:
-        layers: Factors on the left and on the right; the same object where the sides are the same.
-        of_nodes: eta_s omega_q, (S, Q).
+    The factors are one object where the sides are the same.
     """
-
-    layers: list[tuple[SetFactors, SetFactors]]
-    of_nodes: Float[Tensor, "S Q"]
-
-
-def _evaluated_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, right: _Side) -> Iterator[_Evaluated]:
-    """Compute a block's layer Jacobians, some steps at a time."""
     context = derivative.context
     nodes = [_nodes(context, is_train) for is_train in block.is_train]
     omegas = context.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
@@ -260,7 +244,7 @@ def _evaluated_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, 
             is_dense = any(isinstance(jacobian, DenseJacobian) for jacobian in kinds)  # without a graph fewer are
             a = left.factors(x, layer, is_dense=is_dense)
             layers.append((a, a if right is left else right.factors(y, layer, is_dense=is_dense)))
-        yield _Evaluated(layers, context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas)
+        yield layers, context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas
 
 
 def _block_gradients(
@@ -271,62 +255,38 @@ def _block_gradients(
     transposed = weights.permute(0, 3, 4, 1, 2)
     tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
     is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
-    directions = (_Direction(left, right), _Direction(right, left))
-    for evaluated in _evaluated_by_steps(derivative, block, left, right):
-        of_left = PairWeights(weights, evaluated.of_nodes)
-        retains = right is left and all(wanted) and not is_symmetric
+    sums = [torch.zeros_like(side.X) for side in (left, right)]
+    retains = right is left and all(wanted) and not is_symmetric
+    for layers, of_nodes in _evaluated_by_steps(derivative, block, left, right):
         if wanted[0] or is_symmetric:
-            directions[0].add(evaluated.layers, of_left, retain_graph=retains)
+            sums[0] += _gradient(left, right, layers, weights, of_nodes, retain_graph=retains)
         if wanted[1] and not is_symmetric:  # K(x, y) at y = x: that in x with the weights transposed
-            directions[1].add([(b, a) for a, b in evaluated.layers], of_left.transposed())
-    totals = [directions[0 if is_symmetric else side].total() if wanted[side] else None for side in (0, 1)]
+            sums[1] += _gradient(right, left, [(b, a) for a, b in layers], transposed, of_nodes)
+    totals = [sums[0 if is_symmetric else side] if wanted[side] else None for side in (0, 1)]
     return [
         None if total is None else total.unflatten(0, sets.X.shape[:2])
         for total, sets in zip(totals, (block.pairs.left, block.pairs.right), strict=True)
     ]
 
 
-class _Direction:
-    """Sums up the derivative in the points of one side, those of the other side held fixed.
-
-    Args:
-        own: The side.
-        other: The other side.
-    """
-
-    def __init__(self, own: _Side, other: _Side) -> None:
-        self._own, self._other = own, other
-        self._sum = torch.zeros_like(own.X)
-        self._fixed = dict[int, FixedInputs]()
-
-    def add(
-        self, layers: Sequence[tuple[SetFactors, SetFactors]], weights: PairWeights, *, retain_graph: bool = False
-    ) -> None:
-        """Add the derivative of a weighted sum of the products of some steps."""
-        factors, cotangents = list[Tensor](), list[Tensor]()
-        for layer, (a, b) in enumerate(layers):
-            fixed = self._fixed_inputs(layer, a, b)
-            found = pair_cotangents(a, b, self._own.of_pairs, self._other.of_pairs, weights, fixed)
-            for factor, cotangent in zip((a.output_grads, a.inputs), found, strict=True):
-                if factor is not None and cotangent is not None:
-                    factors.append(factor)
-                    cotangents.append(cotangent)
-        if factors:
-            (gradient,) = torch.autograd.grad(
-                factors, [self._own.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
-            )
-            self._sum += gradient
-
-    def total(self) -> Tensor:
-        """Return the sum over all steps."""
-        return self._sum + sum(fixed.gradient().reshape(self._sum.shape) for fixed in self._fixed.values())
-
-    def _fixed_inputs(self, layer: int, a: SetFactors, b: SetFactors) -> FixedInputs | None:
-        if not (self._own.are_inputs_of(a) and self._other.are_inputs_of(b)):
-            return None
-        if layer not in self._fixed:
-            self._fixed[layer] = FixedInputs(a, b, self._own.of_pairs, self._other.of_pairs)
-        return self._fixed[layer]
+def _gradient(
+    own: _Side,
+    other: _Side,
+    layers: Sequence[tuple[SetFactors, SetFactors]],
+    weights: Tensor,
+    of_nodes: Tensor,
+    *,
+    retain_graph: bool = False,
+) -> Tensor:
+    """Differentiate a weighted sum of the products of some steps in the points of one side, the other held fixed."""
+    found = [pair for a, b in layers for pair in pair_cotangents(a, b, own.of_pairs, other.of_pairs, weights, of_nodes)]
+    if not found:
+        return torch.zeros_like(own.X)
+    factors, cotangents = zip(*found, strict=True)
+    (gradient,) = torch.autograd.grad(
+        factors, [own.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+    )
+    return gradient
 
 
 def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:

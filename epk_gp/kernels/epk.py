@@ -1,31 +1,96 @@
 """The exact path kernel as a GPyTorch kernel."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack, final
+from numbers import Real
+from typing import Any, Literal, Unpack, final
 
 import gpytorch
 import numpy as np
 import torch
 from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count
+from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES
-from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.normalization import Normalization, is_cosine, normalization_scale
+from epk_gp.kernels.blocks import BlockCache, KernelConfig, block, diagonal_blocks
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
-from epk_gp.kernels.sketched import kernel_sketch, sketched_values
-from epk_gp.kernels.tagged_points import tag_points, validate_batches
-from epk_gp.kernels.values import kernel_values
+from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
+from epk_gp.kernels.values import kernel_sketch, kernel_values, mean_square_length, sketched_values
 from epk_gp.quadrature.paths import WeightPath, path_identity, require_integrable, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+
+Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
+
+# Training copies whose diagonal is averaged, at most. The relative standard error of the mean of 1000 is 1/32 of the
+# diagonal's relative spread: enough for a scale that is arbitrary, at a cost that does not grow with the training set.
+NORMALIZATION_POINTS = 1000
+
+
+def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], normalize: Normalization) -> float:
+    """Return what a kernel's values are divided by.
+
+    Args:
+        config: The kernel, not normalized.
+        matrices: Indices of its matrices that count.
+        normalize: None and "cosine" for 1; a positive number for itself; "mean_diagonal" for the mean diagonal of these
+            matrices over at most `NORMALIZATION_POINTS` evenly spaced training copies.
+
+    Raises:
+        TypeError: `normalize` is not None, a string or a number.
+        ValueError: `normalize` is another string or not positive and finite, or the mean diagonal is not positive.
+    """
+    if normalize is None or config.is_cosine:
+        return 1.0
+    if normalize == "mean_diagonal":
+        return _validated(_mean_diagonal(config, matrices))
+    message = f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}."
+    if isinstance(normalize, str):
+        raise ValueError(message)
+    given: object = normalize  # NumPy's numbers count too
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(message)
+    validate_positive(normalize, "normalize")
+    return float(normalize)
+
+
+def gram_scale(config: KernelConfig, x: Shaped[Tensor, "n columns"]) -> float:
+    """Return the mean diagonal of all matrices between points, from the matrices, which the kernel's cache then keeps.
+
+    Args:
+        config: The kernel, not normalized.
+        x: The points.
+
+    Raises:
+        ValueError: The mean diagonal is not positive.
+    """
+    return _validated(float(block(config, x, x).diagonal(dim1=-2, dim2=-1).mean()))
+
+
+def _validated(scale: float) -> float:
+    if not scale > 0:
+        raise ValueError(
+            f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
+            "Use a run whose learning rates, those of the first parameter group, are not all 0."
+        )
+    return scale
+
+
+def _mean_diagonal(config: KernelConfig, matrices: Tensor) -> float:
+    """Average the diagonals on evenly spaced training copies, in float64."""
+    inputs = config.trajectory.inputs
+    count = min(len(inputs), NORMALIZATION_POINTS)
+    indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
+    x = train_copy(inputs[indices].reshape(count, -1).to(torch.float64))
+    if config.sketch is not None:
+        return mean_square_length(config, x, matrices)
+    return float(config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()].mean())
+
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
 
@@ -68,7 +133,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         path: Along which test copies move. `chords(every=k)` evaluates them once for k steps: another kernel of the
-            run, positive semi-definite as well. Features are not sketched along Manhattan paths.
+            run, positive semi-definite as well.
         normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
@@ -90,8 +155,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     Raises:
         TypeError: `outputs`, `rule`, `path`, `normalize` or `active_dims` is of the wrong kind, or an option is
             unknown.
-        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, features are asked for
-            along a Manhattan path, or `active_dims` are not as many columns as the points need.
+        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, or
+            `active_dims` are not as many columns as the points need.
     """
 
     def __init__(
@@ -126,9 +191,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
                 "kernel at few nodes without sketches, use nodes_trajectory."
             )
         sketch = kernel_sketch(path_kernel, features, NUM_NODES if nodes is None else nodes, seed)
-        self.config = KernelConfig(
-            path_kernel, structure, compute_options, BlockCache(cache_bytes), is_cosine(normalize), sketch
-        )
+        is_cosine = isinstance(normalize, str) and normalize == "cosine"
+        cache = BlockCache(cache_bytes)
+        self.config = KernelConfig(path_kernel, structure, compute_options, cache, is_cosine, sketch)
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
         self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)
@@ -179,7 +244,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
         points = (x1,) if x2 is None or x2 is x1 else (x1, x2)
         tagged = [
-            self._tag(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+            tag_points(
+                self.trajectory, x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x)
+            )
             for x in points
         ]
         validate_batches(self._matrices.shape, *points)
@@ -218,8 +285,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
-        is_one_set, x1 = x2 is x1, self._tag(x1)
-        x2 = x1 if is_one_set else self._tag(x2)
+        is_one_set, x1 = x2 is x1, tag_points(self.trajectory, x1)
+        x2 = x1 if is_one_set else tag_points(self.trajectory, x2)
         validate_batches(self._matrices.shape, *([x1] if is_one_set else [x1, x2]))
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
@@ -270,9 +337,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
                 f"active_dims must be columns of the points, 0..{x.shape[-1] - 1}: got {self.active_dims.tolist()}."
             )
         return x.index_select(-1, self.active_dims)
-
-    def _tag(self, x: Tensor) -> Tensor:
-        return tag_points(self.trajectory, x)
 
 
 def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Any GPyTorch kernel on the hidden features of a recorded network."""
 
 import math
-import threading
 from typing import Any, final
 
 import gpytorch
@@ -11,12 +10,10 @@ from jaxtyping import Float, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
-from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.tagged_points import as_points, requires_graph, tag_points
+from epk_gp.kernels.blocks import BlockCache
+from epk_gp.kernels.tagging import as_points, requires_graph, tag_points
 
 CACHE_BYTES = 64 * 2**20  # of features that a kernel keeps: 10,000 points of 800 numbers in float64
 
@@ -151,22 +148,9 @@ class HiddenFeatures:
         self.layer = _last_linear(trajectory) if layer is None else _parse_layer(trajectory, layer)
         self.scale = 1.0
         self._cache = BlockCache(cache_bytes)
-        self._start()
-
-    def _start(self) -> None:
-        self._models: dict[TensorSpec, FunctionalModel] = {}
-        self._lock, self._of_thread = threading.Lock(), threading.local()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HiddenFeatures":
         return self
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out what holds hooks and locks; it is made again."""
-        return {name: value for name, value in vars(self).items() if name not in ("_models", "_lock", "_of_thread")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._start()
 
     def of_rows(self, x: Shaped[Tensor, "*b n columns"]) -> Float[Tensor, "*b n F"]:
         """Evaluate the features of rows of flattened inputs, with or without a copy column.
@@ -176,30 +160,30 @@ class HiddenFeatures:
         """
         x = tag_points(self.trajectory, x)
         X = as_points(self.trajectory, x.reshape(-1, x.shape[-1])).X
-        features = self(X).to(x.dtype) if x.is_floating_point() else self(X)
-        return torch.unflatten(features, 0, x.shape[:-1]) / self.scale
+        features = self(X)
+        return (
+            torch.unflatten(features.to(x.dtype) if x.is_floating_point() else features, 0, x.shape[:-1]) / self.scale
+        )
 
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n F"]:
         """Evaluate the features of inputs in the network's own shape, as they are: not divided by the scale."""
         if requires_graph(X):
             return self._evaluate(X)
-        key = ("hidden", content_key(X))
-        cached = self._cache.get(key)
-        if cached is not None:
-            return cached
+        own = X.detach().clone()
         with torch.no_grad():
-            values = self._evaluate(X.detach().clone())
-        self._cache.put(key, values)
-        return values
+            return self._cache.computed(content_key(own), lambda: self._evaluate(own))
 
     def _evaluate(self, X: Tensor) -> Tensor:
-        model = self._hooked(X)
-        kind, device = model.spec.dtype, model.spec.device
-        params = {name: value.to(device, kind) for name, value in self.trajectory.weights(-1).items()}
-        self._of_thread.found = None
-        model.returned(params, X)
-        found = self._of_thread.found
-        self._of_thread.found = None
+        original, features = self.trajectory.model_for(X), list[object]()
+        model = original.converted(original.spec)  # threads do not share its hook
+        module = model.module.get_submodule(self.layer)
+        if self.takes_input:
+            module.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        else:
+            module.register_forward_hook(lambda _, inputs, output: features.append(output))
+        weights = self.trajectory.weights(-1).items()
+        model.returned({name: value.to(model.spec.device, model.spec.dtype) for name, value in weights}, X)
+        found = features[-1] if features else None
         what = f"the {'input' if self.takes_input else 'output'} of {self.layer!r}"
         if not isinstance(found, Tensor):
             raise TypeError(f"{what} must be a tensor: got {type(found).__name__}. Name another layer.")
@@ -209,24 +193,6 @@ class HiddenFeatures:
                 "layer."
             )
         return found.flatten(1)
-
-    def _hooked(self, X: Tensor) -> FunctionalModel:
-        """Return a model of its own whose layer leaves its features behind; threads' copies share the hook."""
-        original = self.trajectory.model_for(X)
-        with self._lock:
-            if original.spec not in self._models:
-                model, of_thread = original.converted(original.spec), self._of_thread
-                module = model.module.get_submodule(self.layer)
-
-                def keep(value: object) -> None:
-                    of_thread.found = value
-
-                if self.takes_input:
-                    module.register_forward_pre_hook(lambda _, inputs: keep(inputs[0]))
-                else:
-                    module.register_forward_hook(lambda _, inputs, output: keep(output))
-                self._models[original.spec] = model
-            return self._models[original.spec]
 
 
 def _typical_distance(features: Tensor) -> float:

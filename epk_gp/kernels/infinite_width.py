@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import pi
-from typing import Any, final
+from typing import Any, cast, final
 
 import gpytorch
 import torch
@@ -11,29 +11,68 @@ from gpytorch.constraints import Positive
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.kernels.angular import ORDERS, angular
+ORDERS = (0, 1, 2)
+
+
+def angular(cosine: Float[Tensor, "*n"], order: int) -> Float[Tensor, "*n"]:
+    """Evaluate J_n(theta) for n = 0, 1, 2.
+
+    Equations (4) to (7), Cho & Saul (2009):
+
+        J_0 = pi - theta,   J_1 = sin + (pi - theta) cos,   J_2 = 3 sin cos + (pi - theta) (1 + 2 cos^2)
+
+    Its derivatives form a ladder, dJ_n / dcos = n^2 J_{n-1}, and dJ_0 / dcos = 1 / sin. J_0 has a cusp at theta = 0 and
+    pi: its derivative there is set to 0, which is that of a kernel's diagonal, where it is constant.
+
+    Args:
+        cosine: cos(theta); values beyond -1 and 1 are rounding errors, and clamped.
+        order: n.
+    """
+    return cast(Tensor, _Angular.apply(cosine.clamp(-1, 1), order))  # type: ignore[no-untyped-call]
+
+
+class _Angular(torch.autograd.Function):
+    """J_n with its ladder of derivatives; autograd through acos gives infinity times zero where two points coincide."""
+
+    @staticmethod
+    def forward(ctx: Any, cosine: Tensor, order: int) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(cosine)
+        angle = torch.acos(cosine)
+        if order == 0:
+            return pi - angle
+        sine = (1 - cosine.square()).sqrt()
+        if order == 1:
+            return sine + (pi - angle) * cosine
+        return 3 * sine * cosine + (pi - angle) * (1 + 2 * cosine.square())
+
+    @staticmethod
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None]:
+        (cosine,) = ctx.saved_tensors
+        if ctx.order > 0:
+            return weights * ctx.order**2 * angular(cosine, ctx.order - 1), None
+        square = 1 - cosine.square()
+        smooth = square > 0
+        return weights * torch.where(smooth, square, torch.ones_like(square)).rsqrt() * smooth, None
 
 
 class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  # gpytorch ships no types
     """Covariance of the last hidden layer of a random network with infinitely wide layers (Neal 1996).
 
-        S_1(x, y) = x~^T Sigma y~                              x~ = (1, x): inputs with a bias in front
+        S_1(x, y) = bias_variance + weight_variance * x^T y
         K_l(x, y) = scale * E[psi(u) psi(v)],                  (u, v) ~ N(0, [[S_l(x, x), S_l(x, y)], [.., S_l(y, y)]])
         S_{l+1}   = bias_variance + weight_variance * K_l      one layer more (the recursion of NNGP, Lee et al. 2018)
 
-    Inputs have no copy column; pass `active_dims` to use such a kernel beside an `EPKKernel`. The variances are
-    learned, `weight_covariance` is not.
+    Variances are learned. Inputs have no copy column; pass `active_dims` to use such a kernel beside an `EPKKernel`.
 
     Args:
         depth: Number L of hidden layers; the kernel is K_L.
-        bias: Whether layers have biases. Without them, inputs are not augmented and bias_variance is 0.
-        weight_covariance: Sigma, (D + 1, D + 1) with bias and (D, D) without, for the first layer. By default
-            diag(bias_variance, weight_variance, .., weight_variance).
+        bias: Whether layers have biases; bias_variance is 0 without.
         batch_shape: Of the variances.
         active_dims: Columns of wider inputs to use.
 
     Raises:
-        ValueError: The depth is below 1, or the covariance is not symmetric positive semi-definite.
+        ValueError: The depth is below 1.
     """
 
     def __init__(
@@ -41,7 +80,6 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         depth: int = 1,
         *,
         bias: bool = True,
-        weight_covariance: Float[Tensor, "columns columns"] | None = None,
         batch_shape: torch.Size | Sequence[int] = (),
         active_dims: Sequence[int] | None = None,
     ) -> None:
@@ -50,13 +88,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         batch = torch.Size(batch_shape)
         super().__init__(batch_shape=batch, active_dims=active_dims)
         self.depth, self.bias = depth, bias
-        self.register_buffer("_covariance", None)
-        if weight_covariance is not None:
-            _validate_covariance(weight_covariance)
-            fixed = weight_covariance.detach().clone()
-            self.register_buffer("_covariance", fixed.expand(*batch, *fixed.shape))
-        names = ["weight_variance", "bias_variance"] if bias else ["weight_variance"]
-        for name in names if weight_covariance is None or depth > 1 else []:
+        for name in ["weight_variance", "bias_variance"] if bias else ["weight_variance"]:
             self.register_parameter(f"raw_{name}", torch.nn.Parameter(torch.zeros(*batch, 1)))
             self.register_constraint(f"raw_{name}", Positive())
             self.initialize(**{f"raw_{name}": Positive().inverse_transform(torch.ones(*batch, 1))})
@@ -104,7 +136,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         """Evaluate the kernel, or its diagonal.
 
         Raises:
-            ValueError: `last_dim_is_batch` is True, or the points have another width than `weight_covariance`.
+            ValueError: `last_dim_is_batch` is True.
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, which additive kernels of one column need.")
@@ -125,18 +157,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
 
     def _inner(self, x: Tensor, y: Tensor, *, diag: bool) -> Tensor:
         """Evaluate S_1 for all pairs of points, or only for pairs of equal index."""
-        if self._covariance is None:
-            products: Tensor = (x * y).sum(-1) if diag else x @ y.mT
-            return self._next(products, diag)
-        width = self._covariance.shape[-1]
-        if x.shape[-1] + self.bias != width:
-            raise ValueError(
-                f"points must have {width - self.bias} columns, as weight_covariance has {width}"
-                f"{' with the bias' if self.bias else ''}: got {x.shape[-1]}."
-            )
-        x, y = (torch.cat([z.new_ones(*z.shape[:-1], 1), z], dim=-1) if self.bias else z for z in (x, y))
-        left: Tensor = x @ self._covariance.to(x)
-        return (left * y).sum(-1) if diag else left @ y.mT
+        return self._next((x * y).sum(-1) if diag else x @ y.mT, diag)
 
     def _next(self, products: Tensor, diag: bool) -> Tensor:
         """Compute the next layer's second moments from inner products."""
@@ -211,12 +232,3 @@ class ArcCosineKernel(InfiniteWidthKernel):
         length = torch.where(nonzero, square, torch.ones_like(square)).sqrt()
         values = angular(s_xy / length, self.order) * length**self.order / pi
         return values if self.order == 0 else values * nonzero
-
-
-def _validate_covariance(covariance: Tensor) -> None:
-    scale = covariance.abs().max()
-    if not torch.isfinite(scale) or (covariance - covariance.mT).abs().max() > 1e-6 * scale:
-        raise ValueError("weight_covariance must be finite and symmetric: it is not.")
-    lowest = torch.linalg.eigvalsh(covariance).min()
-    if lowest < -1e-6 * scale:
-        raise ValueError(f"weight_covariance must be positive semi-definite: its smallest eigenvalue is {lowest:.3g}.")

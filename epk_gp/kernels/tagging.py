@@ -1,11 +1,16 @@
-"""The two copies of an input, as rows of a matrix: Definition 3.4, Bell et al. (2023), in GPyTorch's format."""
+"""The two copies of an input as rows of a matrix (Definition 3.4, Bell et al. 2023), checked against a run."""
+
+from collections.abc import Sequence
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_has_values
-from epk_gp.core.inputs import Inputs, pack_inputs
+from epk_gp.core.checks import validate_tensor
+from epk_gp.core.inputs import Inputs, Points, pack_inputs
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.pairs import PointSets, SetPairs
 
 
 def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
@@ -76,39 +81,25 @@ def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"],
     return X, is_train
 
 
-def validate_entries(X: Shaped[Tensor, "..."]) -> None:
-    """Raise if the entries of inputs are not finite real numbers.
-
-    Raises:
-        TypeError: `X` is not a tensor, or its entries are complex or Boolean.
-        ValueError: The tensor holds no values, is sparse, or a value is not finite.
-    """
-    _validate_kind(X)
-    _validate_finite(X)
-
-
 def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     X = inputs if isinstance(inputs, Tensor) else pack_inputs(inputs, "inputs")[0]
     if not isinstance(inputs, Tensor) and X.dtype == torch.bool:
         X = X.to(torch.uint8)
     _validate_kind(X)
-    if X.ndim == 0:
-        raise ValueError("inputs must have shape (n, ...), one row per point: got a scalar. A single point is X[None].")
-    if X.ndim == 1:
+    if X.ndim < 2:
+        shape = f"shape {tuple(X.shape)}" if X.ndim else "a scalar"
         raise ValueError(
-            f"inputs must have shape (n, ...), one row per point: got shape {tuple(X.shape)}. "
-            "A single point is X[None], n points of one number each are X[:, None]."
+            f"inputs must have shape (n, ...), one row per point: got {shape}. A single point is X[None], n points of "
+            "one number each are X[:, None]."
         )
     _validate_finite(X)
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 
 def _validate_kind(X: Tensor) -> None:
-    if not isinstance(X, Tensor):
-        raise TypeError(f"inputs must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+    validate_tensor(X, "inputs")
     if X.is_complex() or X.dtype == torch.bool:
         raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
-    validate_has_values(X, "inputs")
 
 
 def _validate_finite(X: Tensor) -> None:
@@ -116,3 +107,184 @@ def _validate_finite(X: Tensor) -> None:
     if not finite.all():
         entry = tuple((~finite).nonzero()[0].tolist())
         raise ValueError(f"inputs must be finite: got {X[entry].item()} at index {entry}. Remove or repair that point.")
+
+
+def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shaped[Tensor, "*n columns_and_1"]:
+    """Return points with a copy column: rows that have none are test copies. Gradients flow back to them.
+
+    Args:
+        trajectory: The run.
+        x: (..., n, D + 1), rows made with `train_copy` or `test_copy`; or (..., n, D), test copies without the column.
+
+    Returns:
+        (..., n, D + 1); the same object if it has a copy column.
+
+    Raises:
+        TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 where the
+            network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
+            forward-mode tangent.
+        ValueError: The rows have another width than the run's inputs with or without the copy column, there are none,
+            the copy column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
+        )
+    if is_transformed(x):
+        raise TypeError(
+            "points must be plain tensors: got one inside a transformation of torch.func, as grad, vmap and jvp make "
+            "it. Differentiate with torch.autograd.grad, and pass batches of points as one tensor."
+        )
+    if fwAD.unpack_dual(x).tangent is not None:
+        raise TypeError(
+            "points must have no forward-mode tangent: got a dual tensor. Differentiate with torch.autograd.grad."
+        )
+    D, is_floating = torch.Size(trajectory.input_shape).numel(), trajectory.inputs.is_floating_point()
+    if x.ndim < 2 or x.shape[-1] not in (D, D + 1):
+        raise ValueError(
+            f"points must have shape (..., n, {D + 1}), flattened inputs {trajectory.input_shape} and the copy column, "
+            f"or (..., n, {D}), test copies without it: got {tuple(x.shape)}. Make them with train_copy or test_copy, "
+            "or flatten the inputs."
+        )
+    if not x.shape[-2]:
+        raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
+    if not is_floating and requires_graph(x):
+        raise ValueError(
+            f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
+            "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
+        )
+    has_copy_column = x.shape[-1] == D + 1
+    if has_copy_column:
+        split_copy(x)
+    else:
+        _validate_kind(x)
+        _validate_finite(x)
+    if is_floating and x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
+    return x if has_copy_column else torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
+
+
+def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
+    """Raise if batches of points do not go together with each other and with a kernel's batch.
+
+    Args:
+        batch_shape: The kernel's batch shape: [C] if it has one matrix per class.
+        points: Sets of points, (*b, n, D + 1).
+
+    Raises:
+        ValueError: The batch shapes do not broadcast.
+    """
+    try:
+        torch.broadcast_shapes(*(x.shape[:-2] for x in points), batch_shape)
+    except RuntimeError as error:
+        got = f"got points of shape {' and '.join(str(tuple(x.shape)) for x in points)}."
+        if len(batch_shape):
+            raise ValueError(
+                f"batches of points must broadcast with the kernel's batch {tuple(batch_shape)}, one matrix per class: "
+                f"{got} Put a dimension of size 1 before the points, as x.unsqueeze(-3) does."
+            ) from error
+        raise ValueError(f"batches of points must broadcast with each other: {got}") from error
+
+
+def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
+    """Translate rows of tagged points to `Points`.
+
+    Args:
+        trajectory: The run, which knows the shape and the kind of its inputs.
+        x: (n, D + 1).
+
+    Raises:
+        ValueError: An entry has a fractional part where the network takes integers.
+    """
+    X, is_train = split_copy(x)
+    X = X.reshape(-1, *trajectory.input_shape)
+    if not trajectory.inputs.is_floating_point() and X.is_floating_point():
+        integers = X.to(trajectory.inputs.dtype)
+        if not torch.equal(integers.to(X.dtype), X):
+            raise ValueError(
+                f"inputs must be whole numbers, as the run was trained on {trajectory.inputs.dtype}: got a fraction. "
+                "Round them."
+            )
+        X = integers
+    is_one_kind = len(is_train) and bool((is_train == is_train[:1]).all())
+    return Points(X, bool(is_train[0]) if is_one_kind else is_train)
+
+
+def as_set_pairs(
+    trajectory: Trajectory, x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"], batch: torch.Size
+) -> SetPairs:
+    """Translate a batch of pairs of sets of tagged points to `SetPairs`, all outputs of each pair.
+
+    Args:
+        trajectory: The run.
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1); the sets are one object if they are the same.
+        batch: b and c broadcast to it.
+    """
+
+    def sets(z: Tensor) -> PointSets:
+        points, shape = as_points(trajectory, z.reshape(-1, z.shape[-1])), (z.shape[:-2].numel(), z.shape[-2])
+        return PointSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape))
+
+    def set_of_element(z: Tensor) -> Tensor:
+        own = z.shape[:-2]
+        return torch.arange(own.numel(), device=z.device).view(own).expand(batch).flatten()
+
+    left = sets(x)
+    right = left if same_points(x, y) else sets(y)
+    return SetPairs(left, right, set_of_element(x), set_of_element(y))
+
+
+def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
+    """Return whether autograd will ask for derivatives with respect to x."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def is_transformed(x: Shaped[Tensor, "*n"]) -> bool:
+    """Return whether x is inside `torch.func.grad`, `vmap` or another transformation, where a tensor has no data."""
+    of_torch = torch._C._functorch  # which has no public names for this
+    return of_torch.is_functorch_wrapped_tensor(x) or of_torch.is_legacy_batchedtensor(x)
+
+
+def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
+    """Return whether two sets of points have the same dtype, shape and values."""
+    return x is y or (x.dtype == y.dtype and torch.equal(x, y))
+
+
+def distinct_points(
+    x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"]
+) -> tuple[Shaped[Tensor, "*d n columns"], Shaped[Tensor, "*e m columns"]]:
+    """Copy points: should another thread edit them meanwhile, a block and its key still are of the same points.
+
+    Args:
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1); the copies are one object if x and y are.
+
+    Returns:
+        The copies; a batch dimension along which one slice repeats has size 1.
+    """
+    own = squeeze_repeated(x.detach()).clone()
+    return own, own if x is y else squeeze_repeated(y.detach()).clone()
+
+
+def squeeze_repeated(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
+    """Reduce each batch dimension whose slices are all equal to size 1: SVGP and BoTorch repeat points there."""
+    return first_of(x, repeated_dims(x))
+
+
+def first_of(x: Shaped[Tensor, "*b n columns"], dims: Sequence[int]) -> Shaped[Tensor, "*c n columns"]:
+    """Reduce some dimensions to their first slice."""
+    for dim in dims:
+        x = x.narrow(dim, 0, 1)
+    return x
+
+
+def repeated_dims(x: Shaped[Tensor, "*b n columns"]) -> list[int]:
+    """List the batch dimensions whose slices are all equal, and more than one."""
+    dims = list[int]()
+    for dim in range(x.ndim - 2):
+        first = x.narrow(dim, 0, 1)
+        if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):
+            dims.append(dim)
+            x = first
+    return dims

@@ -8,15 +8,13 @@ import torch
 
 import epk_gp as epk
 from epk_gp import datasets
-from epk_gp.analysis import calibration, detection, maps, planes, ranks, spectrum
-from epk_gp.gp.calibration import calibrated_temperature
-from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.analysis import maps, measures
+from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
-from epk_gp.gp.targets import dirichlet_targets
+from epk_gp.gp.regression import leave_one_out
+from epk_gp.gp.softmax import QuasiMonteCarlo
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.axes import by_step
-from epk_gp.kernels.precomputed import epk_gram
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining, signal, stationarity
 
@@ -27,7 +25,7 @@ T = epk.test_copy(X)
 EYE = torch.eye(3, dtype=torch.float64)
 POSTERIOR = LogitPosterior(torch.zeros(10, 3, dtype=torch.float64), EYE.expand(10, 3, 3))
 SCORES = torch.linspace(0.1, 1, 10, dtype=torch.float64)
-PLANE = planes.coordinate_plane(X)
+PLANE = maps.coordinate_plane(X)
 
 
 def squares(x):
@@ -45,18 +43,15 @@ COUNTS = {
     "fit": (lambda f, n: epk.LogitGP(f.t, points=[0, 1]).fit(steps=n), 1, "steps"),
     "posterior_block": (lambda f, n: f.gp.logit_posterior(X, block_size=n), 1, "block_size"),
     "outputs_block": (lambda f, n: epk.network_outputs(f.t, X, block_size=n), 1, "block_size"),
-    "sampled_functions": (lambda f, n: sample_functions(f.gp, X[:2], n), 1, "num_samples"),
     "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
     "groups": (lambda f, n: QuasiMonteCarlo(n), 2, "groups|a standard error"),
-    "temperature_samples": (lambda f, n: calibrated_temperature(noisy_posterior(), Y, n), 1, "num_samples"),
-    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "the cache's size"),
+    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes must be"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
-    "gram_class": (lambda f, n: epk_gram(f.t, epk.Points(X[:2], True), outputs=n), 0, "outputs|a class index"),
     "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),
     "probe": (lambda f, n: thin_path(f.t, 1, X[:2], num_probe=n), 1, "num_probe"),
     "edge": (lambda f, n: by_step(f.t, [n]), 1, "an edge|edges"),
-    "bins": (lambda f, n: calibration.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
-    "grid": (lambda f, n: planes.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),
+    "bins": (lambda f, n: measures.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
+    "grid": (lambda f, n: maps.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),
     "line": (lambda f, n: path_geometry.line_profile(f.t, X, Y, size=n), 2, "size"),
     "output": (lambda f, n: signal.input_gradients(f.t, X[:1], n), 0, "output"),
     "step": (lambda f, n: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[n], times=[0.5]), 0, "a step|steps"),
@@ -64,12 +59,6 @@ COUNTS = {
     "dim": (lambda f, n: datasets.three_gaussians(1, dim=n), 2, "dim"),
     "classes": (lambda f, n: dirichlet_targets(torch.zeros(2, dtype=torch.int64), n), 1, "num_classes"),
 }
-
-
-def noisy_posterior():
-    """A posterior that is right at most points, so that a temperature exists."""
-    mean = torch.nn.functional.one_hot(Y, 3).double() * 2
-    return LogitPosterior(mean[[1, 0, *range(2, 10)]], 0.1 * EYE.expand(10, 3, 3))
 
 
 @pytest.mark.parametrize(("ask", "minimum", "name"), COUNTS.values(), ids=COUNTS.keys())
@@ -132,8 +121,8 @@ NUMBERS = {
         "the posterior's eigenvalue_tolerance",
     ),
     "normalize": (lambda f, v: epk.EPKKernel(f.t, normalize=v), (0, -1, NAN, INF), "normalize"),
-    "margin": (lambda f, v: planes.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
-    "share": (lambda f, v: spectrum.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
+    "margin": (lambda f, v: maps.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
+    "share": (lambda f, v: measures.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
     "near": (lambda f, v: boundary.boundary_weight_ratio(SCORES, SCORES, Y, share=v), (0, 1, NAN), "share"),
     "penalty": (
         lambda f, v: retraining.fit_support_vector_machines(EYE.expand(3, 3, 3), torch.arange(3), penalty=v),
@@ -188,8 +177,9 @@ SMALL = {
         lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean.numpy(), POSTERIOR.covariance)),
         "the posterior's mean must be a torch.Tensor: got ndarray",
     ),
-    "temperature_of_none": (
-        lambda f: calibrated_temperature(None, Y),
+    "generator": (lambda f: epk.softmax_uncertainty(POSTERIOR, 4, 3), "generator must be a torch.Generator: got 3"),
+    "posterior_of_none": (
+        lambda f: epk.softmax_uncertainty(None, 4),
         "posterior must be a LogitPosterior: got NoneType",
     ),
     "noise_list": (lambda f: epk.LogitGP(f.t, points=[0], noise=[[0.1] * 3]), "noise, .* must be a number: got"),
@@ -205,8 +195,6 @@ SMALL = {
     "points_complex": (lambda f: epk.LogitGP(f.t, points=[1j]), "points must be indices: got torch.complex64"),
     "quantile_number": (lambda f: epk.softmax_uncertainty(POSTERIOR, 4, quantiles=0.5), "must be a list of levels"),
     "quantile_text": (lambda f: epk.softmax_uncertainty(POSTERIOR, 4, quantiles="x"), "must be a list of levels"),
-    "generator": (lambda f: sample_functions(f.gp, X, 1, 3), "generator must be a torch.Generator: got 3"),
-    "sampled_gp": (lambda f: sample_functions(f.t, X), "gp must be a LogitGP: got Trajectory"),
     "left_out_gp": (lambda f: leave_one_out(None), "gp must be a LogitGP: got NoneType"),
     "map_gp": (lambda f: maps.uncertainty_on_plane(None, PLANE), "gp must be a LogitGP: got NoneType"),
     "map_plane": (lambda f: maps.uncertainty_on_plane(f.gp, X), "plane must be a Plane: got Tensor"),
@@ -227,7 +215,6 @@ SMALL = {
         lambda f: epk.EPKKernel(f.t, active_dims=[0, 1, 2, 3, 9])(T),
         r"active_dims must be columns of the points, 0..4: got \[0, 1, 2, 3, 9\]",
     ),
-    "gram_of_a_tensor": (lambda f: epk_gram(f.t, T), r"a must be epk_gp.Points\(X, is_train=...\): got Tensor"),
     "ntk_state": (
         lambda f: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[0], times=[0.5], ntk_state=99),
         r"ntk_state must lie in 0..\d+ \(or be negative\): got 99",
@@ -237,24 +224,27 @@ SMALL = {
         r"x must be one point, of shape \(1, ...\): got \(2, 4\)",
     ),
     "energies": (lambda f: signal.signal_energies(SCORES), r"gradients must have 2 dimensions: got shape \(10,\)"),
-    "scores": (lambda f: detection.ood_metrics(SCORES, X), r"outside must have 1 dimension: got shape \(10, 4\)"),
+    "scores": (lambda f: measures.ood_metrics(SCORES, X), r"outside must have 1 dimension: got shape \(10, 4\)"),
     "scores_mask": (
-        lambda f: detection.ood_metrics(SCORES > 0, SCORES),
+        lambda f: measures.ood_metrics(SCORES > 0, SCORES),
         "inside must be float32 or float64: got torch.bool",
     ),
-    "ranks_nan": (lambda f: ranks.rank_correlation(SCORES, SCORES * NAN), "b must be finite: it holds NaN or infinity"),
+    "ranks_nan": (
+        lambda f: measures.rank_correlation(SCORES, SCORES * NAN),
+        "b must be finite: it holds NaN or infinity",
+    ),
     "ranks_lengths": (
-        lambda f: ranks.rank_correlation(SCORES, SCORES[:3]),
+        lambda f: measures.rank_correlation(SCORES, SCORES[:3]),
         "as many numbers as each other: got 10 and 3",
     ),
-    "gram_rectangle": (lambda f: spectrum.gram_spectrum(X), r"a Gram matrix must be square, .*: got shape \(10, 4\)"),
+    "gram_rectangle": (lambda f: measures.gram_spectrum(X), r"a Gram matrix must be square, .*: got shape \(10, 4\)"),
     "gram_empty": (
-        lambda f: spectrum.gram_spectrum(X[:0, :0]),
+        lambda f: measures.gram_spectrum(X[:0, :0]),
         r"a Gram matrix must be square, .*: got shape \(0, 0\)",
     ),
-    "gram_integers": (lambda f: spectrum.gram_spectrum(EYE.long()), "a Gram matrix must be float32 or float64: got"),
+    "gram_integers": (lambda f: measures.gram_spectrum(EYE.long()), "a Gram matrix must be float32 or float64: got"),
     "empty_calibration": (
-        lambda f: calibration.calibration(POSTERIOR.mean[:0], Y[:0]),
+        lambda f: measures.calibration(POSTERIOR.mean[:0], Y[:0]),
         r"probability must hold at least one point: got shape \(0, 3\)",
     ),
     "kernel_number": (

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.analysis import calibration, planes
-from epk_gp.gp.calibration import calibrated_temperature
+from epk_gp.analysis import maps, measures
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.sampling import sample_functions
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining
 
@@ -24,9 +22,8 @@ SCORES = torch.linspace(0.1, 1, 10, dtype=torch.float64)
 
 # Calls with n inputs of the network.
 INPUTS = {
-    "sampled_functions": lambda f, x: sample_functions(f.gp, x),
     "train_copy": lambda f, x: epk.train_copy(x),
-    "plane": lambda f, x: planes.coordinate_plane(x),
+    "plane": lambda f, x: maps.coordinate_plane(x),
     "line": lambda f, x: path_geometry.line_profile(f.t, x, Y),
 }
 BAD_INPUTS = {
@@ -133,8 +130,7 @@ def test_batches_that_do_not_go_with_each_other_are_refused(f):
 
 # Calls with one class index per point, for ten points and three classes.
 LABELS = {
-    "calibration": lambda f, y: calibration.calibration(POSTERIOR.mean.softmax(1), y),
-    "temperature": lambda f, y: calibrated_temperature(POSTERIOR, y),
+    "calibration": lambda f, y: measures.calibration(POSTERIOR.mean.softmax(1), y),
     "line": lambda f, y: path_geometry.line_profile(f.t, X, y),
     "alignment": lambda f, y: alignment.gradient_alignment(f.t, X, y, steps=[0], times=[0.5]),
     "margins": lambda f, y: boundary.margins(POSTERIOR.mean, y),

@@ -6,10 +6,9 @@ from torch.testing import assert_close
 
 from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
-from epk_gp.gp.label_features import InputFeatures
-from epk_gp.gp.label_fit import LabelSettings
-from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_distances
+from epk_gp.gp.label_kernel import InputFeatures, LabelKernel, median_lengthscale, squared_distances
 from epk_gp.gp.label_process import (
+    LabelSettings,
     Spectrum,
     centred_labels,
     condition_exactly,
@@ -239,7 +238,7 @@ def test_a_matrix_that_costs_too_much_gives_way_to_features(nodes, points, monke
         layer.weight.numel() + layer.bias.numel() for layer in make_net() if hasattr(layer, "weight")
     )
     assert LabelSettings().num_features(kernel, X) is None
-    monkeypatch.setattr("epk_gp.gp.label_fit.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
+    monkeypatch.setattr("epk_gp.gp.label_process.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
     assert LabelSettings().num_features(kernel, X) == 4096
     assert LabelSettings(features="exact").num_features(kernel, X) is None
 

@@ -6,8 +6,8 @@ from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.utils.warnings import GPInputWarning
 
-from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
 from epk_gp.gp.models import LogitGP
+from epk_gp.gp.output_coupling import MultitaskFixedNoiseGaussianLikelihood
 from gp_cases import C
 
 

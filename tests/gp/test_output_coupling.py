@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from epk_gp.gp.output_coupling import CoupledOutputs, IndependentOutputs, SharedOutputs
+from epk_gp.gp.output_coupling import parse_coupling
 from gp_cases import C
 
-COUPLINGS = [CoupledOutputs(C), IndependentOutputs(C), SharedOutputs(C)]
+COUPLINGS = [parse_coupling(outputs, C) for outputs in ("full", "independent", "trace")]
 n = 4
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_rows_are_point_major_and_go_back(coupling):
     values = torch.arange(n * C, dtype=torch.float64).reshape(n, C)
-    rows = coupling.to_rows(values)
     B, R = coupling.num_right_sides, coupling.structure.rows_per_point
+    rows = coupling.to_gpytorch(values).reshape(B, -1)
     assert rows.shape == (B, n * R)
-    assert torch.equal(rows, coupling.to_gpytorch(values).reshape(B, -1))
     assert rows[0].tolist() == (list(range(n * C)) if B == 1 else list(range(0, n * C, C)))
     assert torch.equal(coupling.from_rows(rows), values)
     batch = torch.stack([rows, 2 * rows])
@@ -43,23 +42,23 @@ def test_the_prior_covariance_scales_every_process(coupling):
     A = torch.randn(n, C, C, dtype=torch.float64)
     blocks = A @ A.mT
     scale = torch.linspace(1, 2, coupling.structure.num_matrices, dtype=torch.float64)
-    covariances = coupling.prior_covariances(coupling.structure.reduce_blocks(blocks), scale)
+    covariances = coupling.covariances(scale[:, None, None] * coupling.structure.reduce_blocks(blocks))
     expected = {
-        CoupledOutputs: blocks,
-        IndependentOutputs: (scale * blocks.diagonal(dim1=1, dim2=2)).diag_embed(),
-        SharedOutputs: blocks.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(C, dtype=torch.float64),
-    }[type(coupling)]
+        "full": blocks,
+        "independent": (scale * blocks.diagonal(dim1=1, dim2=2)).diag_embed(),
+        "trace": blocks.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(C, dtype=torch.float64),
+    }[coupling.structure.kind]
     assert torch.equal(covariances, expected)
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_likelihoods_have_the_batch_and_the_noise(coupling):
     variances = torch.rand(n, C, dtype=torch.float64) + 0.1
-    if isinstance(coupling, SharedOutputs):  # one number for all
+    if coupling.structure.kind == "trace":  # one number for all
         with pytest.raises(ValueError, match="outputs='trace' shares one factorisation, so that the noise must be one"):
-            coupling.known_noise_likelihood(variances)
-        assert coupling.learned_noise_likelihood().noise.shape == (1,)
+            coupling.likelihood(variances)
+        assert coupling.likelihood(None).noise.shape == (1,)
         return
-    known = coupling.known_noise_likelihood(variances)
+    known = coupling.likelihood(variances)
     assert torch.equal(known.noise, coupling.to_gpytorch(variances))
-    assert coupling.learned_noise_likelihood().noise.shape == (*coupling.batch_shape, 1)
+    assert coupling.likelihood(None).noise.shape == (*coupling.batch_shape, 1)

@@ -9,10 +9,10 @@ import torch
 import reference
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import factorize
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.gp.targets import dirichlet_targets
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint

@@ -9,11 +9,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import grid_coordinates, lift, principal_plane
-from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.analysis.maps import grid_coordinates, lift, principal_plane, uncertainty_on_plane
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.sampling import sample_functions
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
@@ -122,21 +120,6 @@ def test_a_point_is_left_out_as_if_it_had_never_been_there(trajectory, normalize
         y = gp.coupling.from_rows(gp.target_rows())[i]
         density = torch.distributions.Normal(at_copy.mean[:, 0], noisy.sqrt()).log_prob(y).sum()
         torch.testing.assert_close(found.log_density[i], density.detach(), rtol=1e-9, atol=1e-9)
-
-
-def test_sampled_functions_have_the_posteriors_moments(trajectory, X_test):
-    gp = process(trajectory, "initial")
-    samples = sample_functions(gp, X_test, 20_000, torch.Generator().manual_seed(0))
-    assert samples.shape == (20_000, len(X_test), C)
-    posterior, joint = gp.logit_posterior(X_test), gp(X_test)
-    centred = samples - posterior.mean
-    largest = posterior.covariance.max().sqrt()
-    assert centred.mean(0).abs().max() < 5 * largest / 20_000**0.5
-    covariance = torch.einsum("sic,sjd->icjd", centred, centred) / 20_000
-    expected = torch.einsum("cij,cd->icjd", joint.covariance_matrix.detach(), torch.eye(C, dtype=torch.float64))
-    assert (covariance - expected).abs().max() < 8 * largest**2 / 20_000**0.5
-    again = sample_functions(gp, X_test, 1, torch.Generator().manual_seed(0))
-    assert again.shape == (1, len(X_test), C)
 
 
 def test_posteriors_of_shared_outputs_go_where_others_go(trajectory, X_test):

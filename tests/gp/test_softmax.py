@@ -6,8 +6,7 @@ from scipy import integrate, special, stats
 
 from epk_gp.gp import softmax
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo
-from epk_gp.gp.softmax import isotropic_softmax_uncertainty, softmax_uncertainty
+from epk_gp.gp.softmax import MonteCarlo, QuasiMonteCarlo, isotropic_softmax_uncertainty, softmax_uncertainty
 
 
 def make_posterior(n=6, C=4, scale=1.0):
@@ -48,6 +47,21 @@ def test_two_classes_agree_with_the_logistic_normal_integral(generator):
         entropy = expectation(lambda p: special.entr(p) + special.entr(1 - p))
         assert estimate.expected_entropy[i] == pytest.approx(entropy, abs=3e-3)
         assert estimate.entropy[i] == pytest.approx(special.entr(mean) + special.entr(1 - mean), abs=3e-3)
+
+
+def test_sobol_normals_have_the_moments_of_normals(generator):
+    reference = torch.zeros((), dtype=torch.float64)
+    eps = QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, generator, reference)
+    assert eps.shape == (4 * 4096, 3)
+    assert torch.isfinite(eps).all()
+    torch.testing.assert_close(eps.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-3)
+    torch.testing.assert_close(eps.mT.cov(), torch.eye(3, dtype=torch.float64), rtol=0, atol=5e-3)
+    one, again = (
+        QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, torch.Generator().manual_seed(0), reference) for _ in range(2)
+    )
+    assert torch.equal(one, again)
+    groups = QuasiMonteCarlo(4).standard_error(eps)
+    assert (groups < 0.2 * MonteCarlo().standard_error(eps)).all()
 
 
 def test_sobol_points_beat_independent_samples_and_report_their_error(generator):

@@ -8,8 +8,8 @@ from gpytorch.likelihoods import DirichletClassificationLikelihood
 from torch import nn
 
 from epk_gp.core.losses import MeanSquaredError
+from epk_gp.gp.data import dirichlet_targets, label_values
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.targets import dirichlet_targets, label_values
 from gp_cases import N_TEST, C, D, M, make_net, make_run
 
 

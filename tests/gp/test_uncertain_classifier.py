@@ -11,9 +11,8 @@ from torch.testing import assert_close
 
 import epk_gp as epk
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.conformal import conformal_sets
 from epk_gp.gp.saved_classifier import nodes_of
-from epk_gp.gp.stacking import Stacking, stack_logits
+from epk_gp.gp.stacking import Stacking, conformal_sets, stack_logits
 from epk_gp.gram.sketch import nodes_trajectory
 
 DIM, C = 3, 3
@@ -345,7 +344,7 @@ def test_a_classifier_follows_chords(features, run, points, tmp_path):
 
 def test_a_classifier_needs_a_path_that_nodes_lie_on(run, unchecked):
     for path, error, message in (
-        (epk.manhattan(), ValueError, r"a node is one state of all weights.*got manhattan\(\)"),
+        (epk.layerwise(), ValueError, r"a node is one state of all weights.*got layerwise\(every=1\)"),
         ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
     ):
         with pytest.raises(error, match=message):

@@ -23,8 +23,7 @@ OVERHEAD = 16 * MIB
 SETUP = """
     import ctypes, gc, json, pathlib, torch
     import epk_gp as epk
-    from epk_gp.analysis.maps import uncertainty_on_plane
-    from epk_gp.analysis.planes import principal_plane
+    from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
     from epk_gp.autodiff import jacobians, verification
     from epk_gp.core.plans import MemoryPlan
     from epk_gp.kernel_machine import reconstruct as reconstruction

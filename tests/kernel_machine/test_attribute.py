@@ -19,7 +19,6 @@ from epk_gp.kernel_machine import attribution_pass
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress
 from epk_gp.kernel_machine.terms import SampleContributions, StepResiduals, make_problem
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
 from helpers import NETWORKS, assert_close, make_case
@@ -77,7 +76,7 @@ def test_the_two_ways_to_accumulate_agree():
     case, rule = make_case("cnn"), epk.gauss_legendre(2)
     net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     kernel = epk.PathKernel(case.trajectory, rule=rule)
-    problem = make_problem(net, kernel, case.test, None, epk.ComputeOptions(memory_budget=1 << 28))
+    problem = make_problem(net, kernel, case.test, None, 1 << 28)
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
     def emit(term) -> None:
@@ -86,8 +85,7 @@ def test_the_two_ways_to_accumulate_agree():
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
     residuals = StepResiduals(problem, torch.zeros(len(case.test), 3, dtype=torch.float64), keeps=False)
-    progress, options = PassProgress(None, [total], IntegrationRecord(rule, 1)), PassOptions(2, residuals, False)
-    adjoint_pass(problem, groups, emit, progress, options)
+    assert len(list(adjoint_pass(problem, groups, emit, PassOptions(2, residuals, False)))) == case.trajectory.num_steps
     with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
         parts = epk.attribute(case.trajectory, case.test, rule=rule)
     assert_close(total, parts.samples)
@@ -159,7 +157,7 @@ def test_layers_of_plain_gradient_descent_stay_factors(monkeypatch):
 
     def counted(*args):
         calls.append(args)
-        vanilla_gd_pass(*args)
+        return vanilla_gd_pass(*args)
 
     monkeypatch.setattr(attribution_pass, "vanilla_gd_pass", counted)
     parts = attribute_by(case.trajectory, case.test, [by_sample(case.trajectory), by_layer(case.trajectory)])

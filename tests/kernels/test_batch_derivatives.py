@@ -14,9 +14,8 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.gram import input_derivatives
+from epk_gp.kernels.derivatives import is_gradient_joint
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.gradient_demand import is_gradient_joint
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed
@@ -131,33 +130,6 @@ def test_the_derivative_of_a_trace_evaluates_each_point_once_for_all_outputs(tra
     with work() as count:
         values.sum().backward()
     assert count.rows == trajectory.num_steps * len(list(RULE)) * (2 + 5)
-
-
-@pytest.fixture(scope="module")
-def wide_run():
-    return make_run(40)
-
-
-@pytest.mark.parametrize("outputs", MODES)
-def test_products_of_pixels_are_shared_by_all_nodes_and_the_gradient_stays_the_same(wide_run, outputs, monkeypatch):
-    """The first layer's inputs are the points: without seeing that, every node multiplies them again."""
-    kernel = EPKKernel(wide_run, outputs, "log_softmax", RULE)
-    y, x = test_copy(torch.randn(4, 40).double()), test_copy(torch.randn(3, 40).double()).requires_grad_()
-    values = kernel.forward(x, y)
-    weights = torch.randn_like(values)
-    made = []
-    original = input_derivatives.FixedInputs
-
-    def counting(*arguments):
-        made.append(1)
-        return original(*arguments)
-
-    monkeypatch.setattr(input_derivatives, "FixedInputs", counting)
-    (found,) = torch.autograd.grad((weights * values).sum(), x, retain_graph=True)
-    assert len(made) == 1
-    monkeypatch.setattr(input_derivatives._Side, "are_inputs_of", lambda side, factors: False)
-    (expected,) = torch.autograd.grad((weights * values).sum(), x)
-    assert_close(found, expected, 1e4)
 
 
 def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajectory, work):

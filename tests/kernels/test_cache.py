@@ -11,7 +11,7 @@ from torch import nn
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.step import content_key
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.recording.train import train
@@ -91,10 +91,10 @@ def test_a_deep_copy_is_the_same_store_and_a_pickled_one_is_empty():
 
 
 def test_a_size_that_is_not_a_number_of_bytes_is_refused(unchecked):
-    with pytest.raises(ValueError, match="at least 0 bytes: got -1"):
+    with pytest.raises(ValueError, match="cache_bytes must be at least 0: got -1"):
         BlockCache(-1)
     for size in (True, 1.5, "1 GiB"):
-        with pytest.raises(TypeError, match="whole number of bytes"):
+        with pytest.raises(TypeError, match="cache_bytes must be a whole number"):
             BlockCache(size)
 
 

@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import gpytorch
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +12,7 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.precomputed import epk_gram
-from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 from kernel_cases import MODES, assert_close, make_run, mixed, path_kernel_block, reduced
 
@@ -189,15 +187,6 @@ def test_copies_pickles_and_texts_of_a_kernel_of_cosines_stay_one(trajectory):
     assert torch.equal(pickle.loads(pickle.dumps(kernel))(x).to_dense(), expected)
     assert torch.equal(kernel[1](x).to_dense(), expected[1])
     EPKKernel(trajectory, "independent", normalize="cosine").load_state_dict(kernel.state_dict())
-
-
-def test_arrays_of_cosines_are_those_of_the_kernel(trajectory):
-    x = mixed(5)
-    points = epk.Points(*split_copy(x))
-    K = epk_gram(trajectory, points, normalize="cosine")
-    assert np.array_equal(K, EPKKernel(trajectory, "trace", normalize="cosine")(x).to_dense().numpy())
-    other = epk_gram(trajectory, epk.Points(points.X, points.is_train), points, normalize="cosine", outputs="sum")
-    assert np.allclose(other, epk_gram(trajectory, points, normalize="cosine", outputs="sum"), atol=1e-13)
 
 
 @pytest.mark.parametrize("outputs", ["trace", "sum", 1])

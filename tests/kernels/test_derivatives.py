@@ -7,9 +7,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 import reference
-from epk_gp.gp.means import NetworkMean
-from epk_gp.gp.output_coupling import CoupledOutputs
-from epk_gp.kernels import tagged_points
+from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
@@ -208,7 +206,7 @@ def test_a_forward_mode_tangent_is_refused_and_not_lost(is_cached):
     """A block that the kernel keeps has none."""
     case = make_case("tanh", steps=1)
     kernel, x = kernel_of(case, "trace"), test_copy(case.test[:2])
-    mean = NetworkMean(kernel.config, CoupledOutputs(3), 0)
+    mean = NetworkMean(kernel.config, parse_coupling("full", 3), 0)
     if is_cached:
         kernel.forward(x, x)
         mean(x)
@@ -222,7 +220,7 @@ def test_a_forward_mode_tangent_is_refused_and_not_lost(is_cached):
 @pytest.mark.parametrize("state", [0, -1])
 def test_the_network_as_prior_mean_has_its_own_derivative(state):
     case = make_case("tanh", steps=2)
-    mean, (x, copy) = NetworkMean(kernel_of(case).config, CoupledOutputs(3), state), points(case)
+    mean, (x, copy) = NetworkMean(kernel_of(case).config, parse_coupling("full", 3), state), points(case)
     assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
     tagged = torch.cat([x, copy], 1).detach()
     assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))
@@ -241,10 +239,3 @@ def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outpu
         return gp(torch.cat([x, zeros], 1)).variance
 
     assert gradcheck(variances, (x,), fast_mode=True)
-
-
-def test_a_torch_without_names_for_transformed_tensors_takes_plain_ones(monkeypatch):
-    case = make_case("tanh", steps=1)
-    x = test_copy(case.test[:2]).requires_grad_()
-    monkeypatch.setattr(tagged_points, "_TRANSFORMED", [])
-    assert torch.autograd.grad(kernel_of(case, "trace").forward(x, x).sum(), x)[0].isfinite().all()

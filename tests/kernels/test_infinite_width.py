@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 
-from epk_gp.kernels.angular import angular
-from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
+from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel, angular
 
 KERNELS = {"erf": ErfKernel, **{f"order_{n}": (lambda n=n, **k: ArcCosineKernel(n, **k)) for n in (0, 1, 2)}}
 ACTIVATIONS = {
@@ -50,15 +49,12 @@ def dense(kernel, x, y=None):
     return kernel.double()(x, y).to_dense()
 
 
-def random_layer(x, width, kernel, generator, covariance=None):
+def random_layer(x, width, kernel, generator):
     """Pre-activations of a wide random layer, its biases first."""
     x = torch.cat([x.new_ones(len(x), 1), x], 1) if kernel.bias else x
-    if covariance is None:
-        variances = [kernel.bias_variance.item()] if kernel.bias else []
-        variances += [kernel.weight_variance.item()] * (x.shape[1] - len(variances))
-        root = torch.tensor(variances, dtype=x.dtype).sqrt().diag()
-    else:
-        root = torch.linalg.cholesky(covariance)
+    variances = [kernel.bias_variance.item()] if kernel.bias else []
+    variances += [kernel.weight_variance.item()] * (x.shape[1] - len(variances))
+    root = torch.tensor(variances, dtype=x.dtype).sqrt().diag()
     return x @ root @ torch.randn(x.shape[1], width, generator=generator, dtype=x.dtype)
 
 
@@ -75,25 +71,6 @@ def test_one_layer_is_the_average_over_random_units(name, bias, generator):
         error = products.std(-1) / 400_000**0.5
         assert ((products.mean(-1) - dense(kernel, x)).abs() < 5 * error).all()
         assert not ((products.mean(-1) - 1.05 * dense(kernel, x)).abs() < 5 * error).all()  # the negative control
-
-
-@pytest.mark.parametrize("name", ["erf", "order_1"])
-def test_a_weight_covariance_reaches_every_input_and_the_bias(name, generator):
-    A = torch.randn(4, 4, generator=generator, dtype=torch.float64)
-    covariance = A @ A.mT / 4
-    x, kernel = points(), KERNELS[name](bias=True, weight_covariance=covariance).double()
-    assert not list(kernel.parameters())
-    with torch.no_grad():
-        h = ACTIVATIONS[name](random_layer(x, 400_000, kernel, generator, covariance))
-        products = h[:, None] * h[None]
-        error = products.std(-1) / 400_000**0.5
-        assert ((products.mean(-1) - dense(kernel, x)).abs() < 5 * error).all()
-        assert (products.mean(-1) - dense(KERNELS[name](bias=True), x)).abs().max() > 20 * error.max()
-        diagonal = torch.diag(torch.tensor([0.4, 0.7, 0.7, 0.7], dtype=torch.float64))
-        plain = KERNELS[name](bias=True).double()
-        plain.bias_variance, plain.weight_variance = 0.4, 0.7
-        same = KERNELS[name](bias=True, weight_covariance=diagonal)
-        torch.testing.assert_close(dense(same, x), dense(plain, x))
 
 
 @pytest.mark.slow
@@ -235,11 +212,5 @@ def test_arguments_that_mean_nothing_are_refused():
         ErfKernel(0)
     with pytest.raises(ValueError, match=r"order must be one of \[0, 1, 2\]: got 3"):
         ArcCosineKernel(3)
-    with pytest.raises(ValueError, match="must be finite and symmetric"):
-        ErfKernel(weight_covariance=torch.tensor([[1.0, 0.5], [0.0, 1.0]]))
-    with pytest.raises(ValueError, match="positive semi-definite: its smallest eigenvalue is -1"):
-        ErfKernel(weight_covariance=torch.diag(torch.tensor([1.0, -1.0])))
-    with pytest.raises(ValueError, match="must have 1 columns, as weight_covariance has 2 with the bias: got 3"):
-        ErfKernel(weight_covariance=torch.eye(2))(points()).to_dense()
     with pytest.raises(ValueError, match="last_dim_is_batch must be False"):
         ErfKernel().forward(points(), points(), last_dim_is_batch=True)

@@ -23,7 +23,7 @@ def test_mean_diagonal_makes_the_mean_diagonal_one(trajectory, outputs):
 
 
 def test_mean_diagonal_uses_evenly_spaced_points_only(counter, monkeypatch):
-    monkeypatch.setattr("epk_gp.kernels.normalization.NORMALIZATION_POINTS", 3)
+    monkeypatch.setattr("epk_gp.kernels.epk.NORMALIZATION_POINTS", 3)
     run = make_run()
     scale = EPKKernel(run, normalize="mean_diagonal").scale
     assert counter.points == 3

@@ -7,8 +7,7 @@ from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
 
 import epk_gp as epk
-from epk_gp.gp.means import NetworkMean
-from epk_gp.gp.output_coupling import CoupledOutputs, IndependentOutputs
+from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
@@ -75,7 +74,7 @@ def test_whole_numbers_are_taken_as_gpytorch_hands_them_over():
         kernel(tokens + 0.5).to_dense()
 
 
-@pytest.mark.parametrize("coupling", [CoupledOutputs(C), IndependentOutputs(C)])
+@pytest.mark.parametrize("coupling", [parse_coupling("full", C), parse_coupling("independent", C)])
 def test_a_network_is_the_mean_at_rows_without_a_copy_column(trajectory, X, coupling):
     mean = NetworkMean(EPKKernel(trajectory).config, coupling, state=-1)
     assert torch.equal(mean(X), mean(test_copy(X)))

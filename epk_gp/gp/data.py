@@ -1,0 +1,385 @@
+"""Points, labels and targets that processes are conditioned on."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.core.checks import (
+    as_tensor,
+    validate_count,
+    validate_labels,
+    validate_positive,
+    validate_tensor,
+    validate_texts,
+)
+from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
+from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+
+TargetKind = Literal["network", "dirichlet", "labels"]
+
+
+class NodesWithoutData(Trajectory):
+    """What a classifier that was read from a file has in place of its run: the nodes of the path.
+
+    Its inputs are a few training points, by which the network is recognised, not the training data.
+    """
+
+
+def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
+    """Return the indices of the training points that a GP is conditioned on.
+
+    Args:
+        points: N different indices; None for all training points.
+        trajectory: The run.
+
+    Raises:
+        TypeError: `points` is not a list or tensor of whole numbers.
+        ValueError: An index is out of range or repeated, or there are none; or the run has no training data.
+    """
+    if isinstance(trajectory, NodesWithoutData):
+        raise ValueError(
+            "a recorded run with its training data is needed: a classifier that was read from a file holds no training "
+            "data. Read the run itself, load_trajectory(path, net)."
+        )
+    M = trajectory.inputs.shape[0]
+    if points is None:
+        return torch.arange(M, device=trajectory.device)
+    message = f"points must be a list or tensor of indices of training points: got {points!r}."
+    if not isinstance(points, Tensor | Sequence | np.ndarray):
+        raise TypeError(message)
+    try:
+        indices = as_tensor(points, device=trajectory.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(message) from error
+    if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):
+        raise TypeError(f"points must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
+    indices = indices.long()
+    if indices.ndim != 1 or not len(indices):
+        raise ValueError(f"points must be a list of at least one index: got shape {tuple(indices.shape)}.")
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= M:
+        raise ValueError(f"points must lie in 0..{M - 1} (the training points): got {low}..{high}.")
+    if len(indices.unique()) < len(indices):
+        repeated = len(indices) - len(indices.unique())
+        raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
+    return indices
+
+
+def make_targets(
+    trajectory: Trajectory,
+    train_indices: Int[Tensor, " N"],
+    targets: TargetKind,
+    head: Head,
+    *,
+    prior_is_zero: bool = True,
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None, Float[Tensor, " C"]]:
+    """Return what the GP regresses on.
+
+    Args:
+        trajectory: The run.
+        train_indices: Indices of N training points.
+        targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
+            labels; "labels" - the run's own targets, centred (`label_values`).
+        head: The network's head.
+        prior_is_zero: The prior mean is zero: of real targets their mean is subtracted then. Another prior mean says
+            where they lie.
+
+    Returns:
+        Targets; for "dirichlet" the variances of their noise; and what was subtracted from "labels". Float64.
+
+    Raises:
+        ValueError: `targets` is none of these, "dirichlet" is asked for and the run has no class labels, or "labels"
+            and the run's targets are neither class labels nor a number for every output.
+    """
+    zero = torch.zeros(trajectory.num_outputs, dtype=torch.float64, device=trajectory.device)
+    if targets == "network":
+        X = trajectory.inputs[train_indices]
+        X = X.to(torch.float64) if X.is_floating_point() else X
+        return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None, zero
+    if targets == "labels":
+        values, mean = label_values(trajectory, train_indices)
+        mean = mean if prior_is_zero or not trajectory.targets.is_floating_point() else zero
+        return values - mean, None, mean
+    if targets != "dirichlet":
+        raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
+    labels = trajectory.targets
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ValueError(
+            f"targets='dirichlet' needs class labels, one integer per point: the run has {labels.dtype} targets of "
+            f"shape {tuple(labels.shape)}. Use targets='network'."
+        )
+    return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
+
+
+def label_values(
+    trajectory: Trajectory, train_indices: Int[Tensor, " N"]
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, " C"]]:
+    """Return the run's own targets as a number for every output, and the mean that a process is centred at.
+
+    Args:
+        trajectory: The run.
+        train_indices: Indices of N training points.
+
+    Returns:
+        Of class labels, one-hot vectors and 1 / C; of real targets, as of `MeanSquaredError`, themselves and their mean
+        over the N points. Float64.
+
+    Raises:
+        ValueError: The targets are neither class labels nor a number for every output, or a label is out of range.
+    """
+    targets, C = trajectory.targets[train_indices], trajectory.num_outputs
+    if targets.ndim == 1 and C > 1 and not targets.is_floating_point():
+        validate_labels(targets, len(targets), C)
+        values = torch.nn.functional.one_hot(targets.long(), C).to(torch.float64)
+        return values, values.new_full((C,), 1 / C)
+    if targets[0].numel() != C or (C > 1 and not targets.is_floating_point()):
+        raise ValueError(
+            f"targets='labels' needs one class label per point, or a real number for each of the {C} outputs: the run "
+            f"has {targets.dtype} targets of shape {tuple(trajectory.targets.shape)}. Use targets='network'."
+        )
+    values = targets.reshape(len(targets), C).to(torch.float64)
+    return values, values.mean(0)
+
+
+def dirichlet_targets(
+    labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01, dtype: torch.dtype = torch.float64
+) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+    """Transform class labels to regression targets with known noise.
+
+    Milios et al. (2018), as in GPyTorch's `DirichletClassificationLikelihood`: the label's Dirichlet concentration
+    alpha = alpha_epsilon + [class is the label] gives Gamma variables that log-normals match in mean and variance:
+
+        sigma^2 = log(1 / alpha + 1),   y = log(alpha) - sigma^2 / 2
+
+    Args:
+        labels: Class of each of n points.
+        num_classes: C. GPyTorch infers it from the largest label, and misses classes without a point.
+        alpha_epsilon: Concentration of the classes that are not the label.
+        dtype: Of the result.
+
+    Returns:
+        Targets y and variances sigma^2.
+
+    Raises:
+        TypeError: The labels are not integers, or a number is of the wrong kind.
+        ValueError: A label is out of range, or the concentration is not positive.
+    """
+    validate_positive(alpha_epsilon, "alpha_epsilon")
+    validate_count(num_classes, "num_classes")
+    validate_tensor(labels, "labels", ndim=1)
+    validate_labels(labels, len(labels), num_classes)
+    alpha = torch.nn.functional.one_hot(labels.long(), int(num_classes)).to(dtype) + alpha_epsilon
+    variances = (1 / alpha).log1p()
+    return alpha.log() - variances / 2, variances
+
+
+def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
+    """Return the class labels of a run; those that its loss leaves out are no classes.
+
+    Raises:
+        ValueError: The run has no class labels, one per point, or its outputs are no logits.
+    """
+    labels, loss = trajectory.targets, trajectory.loss
+    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
+        raise ValueError(
+            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
+            f"{loss}. For regression see LogitGP(trajectory, targets='labels')."
+        )
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ValueError(
+            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
+            f"{tuple(labels.shape)}."
+        )
+    given = labels[labels != ignored_class(loss)]
+    validate_labels(given, len(given), trajectory.num_outputs, name="the run's labels")
+    return labels.long()
+
+
+def labelled_points(
+    trajectory: Trajectory, labels: Int64[Tensor, " M"], points: Int[Tensor, " N"] | Sequence[int] | None
+) -> Int64[Tensor, " N"]:
+    """Return the indices of the training points that a process on labels is conditioned on.
+
+    Args:
+        trajectory: The run.
+        labels: Of its M points (`training_labels`).
+        points: Indices; None for all points whose labels the loss takes. Of a graph, whose points are all nodes, only
+            those that a step was trained on: the labels of the others may be what is asked for.
+
+    Raises:
+        TypeError: `points` are no indices.
+        ValueError: An index is out of range or repeated, its point has no label, or there are none.
+    """
+    has_label = (labels >= 0) & (labels < trajectory.num_outputs)
+    if points is None and trajectory.model.signature.graph is not None:
+        has_label &= _is_trained_on(trajectory)
+    indices = parse_train_indices(points, trajectory)
+    if points is None:
+        indices = indices[has_label]
+    elif not has_label[indices].all():
+        missing = int(indices[~has_label[indices]][0])
+        raise ValueError(
+            f"points must have labels: the label of training point {missing} is {int(labels[missing])}, which the "
+            "loss leaves out. Leave it out here too."
+        )
+    if not len(indices):
+        raise ValueError("there must be training points with labels: the loss leaves all of them out.")
+    return indices
+
+
+def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
+    """Return which points are in the batch of any step."""
+    trained = torch.zeros(trajectory.num_points, dtype=torch.bool, device=trajectory.device)
+    for step in trajectory.steps:
+        if step.batch is None:
+            return trained.fill_(True)
+        trained[step.batch.to(trained.device)] = True
+    return trained
+
+
+def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
+    """Return points as one tensor; those of an array are on the run's device.
+
+    Args:
+        trajectory: The run.
+        X: n inputs as the run takes them; or an array with a row per point, whose columns are the flattened input.
+        name: Name of the points in a message.
+
+    Raises:
+        TypeError, ValueError: The network cannot take the points.
+    """
+    if not is_array(X):
+        return parse_inputs(trajectory, X, name)  # type: ignore[arg-type]  # checked there
+    try:
+        points = as_tensor(np.asarray(X), device=trajectory.device)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
+    kind = trajectory.inputs.dtype
+    if points.is_complex():
+        raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
+    whole = not points.is_floating_point() or bool((points == points.round()).all())
+    if kind.is_floating_point:
+        points = points.to(kind)
+    elif whole:
+        points = _as_integers(points, kind, name)
+    shape = trajectory.input_shape
+    if points.ndim == 2 and len(shape) > 1 and points.shape[1] == torch.Size(shape).numel():
+        points = points.reshape(-1, *shape)
+    return parse_inputs(trajectory, points, name)
+
+
+def _as_integers(points: Shaped[Tensor, "n ..."], dtype: torch.dtype, name: str) -> Shaped[Tensor, "n ..."]:
+    """Return whole numbers as integers, none of them changed."""
+    integers = points.to(dtype)
+    is_changed = (integers.to(points.dtype) != points).reshape(len(points), -1).any(1)
+    if is_changed.any():
+        raise ValueError(
+            f"{name} must hold numbers of the training inputs' kind, {dtype}: row {int(is_changed.nonzero()[0])} of "
+            f"the array, of {points.dtype}, holds one that is too large or too small for it."
+        )
+    return integers
+
+
+def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
+    """Return the names of the classes, in the order of the outputs: 0 .. C - 1 if there are none.
+
+    Raises:
+        TypeError: They are neither numbers nor text.
+        ValueError: There is not one for each output, or one stands for two.
+    """
+    if classes is None:
+        return np.arange(num_outputs)
+    names = np.asarray(classes)
+    if names.dtype == object and all(isinstance(name, str) for name in names.ravel()):
+        names = names.astype(str)
+    if names.dtype.kind not in "biufU":
+        raise TypeError(f"classes must be numbers or text: got an array of {names.dtype}.")
+    if names.dtype.kind == "U":
+        validate_texts(names.ravel().tolist(), "classes")
+    if names.shape != (num_outputs,) or len(np.unique(names)) != num_outputs:
+        raise ValueError(
+            f"classes must name each of the {num_outputs} outputs once, in their order: got {names.tolist()}."
+        )
+    return names
+
+
+def class_labels(
+    trajectory: Trajectory, y: object, count: int, name: str = "y", *, classes: object = None
+) -> Int64[Tensor, " n"]:
+    """Return labels of points as a tensor on the run's device.
+
+    Args:
+        trajectory: The run.
+        y: The labels.
+        count: Number of points.
+        name: Name of the labels in a message.
+        classes: Names of the classes that the labels are of; None for the numbers 0 .. C - 1.
+
+    Raises:
+        TypeError: The labels are no whole numbers, where classes have no names.
+        ValueError: There is not one label for each point, or a label is no class of the network.
+    """
+    if classes is not None:
+        return _labels_of_names(y, class_names(classes, trajectory.num_outputs), count, name).to(trajectory.device)
+    try:
+        labels = y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
+            "UncertainClassifier(..., classes=...) if classes have names."
+        ) from error
+    validate_labels(labels, count, trajectory.num_outputs, name=name)
+    return labels.to(device=trajectory.device, dtype=torch.int64)
+
+
+def _labels_of_names(y: object, names: Shaped[np.ndarray, " C"], count: int, name: str) -> Int64[Tensor, " n"]:
+    given = (y.cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)).tolist()
+    if not isinstance(given, list) or len(given) != count:
+        raise ValueError(f"{name} must have one entry per point: got shape {np.shape(given)} for {count} points.")
+    index = {value: c for c, value in enumerate(names.tolist())}
+    unknown = [value for value in given if isinstance(value, list) or value not in index]
+    if unknown:
+        raise ValueError(f"{name} must hold classes of the network, {names.tolist()}: got {unknown[0]!r}.")
+    return torch.tensor([index[value] for value in given], dtype=torch.int64)
+
+
+def is_array(X: object) -> bool:
+    """Return whether points were given as scikit-learn takes them: an array, a list of rows or a data frame."""
+    return isinstance(X, np.ndarray | list) or hasattr(X, "iloc")
+
+
+def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n ..."] | Shaped[np.ndarray, "n ..."]:
+    """Return values as an array if the points were given as one, else as a tensor."""
+    return values.cpu().numpy() if is_array(X) else values
+
+
+def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
+    """Return floating-point inputs in a dtype, and integers as they are."""
+    return X.to(dtype) if X.is_floating_point() else X
+
+
+def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
+    """Return how many validation points are training points, up to the rounding of a narrower dtype.
+
+    Raises:
+        ValueError: Most of them are.
+    """
+    of_graph = trajectory.model.signature.graph is not None
+    inputs = trajectory.inputs[_is_trained_on(trajectory)] if of_graph else trajectory.inputs
+    narrow = inputs.dtype
+    if narrow.is_floating_point:  # the narrowest dtype that holds the points: a copy in it differs from the data by it
+        kinds = (torch.bfloat16, torch.float16, torch.float32)
+        narrow = next((kind for kind in kinds if torch.equal(X.to(kind).to(X.dtype), X)), torch.float32)
+    known, points = ((part.to(narrow).double() + 0.0).cpu().contiguous().numpy() for part in (inputs, X))  # -0 is 0
+    rows = {row.tobytes() for row in known}
+    seen = sum(row.tobytes() in rows for row in points)
+    if 2 * seen > len(X):
+        raise ValueError(
+            f"validation points must be points that the network has not seen: {seen} of {len(X)} are training points. "
+            "Hold others out of the training."
+        )
+    return seen
