@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= demo_output
 # Two workers; `make test PYTEST_ARGS="-x tests/test_gram.py"` runs something else.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 TYPES := --jaxtyping-packages=epk_gp,beartype.beartype
 NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
@@ -36,18 +36,28 @@ ifneq ($(origin PYTHON),file)
 endif
 
 # Two processes share the cores, so each gets one thread.
-test test-types test-fast lint: export OMP_NUM_THREADS := 1
-test test-types test-fast lint: export MKL_NUM_THREADS := 1
-test test-types test-fast: export MPLBACKEND := Agg
+test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
+test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
+test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-fast lint format pages docs bench faults clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
 
+# All tests but those of `make test-pages`.
 test: lint test-types
-	$(BIN)/python -m pytest $(PYTEST_ARGS) || [ $$? -eq $(NO_TESTS) ]
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages" || [ $$? -eq $(NO_TESTS) ]
+
+# The slow tests that run every page, tutorial, experiment and picture, the benchmarks, and reports in a browser. What
+# they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
+test-pages: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m pages
+	$(BIN)/python .ci/tested.py --note
+
+test-changed-pages: $(DEV)
+	$(BIN)/python .ci/tested.py || $(MAKE) test-pages
 
 # Shapes and types of arguments are checked at run time, in some 200 cases (tests/conftest.py says in which): tests take
 # three times as long with these checks.

@@ -8,9 +8,17 @@ matplotlib.use("Agg")
 torch.set_num_threads(1)  # sums in one order, and one core for each pytest worker
 
 
+# Their slow tests run every page, tutorial, experiment and picture, the benchmarks, or a browser: `make test-pages`.
+PAGES = {
+    "test_attribution_benchmark.py", "test_benchmarks.py", "test_browser.py", "test_browser_access.py",
+    "test_browser_runs.py", "test_docs.py", "test_experiments.py", "test_gallery.py", "test_readme.py",
+    "test_tutorials.py", "test_uncertainty_experiments.py",
+}  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark all cases of a test but the first as slow, where it asks for it, and choose the cases of `make test-types`.
+    """Mark all cases of a test but the first as slow, where it asks for it; choose `make test-types` and `test-pages`.
 
     Shapes and types of arguments are checked in the first quick case of each file that can be checked, and in the cases
     that are marked.
@@ -22,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if name in begun and item.get_closest_marker("mostly_slow"):
             item.add_marker(pytest.mark.slow)
         begun.add(name)
+        if item.path.name in PAGES and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.pages)
         can_be_checked = not item.get_closest_marker("slow") and "unchecked" not in item.fixturenames
         if can_be_checked and item.path not in files:
             item.add_marker(pytest.mark.types)

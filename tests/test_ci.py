@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from page_code import load
+
 SCRIPT = Path(__file__).parents[1] / ".ci" / "run"
+MAKE = "make test test-changed-pages"
 TOOLS = ("bash", "env", "dirname", "timeout")
 
 pytestmark = pytest.mark.skipif(
@@ -45,14 +48,18 @@ def write(file, body):
 def test_chromium_is_installed_where_it_is_missing(run):
     done, log = run()
     assert done.returncode == 0
-    assert log == ["apt-get -qq update", "apt-get -qq install --yes --no-install-recommends chromium", "make test"]
+    assert log == [
+        "apt-get -qq update",
+        "apt-get -qq install --yes --no-install-recommends chromium",
+        MAKE,
+    ]
     assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_an_installation_that_fails_is_said_and_the_checks_run(run):
     done, log = run(apt_get="echo 'E: no network' >&2; exit 100")
     assert done.returncode == 0
-    assert log[-1] == "make test"
+    assert log[-1] == MAKE
     assert done.stderr == "Chromium was not installed, so that reports are not tested in a browser: E: no network\n"
 
 
@@ -64,4 +71,37 @@ def test_an_installation_that_fails_is_said_and_the_checks_run(run):
 def test_nothing_is_installed_otherwise(run, case):
     done, log = run(**case)
     assert done.returncode == 0
-    assert log == ["make test"]
+    assert log == [MAKE]
+
+
+@pytest.fixture
+def tested(tmp_path, monkeypatch):
+    """.ci/tested.py in a repository of its own."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for name in (".ci/run", "docs/page.md", "epk_gp/core.py", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("before")
+    for words in (("init", "-q"), ("add", ".")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    module = load(SCRIPT.with_name("tested.py"))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    return module
+
+
+def test_pages_are_tested_again_where_anything_that_they_read_or_import_changed(tested, tmp_path):
+    assert not tested.is_tested()  # nothing is noted
+    for name, is_read in (("docs/page.md", True), ("epk_gp/core.py", True), ("CHANGELOG.md", False)):
+        (tmp_path / tested.NOTE).write_text(tested.content())
+        assert tested.is_tested()
+        (tmp_path / name).write_text("after")
+        assert tested.is_tested() != is_read
+    (tmp_path / tested.NOTE).write_text(tested.content())
+    (tmp_path / "docs" / "page.md").unlink()
+    assert not tested.is_tested()
+
+
+def test_where_git_cannot_say_what_is_there_pages_are_tested(tested, tmp_path):
+    (tmp_path / tested.NOTE).write_text(tested.content())
+    shutil.rmtree(tmp_path / ".git")
+    assert not tested.is_tested()

@@ -186,7 +186,7 @@ def interrupt(work: Callable[[], object], line: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute"])
+@pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute, adaptive"])
 def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call: str, tmp_path: Path) -> None:
     expected = expected_results("tied", (call,))[call]
     shared = share("tied", tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doors import DOORS, Door
 from torch import Tensor, nn
 
 import epk_gp as epk
@@ -18,15 +19,10 @@ from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import QuasiMonteCarlo
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
-from epk_gp.gram.thinning import thin_path
+from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
-from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import (
-    chen_machine,
-    domingos_machine,
-    k_prime_block,
-    single_machine,
     tangent_trajectory,
 )
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
@@ -271,8 +267,13 @@ def _block(run: epk.Trajectory, shared: Shared) -> object:
     return epk.gram_block(run, *shared.points, rule=epk.gauss_legendre(2))
 
 
+def _asked(door: Door) -> Callable[[Shared], object]:
+    """A door's question about the test points."""
+    return lambda s: door.ask(s.run, s.test, **door.options(rule=epk.gauss_legendre(2)))
+
+
 CALLS: dict[str, Callable[[Shared], object]] = {
-    "gram_block": _of("run", _block),
+    **{name: _asked(door) for name, door in DOORS.items() if name not in ("write_report", "EPKKernel", "LogitGP")},
     "gram_block, logits": lambda s: epk.gram_block(s.run, *s.points, head="logits", rule=epk.gauss_legendre(3)),
     "gram_block, float32": lambda s: epk.gram_block(
         s.run, epk.Points(s.single, False), epk.Points(s.single, True), rule=epk.gauss_legendre(2)
@@ -286,8 +287,6 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     ),
     "gram_block, stored": _of("stored", _block),
     "gram_block, fewer states": _of("fewer", _block),
-    "gram_block_per_class": lambda s: gram_block_per_class(s.run, *s.points),
-    "gram_diagonal_blocks": lambda s: gram_diagonal_blocks(s.run, s.points[0]),
     "PathKernel, step weights": lambda s: epk.PathKernel(
         s.run, rule=epk.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
     ).block(*s.points),
@@ -297,26 +296,18 @@ CALLS: dict[str, Callable[[Shared], object]] = {
         for head in ("logits", "log_softmax")
     ],
     "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single),
-    "reconstruct": lambda s: epk.reconstruct(s.run, s.test),
+    "reconstruct, adaptive": lambda s: epk.reconstruct(s.run, s.test),
+    "attribute, adaptive": lambda s: epk.attribute(s.run, s.test),
     "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=epk.left_riemann(2)),
-    "attribute": lambda s: epk.attribute(s.run, s.test),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
     "write_report": _report,
-    "influence": lambda s: epk.influence(s.run, s.test),
     "self_influence": lambda s: epk.self_influence(s.run),
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,
-    "attribute_by sample": _attributed_by(by_sample),
     "attribute_by label": _attributed_by(by_label),
-    "attribute_by step": _attributed_by(by_step),
     "attribute_by parameter": _attributed_by(by_parameter),
     "attribute_by layer": _attributed_by(by_layer),
     "attribute_many, breakdown": _breakdown,
-    "single_machine": lambda s: single_machine(s.run, s.test, rule=epk.gauss_legendre(3)),
-    "chen_machine": lambda s: chen_machine(s.run, s.test),
-    "domingos_machine": lambda s: domingos_machine(s.run, s.test),
-    "k_prime_block": lambda s: k_prime_block(s.run, s.test, s.run.inputs),
-    "thin_path": lambda s: thin_path(s.run, 2, s.test, rule=epk.gauss_legendre(2)),
     "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _kernel_gradient,

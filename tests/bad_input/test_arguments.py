@@ -7,8 +7,6 @@ import torch
 import epk_gp as epk
 from epk_gp.core.model import zero_final_layer
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.kernel_machine.attribute import attribute_by
-from epk_gp.kernel_machine.axes import by_step
 from loops import data, mlp, sgd
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
@@ -41,10 +39,6 @@ WRONG_TYPES = {
         lambda t: epk.gram_block(t, epk.Points(X, True), epk.Points(X, True), step_weights=[1.0] * 7),
         r"step_weights must be a torch.Tensor, \(7,\): got list. Convert it",
     ),
-    "no_run": (lambda t: epk.reconstruct(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType. Record one"),
-    "no_run_to_attribute": (lambda t: epk.attribute(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType"),
-    "gp_of_no_run": (lambda t: epk.LogitGP(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
-    "kernel_of_no_run": (lambda t: epk.EPKKernel(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
     "points_a_number": (lambda t: epk.LogitGP(t, points=5), "points must be a list or tensor of indices .*: got 5"),
     "points_a_text": (
         lambda t: epk.LogitGP(t, points="abc"),
@@ -70,10 +64,6 @@ WRONG_TYPES = {
     "split_copy_of_a_list": (lambda t: epk.split_copy([[1.0]]), "inputs must be a torch.Tensor: got list"),
     "state_a_text": (lambda t: t.weights("a"), "state must be a whole number: got 'a'"),
     "zeroing_nothing": (lambda t: zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
-    "budget_a_fraction": (
-        lambda t: epk.reconstruct(t, X, memory_budget=2.5e9),
-        "memory_budget must be a whole number of bytes: got 2500000000.0",
-    ),
 }
 
 
@@ -102,23 +92,6 @@ WRONG_VALUES = {
 def test_a_value_that_means_nothing_is_refused(trajectory, ask, message):
     with pytest.raises(ValueError, match=message):
         ask(trajectory)
-
-
-@pytest.mark.parametrize("budget", [0, -1, (1 << 20) - 1])
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda t, b: epk.reconstruct(t, X, memory_budget=b),
-        lambda t, b: epk.attribute(t, X, memory_budget=b),
-        lambda t, b: attribute_by(t, X, [by_step(t)], memory_budget=b),
-        lambda t, b: epk.EPKKernel(t, memory_budget=b),
-        lambda t, b: epk.LogitGP(t, memory_budget=b),
-    ],
-    ids=["reconstruct", "attribute", "attribute_by", "kernel", "gp"],
-)
-def test_every_long_call_refuses_a_budget_that_is_too_small(trajectory, ask, budget):
-    with pytest.raises(ValueError, match=f"memory_budget must be at least 1 MiB .1048576 bytes.: got {budget}"):
-        ask(trajectory, budget)
 
 
 def test_integers_of_numpy_count():

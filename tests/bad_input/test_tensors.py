@@ -1,12 +1,13 @@
 """Inputs, tagged points and labels of a wrong kind, shape, device or value: one clear error each."""
 
+import re
+
 import pytest
 import torch
 
 import epk_gp as epk
 from epk_gp.analysis import maps, measures
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gram.thinning import thin_path
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining
 
@@ -21,9 +22,6 @@ SCORES = torch.linspace(0.1, 1, 10, dtype=torch.float64)
 
 # Calls with n inputs of the network.
 INPUTS = {
-    "posterior": lambda f, x: f.gp.logit_posterior(x),
-    "thinning": lambda f, x: thin_path(f.t, 2, x),
-    "outputs": lambda f, x: epk.network_outputs(f.t, x),
     "train_copy": lambda f, x: epk.train_copy(x),
     "plane": lambda f, x: maps.coordinate_plane(x),
     "line": lambda f, x: path_geometry.line_profile(f.t, x, Y),
@@ -41,13 +39,23 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("ask", INPUTS.values(), ids=INPUTS.keys())
-@pytest.mark.parametrize("x", BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_inputs_that_are_none_are_refused(f, ask, x):
-    with pytest.raises(
-        (TypeError, ValueError), match=r"^(X|X_test|inputs|a plane) (must|needs) .*: got|NaN or infinity"
-    ):
+def faults(ask, f, cases):
+    """What a call does instead of refusing wrong arguments, {case: (argument, message)}, in one sentence."""
+    return {name: said for name, (x, message) in cases.items() if (said := refusal(ask, f, x, message)) is not None}
+
+
+def refusal(ask, f, x, message):
+    try:
         ask(f, x)
+    except (TypeError, ValueError) as error:
+        return None if re.search(message, str(error)) else str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("ask", INPUTS.values(), ids=INPUTS.keys())
+def test_inputs_that_are_none_are_refused(f, ask):
+    message = r"^(X|X_test|inputs|a plane) (must|needs) .*: got|NaN or infinity"
+    assert not faults(ask, f, {name: (x, message) for name, x in BAD_INPUTS.items()})
 
 
 # Calls with tagged points.
@@ -78,10 +86,8 @@ BAD_POINTS = {
 
 
 @pytest.mark.parametrize("ask", POINTS.values(), ids=POINTS.keys())
-@pytest.mark.parametrize(("x", "message"), BAD_POINTS.values(), ids=BAD_POINTS.keys())
-def test_points_of_another_kind_are_refused(f, ask, x, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ask(f, x)
+def test_points_of_another_kind_are_refused(f, ask):
+    assert not faults(ask, f, BAD_POINTS)
 
 
 def test_a_gp_takes_one_set_of_points(f):
@@ -147,15 +153,13 @@ BAD_LABELS = {
 }
 
 
-@pytest.mark.parametrize("y", BAD_LABELS.values(), ids=BAD_LABELS.keys())
 @pytest.mark.parametrize("ask", (LABELS | LABELS_OF_ANY_CLASS).values(), ids=(LABELS | LABELS_OF_ANY_CLASS).keys())
-def test_labels_that_are_none_are_refused(f, ask, y):
-    with pytest.raises((TypeError, ValueError), match=r"^(labels|outputs) must (be|have|hold) .*: got "):
-        ask(f, y)
+def test_labels_that_are_none_are_refused(f, ask):
+    message = r"^(labels|outputs) must (be|have|hold) .*: got "
+    assert not faults(ask, f, {name: (y, message) for name, y in BAD_LABELS.items()})
 
 
-@pytest.mark.parametrize("y", [Y - 1, Y + 1], ids=["negative", "large"])
 @pytest.mark.parametrize("ask", LABELS.values(), ids=LABELS.keys())
-def test_labels_out_of_range_are_refused(f, ask, y):
-    with pytest.raises(ValueError, match=r"^(labels|outputs) must lie in 0..2: got "):
-        ask(f, y)
+def test_labels_out_of_range_are_refused(f, ask):
+    message = r"^(labels|outputs) must lie in 0..2: got "
+    assert not faults(ask, f, {"negative": (Y - 1, message), "large": (Y + 1, message)})

@@ -154,7 +154,7 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv", "wide", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "conv1d", "wide_conv", "wide"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = blocks_and_passes(name, monkeypatch)
     monkeypatch.setattr("epk_gp.core.plans.PASS_BYTES", 1)

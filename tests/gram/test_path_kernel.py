@@ -179,7 +179,7 @@ def test_averaged_jacobians_understate_the_test_variance() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["relu", "cnn", "cosine", "transformer"])
+@pytest.mark.parametrize("name", ["relu", "cnn", "cosine"])
 def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
     points = epk.Points(torch.cat([case.trajectory.inputs, case.test]), torch.arange(12) < 7)

@@ -42,8 +42,15 @@ def loop(optimizer, kind, steps, change=lambda net: None, batch_size=16):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        pytest.param(optimizer, kind, id=f"{name}-{kind}")
+        for name, optimizer in OPTIMIZERS.items()
+        for kind in ("mlp", "cnn")
+        if kind == "mlp" or name in ("sgd", "adam")
+    ],
+)
 def test_a_long_run_that_learns_its_data_by_heart_is_no_false_alarm(optimizer, kind):
     """Where the loss is nearly 0, gradients are sums that cancel."""
     assert loop(optimizer, kind, 250).num_steps == 250

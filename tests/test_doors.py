@@ -1,0 +1,305 @@
+"""Properties of every public door: its head follows the run's loss; what it cannot take is refused in one sentence."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doors import DOORS, Door, sides
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
+from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, single_machine, tangent_trajectory
+from helpers import with_value
+from loops import CASES, data, trained
+
+NAN, INF = float("nan"), float("inf")
+X, Y = data()
+TEST = X[:2] + 0.3
+# They have no kernel machine of a regression to give, and are tested by themselves below.
+OTHER_DOORS = {
+    "kernel_machine.baselines.single_machine",
+    "cli.gram_commands.gram",
+    "cli.commands.attribute",
+    "cli.commands.influence",
+    "cli.commands.report",
+    "cli.commands.verify",
+    # names on pictures: None stands for outputs of an unknown kind
+    "plots.contributions.attribution_figure",
+    "plots.contributions.influence_figure",
+    "plots.summaries.reconstruction_figure",
+    "autodiff.dense.Cotangents",  # internal: None stands for other outputs than a head's
+}
+HEAD_DOORS = {name: door for name, door in DOORS.items() if door.head is None and name != "single_machine"}
+every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
+every_head_door = pytest.mark.parametrize("door", HEAD_DOORS.values(), ids=HEAD_DOORS.keys())
+
+
+def recorded(loss: Any, outputs: int = 3, *, log_probabilities: bool = False) -> epk.Trajectory:
+    """Record three steps on all of six points."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs), *[nn.LogSoftmax(dim=1)] * log_probabilities]
+    net = nn.Sequential(*layers).double()
+    is_regression = isinstance(as_loss(loss), epk.MeanSquaredError | epk.PerSampleLoss)
+    y = torch.randn(6, outputs, dtype=torch.float64) if is_regression else torch.arange(6) % outputs
+    return epk.train(net, X[:6], y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3, loss=loss)
+
+
+@pytest.fixture(scope="module")
+def regression() -> epk.Trajectory:
+    return recorded(epk.MeanSquaredError())
+
+
+@pytest.fixture(scope="module")
+def classification() -> epk.Trajectory:
+    return recorded(epk.CrossEntropy())
+
+
+@pytest.fixture(scope="module")
+def one_output() -> epk.Trajectory:
+    return recorded(epk.MeanSquaredError(), 1)
+
+
+# The head that nobody names.
+
+
+def head_defaults() -> dict[str, str]:
+    """Name everything public whose `head` has a default, in the source itself, with the default."""
+    root = Path(epk.__file__).parent
+    return {
+        f"{'.'.join(file.relative_to(root).with_suffix('').parts)}.{node.name}": ast.unparse(value)
+        for file in root.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        for value in _defaults_of_head(node)
+    }
+
+
+def _defaults_of_head(node: ast.FunctionDef | ast.ClassDef) -> Iterator[ast.expr]:
+    if isinstance(node, ast.ClassDef):
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and part.value is not None and ast.unparse(part.target) == "head":
+                yield part.value
+            elif isinstance(part, ast.FunctionDef):
+                yield from _defaults_of_head(part)
+        return
+    positional = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+    pairs = [*zip(positional, node.args.defaults, strict=True)]
+    pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    yield from (value for argument, value in pairs if argument.arg == "head" and value is not None)
+
+
+def test_every_default_of_a_head_is_tested_here() -> None:
+    defaults = head_defaults()
+    doors = {door.name for door in HEAD_DOORS.values()}
+    assert {name for name, default in defaults.items() if default == "None"} == doors | OTHER_DOORS
+    logits = {door.name for door in DOORS.values() if door.head == "logits"}
+    assert {name for name, default in defaults.items() if default == "'logits'"} == logits
+    assert len(defaults) == len(doors) + len(OTHER_DOORS) + len(logits)
+
+
+@every_head_door
+def test_a_door_explains_the_head_of_the_run_s_loss(
+    door: Door, regression: epk.Trajectory, classification: epk.Trajectory, one_output: epk.Trajectory
+) -> None:
+    for run, head, other in ((regression, "logits", "log_softmax"), (classification, "log_softmax", "logits")):
+        found = door.numbers(run, TEST)
+        assert torch.equal(found, door.numbers(run, TEST, head=head))
+        assert torch.equal(found, door.numbers(run, TEST, head=None))
+        control = door.numbers(run, TEST, head=other)
+        assert (found - control).abs().max() > 1e-3 * found.abs().max()  # the control: the head matters here
+    assert torch.equal(door.numbers(one_output, TEST), door.numbers(one_output, TEST, head="logits"))
+
+
+LOSSES = {
+    "cross_entropy": (epk.CrossEntropy(), "log_softmax"),
+    "cross_entropy_with_options": (epk.CrossEntropy("sum", (1.0, 2.0, 3.0), 0.1), "log_softmax"),
+    "torch_cross_entropy": (as_loss(nn.CrossEntropyLoss()), "log_softmax"),
+    "squared_error": (epk.MeanSquaredError(), "logits"),
+    "torch_squared_error": (as_loss(nn.MSELoss()), "logits"),
+    "log_probabilities": (NegativeLogLikelihood(), "logits"),
+    "function": (epk.PerSampleLoss(F.cross_entropy, reduction="mean"), "logits"),
+    "torch_module": (as_loss(nn.HuberLoss()), "logits"),
+}
+
+
+@pytest.mark.parametrize(("loss", "head"), LOSSES.values(), ids=LOSSES.keys())
+def test_the_loss_says_which_head(loss: Any, head: str) -> None:
+    assert resolve_head(None, loss, 3) == head
+    assert resolve_head(None, loss, 1) == "logits"
+    for named in ("logits", "log_softmax"):
+        assert resolve_head(named, loss, 3) == named
+
+
+def squared(z: Tensor, y: Tensor) -> Tensor:
+    return (z - y).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "log_probabilities"),
+    [(NegativeLogLikelihood(), True), (epk.PerSampleLoss(squared, reduction="mean"), False)],
+    ids=["log_probabilities", "function"],
+)
+def test_a_run_on_another_loss_is_explained_by_its_outputs(loss: Any, log_probabilities: bool) -> None:
+    run = recorded(loss, log_probabilities=log_probabilities)
+    found = epk.reconstruct(run, TEST)
+    assert torch.equal(found.network, epk.network_outputs(run, TEST))
+    assert found.max_error < 1e-12
+
+
+def test_the_single_machine_has_the_head_of_its_loss(classification: epk.Trajectory) -> None:
+    found = single_machine(classification, TEST)
+    assert torch.equal(found.outputs, single_machine(classification, TEST, head="log_softmax").outputs)
+    log_probabilities = recorded(NegativeLogLikelihood(), log_probabilities=True)
+    found = single_machine(log_probabilities, TEST)
+    assert torch.equal(found.outputs, single_machine(log_probabilities, TEST, head="logits").outputs)
+    assert found.max_error < 1e-12
+
+
+def test_what_is_about_logits_stays_so_and_none_follows_the_loss(
+    classification: epk.Trajectory, regression: epk.Trajectory
+) -> None:
+    logits = epk.network_outputs(classification, TEST, head="logits")
+    for machine in (epk.network_outputs, DOORS["chen_machine"].numbers, DOORS["domingos_machine"].numbers):
+        assert torch.equal(machine(classification, TEST), logits)
+    assert epk.LogitGP(classification).kernel.config.path_kernel.head == "logits"
+    for run, head in ((classification, "log_softmax"), (regression, "logits")):
+        f = epk.network_outputs(run, TEST, head=head)
+        assert torch.equal(epk.network_outputs(run, TEST, head=None), f)
+        assert torch.equal(domingos_machine(run, TEST, head=None).network, f)
+        gp = epk.LogitGP(run, head=None)
+        assert gp.kernel.config.path_kernel.head == head
+        assert torch.equal(gp.train_targets, epk.network_outputs(run, run.inputs, head=head))
+    found = chen_machine(classification, TEST, head=None)
+    assert torch.equal(found.network, epk.attribute(classification, TEST).network)
+
+
+def test_an_object_stores_the_head_that_it_has(classification: epk.Trajectory, regression: epk.Trajectory) -> None:
+    for run, head in ((classification, "log_softmax"), (regression, "logits")):
+        kernel, rule = epk.EPKKernel(run), epk.gauss_legendre(2)
+        assert epk.PathKernel(run).head == head
+        assert f"head='{head}'" in repr(epk.PathKernel(run))
+        assert f"head='{head}'" in repr(kernel)
+        assert kernel.config.cache_key == epk.EPKKernel(run, head=head).config.cache_key
+        tangent = tangent_trajectory(run)
+        block = epk.gram_block(tangent, *sides(run, TEST), rule=rule)
+        assert torch.equal(block, epk.gram_block(tangent, *sides(run, TEST), rule=rule, head=head))
+
+
+@pytest.mark.parametrize("name", ["gram_block", "attribute"])
+def test_partial_sums_belong_to_the_head_itself(regression: epk.Trajectory, tmp_path: Path, name: str) -> None:
+    door = DOORS[name]
+    found = door.values(door.ask(regression, TEST, checkpoint=tmp_path))
+    assert torch.equal(door.values(door.ask(regression, TEST, checkpoint=tmp_path, head="logits")), found)
+    with pytest.raises(ValueError, match="it is of another"):
+        door.ask(regression, TEST, checkpoint=tmp_path, head="log_softmax")
+
+
+# What cannot be taken.
+
+POINTS = {
+    "no_tensor": ([[1.0] * 4], TypeError, "X.* must be a torch.Tensor: got list"),
+    "too_narrow": (X[:, :3], ValueError, r"X.* must have shape \(n, 4\) like the training inputs: got \(10, 3\)"),
+    "too_deep": (X[None], ValueError, r"X.* must have shape \(n, 4\) like the training inputs: got \(1, 10, 4\)"),
+    "one_point": (X[0], ValueError, r"X.* must have shape \(n, 4\) like the training inputs: got \(4,\)"),
+    "scalar": (X[0, 0], ValueError, r"X.* must have shape \(n, 4\) like the training inputs: got \(\)"),
+    "empty": (X[:0], ValueError, "X.* must hold at least one point: got an empty batch"),
+    "integers": (X.long(), TypeError, "X.* must be of the training inputs' kind .torch.float64.: got torch.int64"),
+    "half": (X.half(), TypeError, "X.* must be float32 or float64: got torch.float16"),
+    "complex": (X + 0j, TypeError, "X.* must be of the training inputs' kind"),
+    "nan": (with_value(X, NAN, 2), ValueError, "X.* must be finite: row 2 holds NaN or infinity"),
+    "infinite": (with_value(X, INF, 5), ValueError, "X.* must be finite: row 5 holds NaN or infinity"),
+}
+HEAD = r"head must be one of \['logits', 'log_softmax'\]: got|needs head=\"log_softmax\""
+RULE = "rule must be a quadrature rule|a kernel needs the same nodes at all points, as in"
+ONE_OUTPUT = r'head="log_softmax" needs at least 2 outputs.*Use head="logits"'
+STEP_WEIGHTS = {
+    "too_few": (torch.ones(5), r"step_weights must have shape \(6,\): got \(5,\)"),
+    "column": (torch.ones(6, 1), r"step_weights must have shape \(6,\): got \(6, 1\)"),
+    "negative": (torch.tensor([1.0] * 5 + [-1e-9]), "step_weights must be finite and not negative"),
+    "nan": (torch.tensor([NAN] + [1.0] * 5), "step_weights must be finite and not negative"),
+    "infinite": (torch.tensor([INF] + [1.0] * 5), "step_weights must be finite and not negative"),
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> epk.Trajectory:
+    """Of full batches: the single machine needs them."""
+    return trained(replace(CASES["full_batch"], steps=6))
+
+
+@pytest.mark.usefixtures("unchecked")
+@every_door
+def test_what_a_door_cannot_take_is_refused_in_one_sentence(
+    door: Door, run: epk.Trajectory, one_output: epk.Trajectory
+) -> None:
+    found: dict[str, str | None] = {}
+    if door.points:
+        for case, (points, error, message) in POINTS.items():
+            found[case] = door.refusal(run, points, error, message)
+    for head in ("softmax", "", "LOGITS"):
+        found[f"head {head!r}"] = door.refusal(run, TEST, ValueError, HEAD, head=head)
+    if door.name != "kernel_machine.baselines.single_machine":
+        found["one output"] = door.refusal(one_output, TEST, ValueError, ONE_OUTPUT, head="log_softmax")
+    if "rule" in door.takes:
+        for rule in (4, "gauss", None, epk.gauss_legendre):
+            found[f"rule {rule}"] = door.refusal(run, TEST, TypeError, RULE, rule=rule)
+    if "memory_budget" in door.takes:
+        for budget in (0, -1, (1 << 20) - 1):
+            message = f"memory_budget must be at least 1 MiB .1048576 bytes.: got {budget}"
+            found[f"budget {budget}"] = door.refusal(run, TEST, ValueError, message, memory_budget=budget)
+        message = "memory_budget must be a whole number of bytes: got 2500000000.0"
+        found["a budget with a fraction"] = door.refusal(run, TEST, TypeError, message, memory_budget=2.5e9)
+    if "step_weights" in door.takes:
+        for case, (weights, message) in STEP_WEIGHTS.items():
+            found[f"weights {case}"] = door.refusal(run, TEST, ValueError, message, step_weights=weights)
+    if door not in (DOORS["attribute_by"], DOORS["attribute_many"], DOORS["Retraining"]):  # the run is asked before
+        found["no run"] = door.refusal(None, TEST, TypeError, "trajectory must be an epk_gp.Trajectory: got NoneType")
+    assert not {case: fault for case, fault in found.items() if fault is not None}
+
+
+def test_a_door_that_takes_everything_is_found(run: epk.Trajectory) -> None:
+    """The negative control."""
+    assert DOORS["network_outputs"].refusal(run, TEST, ValueError, "must") == "accepts it"
+    assert str(DOORS["network_outputs"].refusal(run, X[:0], ValueError, "another")).startswith("says: X must hold")
+    assert str(DOORS["network_outputs"].refusal(run, None, ValueError, "must")).startswith("raises TypeError")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("block", [epk.gram_block, gram_block_per_class])
+def test_both_sides_of_a_block_are_checked(block: Any, run: epk.Trajectory) -> None:
+    a = epk.Points(X, is_train=True)
+    with pytest.raises(ValueError, match=r"share dtype and device: got torch.float64 on cpu and torch.float32 on cpu"):
+        block(run, a, epk.Points(X.float(), is_train=False))
+    with pytest.raises(ValueError, match=r"b.X must be finite: row 2"):
+        block(run, a, epk.Points(with_value(X, NAN, 2), is_train=False))
+
+
+MASKS = {
+    "too_short": (torch.ones(9, dtype=torch.bool), ValueError, r"one entry per point: got shape \(9,\) for 10 points"),
+    "column": (torch.ones(10, 1, dtype=torch.bool), ValueError, r"one entry per point: got shape \(10, 1\) for 10"),
+    "integers": (torch.ones(10, dtype=torch.int64), TypeError, "bool or a bool tensor: got torch.int64. Convert it"),
+    "floats": (torch.ones(10), TypeError, "bool or a bool tensor: got torch.float32"),
+    "list": ([True] * 10, TypeError, "bool or a bool tensor: got list"),
+    "one": (1, TypeError, "bool or a bool tensor: got int"),
+    "nothing": (None, TypeError, "bool or a bool tensor: got NoneType"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("mask", "error", "message"), MASKS.values(), ids=MASKS.keys())
+def test_a_copy_mask_that_does_not_fit_is_refused(mask: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"is_train must .*{message}"):
+        epk.Points(X, mask)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_on_integers_refuses_floats() -> None:
+    with pytest.raises(TypeError, match="X must be of the training inputs' kind .torch.int64.: got torch.float64"):
+        epk.network_outputs(trained(CASES["integer_inputs"]), X[:, :3])
