@@ -268,9 +268,10 @@ class TrainingReplay:
             return
         with _RANDOM_NUMBERS, random_state_kept(self.spec.device):
             if forward.random_state is not None:
-                torch.random.set_rng_state(forward.random_state.cpu())
+                # clones: torch reads the state of a view, as one in a recorder's arena is, at another place
+                torch.random.set_rng_state(forward.random_state.cpu().clone())
             if forward.device_random_state is not None:
-                torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu())
+                torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu().clone())
             yield
 
 
