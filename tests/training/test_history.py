@@ -95,5 +95,6 @@ def test_the_random_state_of_a_recorded_pass_can_be_set_by_its_clone():
     for index in range(3):
         history.append(Step(index, 0.1, None, None, (ForwardPass(10, random_state=state),)), torch.zeros(P), update)
     for step in history.steps:
-        generator = torch.Generator().set_state(step.passes[0].random_state.clone())
+        generator = torch.Generator()
+        generator.set_state(step.passes[0].random_state.clone())
         assert torch.equal(generator.get_state(), state)
