@@ -267,7 +267,8 @@ class TrainingReplay:
             yield
             return
         with _RANDOM_NUMBERS, random_state_kept(self.spec.device):
-            if forward.random_state is not None:  # copied: of a slice torch does not read where it begins
+            if forward.random_state is not None:
+                # clones: torch reads the state of a view, as one in a recorder's arena is, at another place
                 torch.random.set_rng_state(forward.random_state.cpu().clone())
             if forward.device_random_state is not None:
                 torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu().clone())

@@ -332,7 +332,7 @@ def validate_pass(forward: ForwardPass) -> None:
 
 def _validate_random_state(state: UInt8[Tensor, " n"]) -> None:
     try:
-        torch.Generator().set_state(state.cpu())
+        torch.Generator().set_state(state.cpu().clone())
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"random_state must be one of torch's random numbers on the CPU: {reason}.") from error

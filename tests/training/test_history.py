@@ -85,3 +85,16 @@ def test_a_pass_that_cannot_be_stored_is_refused_at_once(monkeypatch):
     with pytest.raises(ValueError, match="finite"):
         history.append(Step(1, 0.1, None, None, (bad,)), torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
     assert history.num_steps == 1
+
+
+def test_the_random_state_of_a_recorded_pass_can_be_set_by_its_clone():
+    """It lies in the arena: torch reads the state of a view of a larger tensor at another place."""
+    state = torch.Generator().manual_seed(7).get_state()
+    history = RunHistory(torch.zeros(P), "start")
+    update = stack_coefficients([LinearStep(lr=0.1)], [P])
+    for index in range(3):
+        history.append(Step(index, 0.1, None, None, (ForwardPass(10, random_state=state),)), torch.zeros(P), update)
+    for step in history.steps:
+        generator = torch.Generator()
+        generator.set_state(step.passes[0].random_state.clone())
+        assert torch.equal(generator.get_state(), state)
