@@ -175,8 +175,13 @@ def rounded_terms(
     of_ranges = (samples.sum(dim=(0, 1)), decay.sum(dim=0), statistics, unexplained.sum(dim=0))
     running = torch.stack([values.double() for values in of_ranges]).sum(dim=0).cumsum(dim=0) + initial
     ends = [initial, *running[:-1].tolist(), network]
-    samples, decay, statistics, unexplained = (to_units(term, quantum) for term in real)
-    return Terms(samples, decay, statistics, unexplained, tuple(round(value / quantum) for value in ends))
+    return Terms(
+        samples=to_units(samples, quantum),
+        decay=to_units(decay, quantum),
+        statistics=to_units(statistics, quantum),
+        unexplained=to_units(unexplained, quantum),
+        running=tuple(round(value / quantum) for value in ends),
+    )
 
 
 def all_views(
