@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 OUT ?= demo_output
 # Two workers; `make test PYTEST_ARGS="-x tests/test_gram.py"` runs something else.
 PYTEST_ARGS ?= -n 2
-WITHOUT_TYPES := --strict-markers --strict-config --import-mode=importlib -ra
+TYPES := --jaxtyping-packages=epk_gp,beartype.beartype
 NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
 FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
@@ -36,23 +36,25 @@ ifneq ($(origin PYTHON),file)
 endif
 
 # Two processes share the cores, so each gets one thread.
-test test-fast lint: export OMP_NUM_THREADS := 1
-test test-fast lint: export MKL_NUM_THREADS := 1
-test test-fast: export MPLBACKEND := Agg
+test test-types test-fast lint: export OMP_NUM_THREADS := 1
+test test-types test-fast lint: export MKL_NUM_THREADS := 1
+test test-types test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-fast lint format pages docs bench faults clean
+.PHONY: demo test test-types test-fast lint format pages docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
 
-# Shapes and types of arguments are checked in the first run (tests/conftest.py: in which of its tests). The slow tests
-# make so many calls that these checks would take most of their time (measured: 8 times as long): the second run has none.
-test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" || [ $$? -eq $(NO_TESTS) ]
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow -o addopts="$(WITHOUT_TYPES)" || [ $$? -eq $(NO_TESTS) ]
+test: lint test-types
+	$(BIN)/python -m pytest $(PYTEST_ARGS) || [ $$? -eq $(NO_TESTS) ]
 
-# Seven minutes on two cores (measured): without the tests that are marked as slow.
+# Shapes and types of arguments are checked at run time, in some 200 cases (tests/conftest.py says in which): tests take
+# three times as long with these checks.
+test-types: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m types $(TYPES) || [ $$? -eq $(NO_TESTS) ]
+
+# Without the tests that are marked as slow, and without the checks of types.
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.core.options import ComputeOptions
-from epk_gp.distributed import pieces
-from epk_gp.distributed.pieces import Here
 from epk_gp.gram import tiles
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import WHOLE, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work import workers as carrying
 
 app = typer.Typer(help=__doc__, add_completion=False)
 app.command()(grid)
@@ -152,11 +151,11 @@ def simulated(
     Returns:
         The workers, and the real seconds that all took.
     """
-    begun, ahead = time.perf_counter(), pieces.num_ahead
+    begun, ahead = time.perf_counter(), carrying.num_ahead
     with (
-        mock.patch.object(tiles, "PartialSums", workers.sums),
+        mock.patch("epk_gp.work.run.PartialSums", workers.sums),
         mock.patch.object(tiles, "assembled", drained),
-        mock.patch.object(pieces, "num_ahead", lambda num_bytes, _: ahead(num_bytes, disk)),
+        mock.patch.object(carrying, "num_ahead", lambda num_bytes, _: ahead(num_bytes, disk)),
     ):
         kernel.trace_block(*points, replace(options, executor=workers))
     return workers, time.perf_counter() - begun
@@ -242,6 +241,14 @@ def measure_kernels(
 
 
 @dataclass(frozen=True)
+class _Call:
+    result: Callable[[], Any]
+
+    def cancel(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class Timed:
     """An executor that computes here, and measures the processor's time, so that other processes do not count."""
 
@@ -256,7 +263,7 @@ class Timed:
             self.seconds.append(time.process_time() - before)
             return result
 
-        return Here().submit(call)
+        return _Call(call)
 
 
 def tile_side(kernel: PathKernel, options: ComputeOptions) -> int:

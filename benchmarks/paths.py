@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.datasets import three_gaussians
 from epk_gp.kernel_machine.attribute import Attribution
 from epk_gp.quadrature.paths import WeightPath

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,34 +17,46 @@ import numpy as np
 import torch
 import typer
 from processes import Worker, current_python
-from torch import Tensor, nn
+from torch import nn
 
 import epk_gp as epk
-from epk_gp.distributed.pieces import Piece, computed_pieces
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.run import run as carry_out
+from epk_gp.work.sums import Piece, Sums
 from problems import epk_problems
 
 
+@dataclass(frozen=True)
 class Empty:
-    """A computation of nothing."""
+    """A computation of nothing, in so many pieces."""
+
+    count: int
+    piece_bytes: int = 1
+    device: Any = "cpu"
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """List the pieces."""
+        return [Piece(f"piece-{n}", (n,)) for n in range(self.count)]
+
+    def identity(self) -> str:
+        """Return a name."""
+        return "empty"
 
     def check(self) -> None:
         """Nothing is on disk."""
 
-    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
+    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
         """Return the place."""
-        return {"value": torch.tensor(place)}
+        yield Sums({"value": torch.tensor(place)}, steps=1)
 
 
 def empty_pieces(executor: Any, count: int) -> tuple[float, float]:
     """Have empty pieces computed; return the seconds of each by the clock, and of the owner's processor."""
-    with tempfile.TemporaryDirectory() as folder:
-        sums, listed = PartialSums(folder, "empty"), [Piece(f"piece-{n}", (n,)) for n in range(count)]
-        next(iter(computed_pieces(Empty(), listed[:1], executor, sums, 1)))
-        before, owned = time.perf_counter(), time.process_time()
-        for piece, _ in zip(listed, computed_pieces(Empty(), listed, executor, sums, 1), strict=True):
-            sums.remove([piece.name])
-        return (time.perf_counter() - before) / count, (time.process_time() - owned) / count
+    options = epk.ComputeOptions(executor=executor)
+    list(carry_out(Empty(1), options, "empty"))
+    before, owned = time.perf_counter(), time.process_time()
+    list(carry_out(Empty(count), options, "empty"))
+    return (time.perf_counter() - before) / count, (time.process_time() - owned) / count
 
 
 @contextmanager

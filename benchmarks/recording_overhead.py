@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset, mnist_folder
-from epk_gp.storage.check import check_run
+from epk_gp.storage.verify import check_run
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,10 @@ class Kind:
 
     Attributes:
         check_every: As the recorder's.
-        compression: As the storage's.
         on_disk: Whether the run is written to a folder.
     """
 
     check_every: int | None = None
-    compression: str = "none"
     on_disk: bool = True
 
 
@@ -81,7 +79,6 @@ def main(
         "default": Kind(),
         "every gradient": Kind(check_every=1),
         "one in 50": Kind(check_every=50),
-        "one in 50, deltas": Kind(check_every=50, compression="deltas"),
         "default, in memory": Kind(on_disk=False),
     }
     loop = Loop(data, batch_size, steps, optimizer, network, augments)
@@ -126,9 +123,8 @@ def train(loop: Loop, kind: Kind | None, folder: Path) -> tuple[float, float, in
     start = time.thread_time()
     recorder = None
     if kind is not None:
-        storage = epk.Storage(compression=kind.compression)
         path = folder / "run" if kind.on_disk else None
-        recorder = epk.Recorder(net, made, X, y, folder=path, storage=storage, check_every=kind.check_every)
+        recorder = epk.Recorder(net, made, X, y, folder=path, check_every=kind.check_every)
     begun = time.thread_time()
     with nullcontext() if recorder is None else recorder:
         for _ in range(loop.steps):

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from playwright.sync_api import Browser, sync_playwright
 
-from epk_gp.report.page import page as document
+from epk_gp.report.write import page as document
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 # Milliseconds until the prediction is painted, from the beginning of the navigation or from the call.

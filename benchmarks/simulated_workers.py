@@ -112,7 +112,7 @@ class SimulatedWorkers:
         _, num_bytes = self._ends[name]
         self._pass_time(num_bytes * self.costs.read)
         self.spent += time.perf_counter() - begun
-        return {"total": torch.zeros(1, 1, 1), **_NO_INTEGRALS}
+        return {"total": torch.zeros(1, 1, 1)}
 
     def has(self, name: str) -> bool:
         """Return whether a piece was submitted."""
@@ -152,12 +152,6 @@ class SimulatedWorkers:
     def _pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.read_seconds += seconds
-
-
-_NO_INTEGRALS = {
-    "integrals": torch.tensor(0),
-    **{f"integrals.{name}": torch.zeros(0) for name in ("status", "count", "residual")},
-}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 import typer
 
 import epk_gp as epk
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
+from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.datasets import three_gaussians
 
 

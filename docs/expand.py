@@ -7,7 +7,6 @@ Pages are committed as they are read. What is made stands between two comments, 
 import ast
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -75,35 +74,93 @@ def _section(page: Path, *heading: str) -> str:
     return found[2].replace("](docs/", "](")
 
 
-def modules_of(name: str) -> list[str]:
-    """List the public modules of a package of epk_gp, without importing it; a module is its own list."""
-    path = ROOT.joinpath(*name.split("."))
-    if path.with_suffix(".py").is_file():
-        return [name]
-    if not path.is_dir():
-        raise FileNotFoundError(f"{name} must be a package or a module: there is no folder {path}.")
-    return [f"{name}.{file.stem}" for file in sorted(path.glob("[!_]*.py"))]
+IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
+DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
+EXPORTING = ("epk_gp", "epk_gp.plots")  # packages whose own names are public
+# pages that name internal things too
+INTERNAL = {
+    "theory.md",
+    "notation.md",
+    "engine.md",
+    "design.md",
+    "format.md",
+    "reliability.md",
+    "layer.md",
+}  # name others too
 
 
-def _modules(page: Path, *names: str) -> str:
-    return "\n\n".join(_reference(page, module) for name in names for module in modules_of(name))
+@cache
+def public_names() -> dict[str, str]:
+    """Map every public name to its module: what the packages above export, and what a page imports or gives in full."""
+    found: dict[str, str] = {}
+    for package in EXPORTING:
+        exported = ROOT.joinpath(*package.split("."), "__init__.py").read_text()
+        found |= {name: module for module, name in _imported(exported) if name in _definitions()}
+    defined = _definitions()
+    for page in PAGES:
+        text = "" if page.name in INTERNAL else written(page.read_text())
+        for module, name in [*_imported(text), *DOTTED.findall(text)]:
+            modules = [where for where in defined.get(name, ()) if where == module] or [*defined.get(name, ())]
+            if len(modules) == 1:  # a name may be imported from where it is not defined
+                found.setdefault(name, modules[0])
+    return found
 
 
-def _reference(page: Path, name: str) -> str:
-    """Return a module's heading, summary and public names; docs/hooks.py shows all of its docstrings on the site."""
-    file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-    tree = ast.parse(file.read_text())
-    rows = [
-        [f"`{node.name}`", _summary(node)]
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+def _imported(text: str) -> list[tuple[str, str]]:
+    """List the names that a text imports from modules of the package, each with the module."""
+    return [
+        (match[1], name)
+        for match in IMPORT.finditer(text)
+        for word in re.sub(r"#[^\n]*", "", match[2] or match[3]).split(",")
+        if (name := word.split(" as ")[0].strip())
     ]
-    link = f"[Source]({Path(os.path.relpath(file, page.parent)).as_posix()})"
-    table = METHODS.markdown_table(["name", "what it is or does"], rows) if rows else ""
-    return f"## `{name}`\n\n{_summary(tree)} {link}\n\n{table}".rstrip()
 
 
-def _summary(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+@cache
+def _definitions() -> dict[str, dict[str, ast.ClassDef | ast.FunctionDef]]:
+    """Map the names of all classes and functions to the modules that define them, with their definitions."""
+    found: dict[str, dict[str, ast.ClassDef | ast.FunctionDef]] = {}
+    for file in sorted((ROOT / "epk_gp").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, {})[module] = node
+    return found
+
+
+def _names(page: Path, *packages: str) -> str:
+    """Return the public names of packages with their summaries; docs/hooks.py shows all of the docstrings."""
+    for package in packages:
+        path = ROOT.joinpath(*package.split("."))
+        if not (path.is_dir() or path.with_suffix(".py").is_file()):
+            raise FileNotFoundError(f"{package} must be a package or a module: there is no {path}.")
+    rows = [
+        [f"`{name}`", f"`{module}`", _summary(_definitions()[name][module])]
+        for name, module in sorted(public_names().items(), key=lambda item: item[0].casefold())
+        if any(module == package or module.startswith(f"{package}.") for package in packages)
+    ]
+    return METHODS.markdown_table(["name", "module", "what it is or does"], rows)
+
+
+def _exported(page: Path) -> str:
+    """Return the names of the top level by the page of the reference that has them."""
+    tree = ast.parse((ROOT / "epk_gp" / "__init__.py").read_text())
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    top = ast.literal_eval(lists[0])
+    rows = []
+    for other in sorted(page.parent.glob("*.md")):
+        text = other.read_text()
+        for packages in re.findall(r"^<!-- made: names ([^\n]*) -->$", text, re.MULTILINE):
+            prefixes = tuple(f"{package}." for package in packages.split())
+            names = [f"`{name}`" for name in top if f"{public_names()[name]}.".startswith(prefixes)]
+            if names:
+                rows.append([", ".join(names), f"[{text.splitlines()[0].removeprefix('# ')}]({other.name})"])
+    return METHODS.markdown_table(["name", "page"], rows)
+
+
+def _summary(node: ast.ClassDef | ast.FunctionDef) -> str:
     """Return a docstring's first paragraph in one line, as Markdown that shows it as it is."""
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
     parts = re.split(r"(`[^`]*`)", words)
@@ -174,69 +231,25 @@ def _rules(saved: dict) -> str:
     return METHODS.markdown_table(["rule", "evaluations per point and step", "largest error"], rows)
 
 
-def _numbers(saved: dict) -> str:
-    entries = saved["results"]["numbers"]
-    head = [key.replace("_", " ") for key in entries[0]]
-    rows = [
-        [v if isinstance(v, str) else "–" if v is None else f"{v:.3g}" for v in entry.values()] for entry in entries
-    ]
-    return METHODS.markdown_table(head, rows)
-
-
-def _images(saved: dict) -> str:
-    head = ["image", "network", "exact kernel machine", "notebook's approximation"]
-    rows = [
-        [f"a {i['label']}"]
-        + [f"{i[f'{name}_prediction']} ({i[f'{name}_confidence']:.3f})" for name in ("network", "exact", "notebook")]
-        for i in saved["results"]["images"]
-    ]
-    return METHODS.markdown_table(head, rows)
-
-
 def _scores(saved: dict) -> str:
+    """Return a score a line: the ranges of its means over the problems with tanh and with ReLU."""
     keys = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
+    table = saved["results"]["table"]
     rows = [
-        [row["problem"], row["score"], *(_spread(row[key], 2) for key in keys), f"{row['seconds'][0]:.2g}"]
-        for row in saved["results"]["table"]
+        [score]
+        + [
+            _range([row[key][0] for row in table if row["score"] == score and row["problem"].startswith(kind)], 2)
+            for key in keys
+            for kind in ("tanh", "relu")
+        ]
+        for score in dict.fromkeys(row["score"] for row in table)
     ]
-    return METHODS.markdown_table(["problem", "score", *keys.values(), "time, in attributions"], rows)
-
-
-def _terms(saved: dict) -> str:
-    r = saved["results"]
-    keys = {
-        "initial": "initial",
-        "own_class": "images of that class",
-        "other_classes": "other images",
-        "decay": "decay",
-        "statistics": "statistics",
-        "unexplained": "unexplained",
-        "network": "output",
-    }
-    rows = [
-        [r["names"][test["label"]], r["names"][test["predicted"]]]
-        + [f"{test[key]:.3f}" for key in keys]
-        + [f"{abs(test['error']):.0e}", f"{test['amplification']:.0f}"]
-        for test in r["tests"]
-    ]
-    return METHODS.markdown_table(["test image", "predicted", *keys.values(), "sum less output", "amplification"], rows)
+    head = [f"{words}, {kind}" for words in keys.values() for kind in ("tanh", "ReLU")]
+    return METHODS.markdown_table(["score", *head], rows)
 
 
 def _versions(saved: dict) -> str:
     return ", ".join(f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch"))
-
-
-def _seconds(saved: dict) -> str:
-    return f"*{saved['seconds']['total']:.0f} seconds on one thread of a shared machine; {_versions(saved)}.*"
-
-
-def _method_seconds(saved: dict) -> str:
-    """Add up what the methods took: the result is put together from rows that were computed one by one."""
-    total = sum(row["seeds"] * row["seconds"] for row in saved["results"]["table"])
-    return (
-        f"*The methods took {total:.0f} processor seconds on one thread of a shared machine, without the training of "
-        f"the networks that they judge; {_versions(saved)}.*"
-    )
 
 
 def _scored(setting: str) -> Callable[[dict], str]:
@@ -267,20 +280,15 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "score_sizes": _score_sizes,
     **METHODS.TABLES,
     "rules": _rules,
-    "numbers": _numbers,
-    "images": _images,
     "scores": _scores,
-    "terms": _terms,
-    "seconds": _seconds,
-    "row_by_row": lambda saved: f"*Computed row by row on one thread of a shared machine; {_versions(saved)}.*",
-    "method_seconds": _method_seconds,
 }
 KINDS: dict[str, Callable[..., str]] = {
     "results": lambda page: headline(),
     "saved": _tables,
     "file": _file,
     "section": _section,
-    "modules": _modules,
+    "names": _names,
+    "exported": _exported,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What MkDocs does not do: formulas as MathML, and a package's modules with their docstrings."""
+"""What MkDocs does not do: formulas as MathML, and public names with their docstrings."""
 
 import html
 import re
@@ -7,8 +7,8 @@ from latex2mathml.converter import convert
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _CODE = re.compile(r"<(code|pre)\b.*?</\1>", re.DOTALL)
-_MODULES = re.compile(r"^<!-- made: modules [^\n]* -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
-_MODULE = re.compile(r"^## `([\w.]+)`$", re.MULTILINE)
+_NAMES = re.compile(r"^<!-- made: names [^\n]* -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \|", re.MULTILINE)
 
 
 def on_page_content(content: str, **_: object) -> str:
@@ -30,9 +30,7 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Show whole docstrings where a page lists the names of modules."""
-    return _MODULES.sub(lambda match: "\n\n".join(map(_docstrings, _MODULE.findall(match[1]))), markdown)
-
-
-def _docstrings(name: str) -> str:
-    return f"## `{name}`\n\n::: {name}\n" + "    options: { show_root_heading: false }"
+    """Show whole docstrings where a page lists public names."""
+    return _NAMES.sub(
+        lambda match: "\n\n".join(f"::: {module}.{name}" for name, module in _ROW.findall(match[1])), markdown
+    )

@@ -112,16 +112,6 @@ def _inside_measures(r: dict) -> list[Measure]:
     ]
 
 
-def _size_measures(r: dict) -> list[Measure]:
-    sizes = sorted({row["num_train"] for row in r["table"]})
-    columns = ((FAR, "other images"), (("error AUROC",), "error AUROC"))
-    return [
-        Measure(f"{size:,}: {name}", _of_columns(r, *names, num_train=size))
-        for size in sizes
-        for names, name in columns
-    ]
-
-
 def _largest_measures(name: str, columns: Sequence[str], digits: int = 3, *, least: bool = False) -> Measures:
     """Return the measures of one kind of every network that was trained on the largest training set."""
 
@@ -187,16 +177,6 @@ def _winners(ours: str, *measures: Measures) -> Callable[[dict], str]:
     return sentence
 
 
-def _largest_accuracy(saved: dict) -> str:
-    """Say how good the networks themselves are."""
-    r = saved["results"]
-    means = [
-        (measure.name.partition(":")[0], method_means(r["table"], measure)[0]["softmax, as trained"])
-        for measure in _largest_measures("accuracy", ["accuracy"])(r)
-    ]
-    return f"Test images on which these networks are right: {'; '.join(f'{n} {100 * a:.1f} %' for n, a in means)}."
-
-
 LARGEST = {
     "outside": _largest_measures("other images", FAR, 4),
     "errors": _largest_measures("error AUROC", ["error AUROC"]),
@@ -204,16 +184,8 @@ LARGEST = {
 }
 TABLES: dict[str, Callable[[dict], str]] = {
     "outside": _methods(outside_measures),
-    "inside": _methods(_inside_measures),
-    "sizes": _methods(_size_measures),
-    **{f"largest_{name}": _methods(measures) for name, measures in LARGEST.items()},
-    "shifts": _methods(_shift_measures),
-    "attacks": _methods(_attack_measures),
-    "noise": _methods(_noise_measures),
     "bought": _methods(_purchase_measures),
     "judged_winners": _winners("EPK-GP", outside_measures, _inside_measures),
-    "largest_winners": _winners("EPK-GP", *LARGEST.values()),
-    "largest_accuracy": _largest_accuracy,
     "shifted_winners": _winners("EPK-GP", _shift_measures, _attack_measures),
     "noise_winners": _winners("EPK-GP with AUM: label_errors", _noise_measures),
     "bought_winners": _winners("EPK-GP: next_to_label", _purchase_measures),

@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epk_gp.analysis.label_errors import label_errors
-    from epk_gp.analysis.next_to_label import next_to_label
+    from epk_gp.analysis.labels import label_errors, next_to_label
     from epk_gp.core.inputs import Graph, Points
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
     from epk_gp.core.options import ComputeOptions
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
-    from epk_gp.quadrature.paths import chords, layerwise, manhattan, straight
+    from epk_gp.quadrature.paths import chords, layerwise, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder
@@ -56,15 +55,14 @@ else:
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
         "influence": "kernel_machine.influence",
-        "label_errors": "analysis.label_errors",
+        "label_errors": "analysis.labels",
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
         "layerwise": "quadrature.paths",
-        "manhattan": "quadrature.paths",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
-        "next_to_label": "analysis.next_to_label",
+        "next_to_label": "analysis.labels",
         "path_features": "gram.path_features",
         "reconstruct": "kernel_machine.reconstruct",
         "retrain": "kernel_machine.retrain",
@@ -139,7 +137,6 @@ __all__ = [
     "left_riemann",
     "load_trajectory",
     "layerwise",
-    "manhattan",
     "midpoint",
     "network_outputs",
     "next_to_label",

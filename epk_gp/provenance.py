@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import epk_gp
-from epk_gp.storage.tensor_files import tensor_file
+from epk_gp.storage.files import tensor_file
 
 
 @dataclass

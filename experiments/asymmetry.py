@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import ood_metrics, rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset, digits, three_gaussians
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
+from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import draw_colorbar, map_handles, new_figure, shades_of, uncertainty_map

@@ -6,9 +6,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
+from drawings import reconstruction_scatter
 from epk_gp.kernel_machine.baselines import single_machine
-from epk_gp.plots import new_figure, reconstruction_errors, reconstruction_scatter
-from epk_gp.plots.style import styled
+from epk_gp.plots.style import new_figure, styled
+from epk_gp.plots.summaries import reconstruction_errors
 from harness import Experiment, main, uncertified_results
 from problems import SMALL_TOY, Toy, record_toy
 

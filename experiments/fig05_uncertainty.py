@@ -9,9 +9,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_distances
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.maps import (
+    UncertaintyMap,
+    coordinate_plane,
+    grid_coordinates,
+    nearest_distances,
+    uncertainty_on_plane,
+)
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.plots import map_handles, new_figure, uncertainty_map
 from epk_gp.plots.style import SMALL, styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import epk_gp as epk
-from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, square_grid
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, square_grid
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.gram.path_kernel import gram_block_per_class

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import error_detection, ood_metrics
+from epk_gp.analysis.measures import calibration, error_detection, ood_metrics
 from peers import PEERS, Judge, Judgement, logits, why_not
 from saved_rows import WAITING, Row, asked_for, reasons_once, rounded, save_row, saved_row
 from uncertainty_problems import EPS, OUTSIDE, SHIFTS, Judged, Problem, fgsm, judged, network_of, outside_images, pgd

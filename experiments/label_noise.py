@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from epk_gp.analysis.detection import ood_metrics, precision_at_k
+from epk_gp.analysis.measures import ood_metrics, precision_at_k
 from harness import Experiment, main
 from judging import mean_and_std, network_name
 from label_suspicion import METHODS, why_not

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import epk_gp as epk
-from epk_gp.analysis.label_errors import LabelErrors, area_under_margin
+from epk_gp.analysis.labels import LabelErrors, area_under_margin
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from peers import hidden, logits, pixels, training_data

@@ -1,21 +1,30 @@
 """Several paths between the same weights: one output, other contributions (section 3.6, Bell et al. 2023)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from unittest.mock import patch
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.core.trajectory import network_outputs
+from epk_gp.analysis.measures import rank_correlation
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.datasets import digits
+from epk_gp.gram.accumulator import averaged_jacobian
+from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.kernel_machine.terms import AttributionProblem, IntegratedLine
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
+from epk_gp.quadrature.adaptive import integrate
 from harness import Experiment, main, uncertified_results
+
+_MODULES = "module by module"  # the Manhattan path, which is no path of the library
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def run(config: Config) -> Result:
     """Train, and explain the same predictions along every path."""
     adaptive, paths = epk.adaptive(tol=1e-12), {"straight steps": epk.straight()}
     paths |= {_chord_name(k, config.steps): epk.chords(k) for k in config.lengths}
-    asked = {name: (path, adaptive) for name, path in (paths | {"module by module": epk.manhattan()}).items()}
+    asked = {name: (path, adaptive) for name, path in (paths | {_MODULES: epk.straight()}).items()}
     asked["straight, left ends"] = (epk.straight(), epk.left_endpoint())
     rows = {name: Result([name], [0.0], [], [], [], [], 0.0, []) for name in asked}
     scale = 0.0
@@ -79,7 +88,8 @@ def run(config: Config) -> Result:
         predicted = network_outputs(trajectory, X).argmax(1)
         straight: Tensor | None = None
         for name, (path, rule) in asked.items():
-            with uncertified_results():
+            average = average_module_by_module if name == _MODULES else average_over
+            with uncertified_results(), patch.object(adjoint, "average_over", average):
                 parts = attribute_by(
                     trajectory, X, [by_sample(trajectory)], head="logits", rule=rule, path=path, classes=predicted
                 )
@@ -104,6 +114,39 @@ def run(config: Config) -> Result:
         outputs=scale,
         example=[row.example[0] for row in every],
     )
+
+
+def average_module_by_module(
+    problem: AttributionProblem, steps: range, rows: Tensor, max_nodes: int, *, splits_statistics: bool
+) -> StretchAverage:
+    """Average the gradients over a step in which the weights of one module move after another, in their order.
+
+    Each weight has the average over the line on which it moves, so that the terms sum to the change of the outputs as
+    along a straight step; nothing else of an attribution depends on the path. It takes the place of `average_over`.
+    """
+    if len(steps) > 1 or (splits_statistics and problem.trajectory.statistics is not None):
+        raise ValueError("modules move one after another in single steps of networks without moving statistics.")
+    X, net, trajectory = problem.X[rows], problem.net, problem.trajectory
+    w, end = (flat_state(trajectory, s, X) for s in (steps.start, steps.stop))
+    named, first = zip(net.model.names, net.model.sizes, strict=True), 0
+    integrals, averages = [], []
+    for _, members in groupby(named, key=lambda entry: entry[0].rpartition(".")[0]):
+        part = slice(first, first + sum(size for _, size in members))
+        d = torch.zeros_like(w)
+        d[part] = end[part] - w[part]
+        segment = WeightSegment(net, w, d, problem.kernel.head, problem.options.memory_budget)
+        integral = integrate(segment, X, problem.kernel.rule, trajectory.num_steps)
+        line = IntegratedLine(problem, rows, segment, integral, max_nodes)
+        averages.append(averaged_jacobian(line.node_batches(), problem.columns)[:, :, part])
+        integrals.append(integral)
+        w, first = w + d, part.stop
+    whole = replace(
+        integrals[-1],
+        start=integrals[0].start,
+        total=torch.stack([integral.total for integral in integrals]).sum(dim=0),
+        evaluations=torch.stack([integral.evaluations for integral in integrals]).sum(dim=0),
+    )
+    return StretchAverage(steps, torch.cat(averages, dim=2), None, whole)
 
 
 @styled

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
-from epk_gp.analysis.detection import error_detection
+from epk_gp.analysis.measures import error_detection
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.baselines import tangent_trajectory

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from drawings import term_bars
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.attribute import Attribution
-from epk_gp.plots import new_figure, term_bars, training_image
+from epk_gp.plots import new_figure, training_image
 from epk_gp.plots.common import short
 from epk_gp.plots.style import DOWN, SMALL, UP, styled
 from harness import Experiment, main

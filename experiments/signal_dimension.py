@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 import epk_gp as epk
-from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
+from epk_gp.analysis.measures import gram_spectrum, principal_directions
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from harness import Experiment, main

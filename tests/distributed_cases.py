@@ -3,8 +3,8 @@
 import os
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.distributed.pieces import Piece, computed_pieces
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.run import run
+from epk_gp.work.sums import Piece, Sums
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
 OVER = "over"
@@ -146,7 +146,7 @@ def _many(run: Any, **options: Any) -> Any:
 
 
 def _trace(run: Any, **options: Any) -> Tensor:
-    parsed = epk.core.compute_options.ComputeOptions(**options)
+    parsed = epk.ComputeOptions(**options)
     return epk.gram.path_kernel.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), parsed)
 
 
@@ -259,6 +259,7 @@ class Squares:
 
     Attributes:
         notes: Folder of the files.
+        count: Number of squares.
         seconds: That a piece takes, until there is a file `OVER` in the folder.
         fault: Called with the place before a piece is computed.
     """
@@ -266,11 +267,21 @@ class Squares:
     notes: str
     seconds: float = 0.0
     fault: Callable[[int], None] | None = field(default=None)
+    count: int = COUNT
+    piece_bytes: int = 8
+    device: Any = "cpu"
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [Piece(f"square-{n}", (n,)) for n in range(self.count)]
+
+    def identity(self) -> str:
+        return "squares"
 
     def check(self) -> None:
         """Nothing is on disk."""
 
-    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
+    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
         (n,) = place
         self._note(n, "begun")
         if self.fault is not None:
@@ -278,7 +289,7 @@ class Squares:
         if not (Path(self.notes) / OVER).exists():
             time.sleep(self.seconds)
         self._note(n, "done")
-        return {"value": torch.tensor([n * n])}
+        yield Sums({"value": torch.tensor([n * n])}, steps=1)
 
     def _note(self, n: int, what: str) -> None:
         first = Path(self.notes) / f"{os.getpid()}.worker"
@@ -299,21 +310,10 @@ class Squares:
         return [int(line.split()[1]) for line in lines if line.startswith(what)]
 
 
-class Empty:
-    """A computation of nothing, for measurements of what a piece costs besides."""
-
-    def check(self) -> None:
-        """Nothing is on disk."""
-
-    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
-        return {"value": torch.tensor(place)}
-
-
-def squares(computation: Any, executor: Any, folder: Path, count: int) -> list[int]:
+def squares(work: Squares, executor: Any, folder: Path, count: int = COUNT) -> list[int]:
     """Compute the squares of the first numbers."""
-    pieces = [Piece(f"square-{n}", (n,)) for n in range(count)]
-    sums = PartialSums(folder, "squares")
-    return [int(part["value"]) for part in computed_pieces(computation, pieces, executor, sums, 8)]
+    options = epk.ComputeOptions(executor=executor, checkpoint=folder)
+    return [int(sums.added["value"]) for _, sums in run(replace(work, count=count), options, "squares")]
 
 
 def exit_at(n: int) -> None:

@@ -32,7 +32,6 @@ from epk_gp.recording.setup import ClipNorm, ClipValue
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-ROUNDED = 2e-2  # for runs whose states are kept in bfloat16, which has 8 bits
 SMALLEST = 1e-5  # of a truth: what is smaller is compared with this
 Numbers = Callable[[nn.Module], Tensor]
 
@@ -50,11 +49,11 @@ class Program:
         by: "label", "step" or "both": by what influence is split.
         truncate: Number of steps that influence goes through.
         sample_weights: Of `retrain`: "ones", "random", "zeros", "threes" or "huge".
-        stored: How the run is kept: None (in memory), "disk", "thinned" or "rounded".
+        stored: How the run is kept: None (in memory), "disk" or "thinned".
         files: What happens to them: None, "trained_again", "partial_sums", "pieces" or "other_momentum".
         executor: Whether a thread computes.
         checkpoint: Whether there is a checkpoint, from which the same question is asked again.
-        path: Of attribution: "straight", "chords", "manhattan" or "layerwise".
+        path: Of attribution: "straight", "chords" or "layerwise".
         head: Of the outputs.
         resumes: Whether the recording is interrupted and resumed.
         of_average: Whether influence and retraining are those of the averaged weights.
@@ -111,11 +110,7 @@ class Program:
         if loop.group_added is not None:
             options["trained"] = [name for name, _ in loop.make()[0].named_parameters() if name.startswith("0.")]
         if self.stored is not None:
-            thinned = {
-                "disk": {},
-                "thinned": {"keep_every": 3},
-                "rounded": {"keep_every": 2, "weights_dtype": torch.bfloat16},
-            }
+            thinned = {"disk": {}, "thinned": {"keep_every": 3}}
             options["folder"] = folder / "run"
             options["storage"] = epk.Storage(steps=self.draw.choice([1, 3]), **thinned[self.stored])
 
@@ -199,7 +194,6 @@ class Program:
                 paths = {
                     "straight": epk.straight(),
                     "chords": epk.chords(4),
-                    "manhattan": epk.manhattan(),
                     "layerwise": epk.layerwise(2),
                 }
                 result = epk.attribute(trajectory, X, head=head, path=paths[self.path], **options)
@@ -364,7 +358,7 @@ def outcome(program: Program) -> str:
     if program.question in ("attribute", "averaged") and not program.is_followed:
         answer = answer[:, :, -1:]
     truths: list[Tensor] = []
-    tolerance = ROUNDED if program.stored == "rounded" else TOLERANCE[program.loop.dtype]
+    tolerance = TOLERANCE[program.loop.dtype]
     for truth in program.truths():
         if error_of(answer, truth) <= tolerance:
             return "right"

@@ -55,7 +55,7 @@ def draw_program(seed: int, theme: str | None = None) -> Program:
         if variant == "truncate" and program.question == "influence":
             program.truncate = draw.randint(1, loop.steps)
     if program.question == "attribute":
-        program.path = draw.choice(["straight", "straight", "chords", "manhattan", "layerwise"])
+        program.path = draw.choice(["straight", "straight", "chords", "chords", "layerwise"])
     if draw.random() < 0.1 and program.files is None:
         program.checkpoint = True
     if program.question == "gram" and len(loop.optimizers) > 1:
@@ -190,7 +190,7 @@ def plant_estimator(program: Program) -> None:
 
 
 def plant_thinned(program: Program) -> None:
-    program.stored = program.draw.choice(["thinned", "rounded"])
+    program.stored = "thinned"
 
 
 def plant_loaded(program: Program) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -136,8 +136,6 @@ def path_average(
     run: epk.Trajectory, path: Any, step: int, x: Tensor, head: str, rule: QuadratureRule
 ) -> dict[str, Tensor]:
     """Phi of the stretch that a step belongs to, parameter by parameter and statistic by statistic: (C, size) each."""
-    if path == epk.manhattan():
-        return _manhattan_average(run, step, x, head, rule)
     k = getattr(path, "every", 1)
     first = step // k * k
     start, end = state(run, first), state(run, min(first + k, run.num_steps))
@@ -148,44 +146,12 @@ def path_average(
     return total
 
 
-def modules_in_turn(run: epk.Trajectory) -> list[list[str]]:
-    """Names that move together on a Manhattan path."""
-    groups = [list(group) for _, group in groupby(run.model.names, key=lambda name: name.rpartition(".")[0])]
-    return [*groups, list(run.model.statistics)] if run.model.statistics else groups
-
-
-def manhattan_node(run: epk.Trajectory, step: int, turn: list[str], t: float) -> dict[str, Tensor]:
-    """The state where one module is t of its way, those before it have arrived and those after it have not begun."""
-    start, end, done, here = state(run, step), state(run, step + 1), True, {}
-    for names in modules_in_turn(run):
-        done = done and names != turn
-        for name in names:
-            at = t if names == turn else float(done)
-            here[name] = start[name] + at * (end[name] - start[name])
-    return here
-
-
-def _manhattan_average(run: epk.Trajectory, step: int, x: Tensor, head: str, rule: QuadratureRule) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for turn in modules_in_turn(run):
-        for t, weight in rule:
-            found = jacobian(run, manhattan_node(run, step, turn, t), x, head)
-            for name in turn:
-                total[name] = total.get(name, 0) + weight * found[name]
-    return total
-
-
 def features(run: epk.Trajectory, path: Any, node: tuple[int, float], points: epk.Points, head: str) -> Tensor:
     """phi of Definition 3.4 at a node (s, t), along any path: (n, C, P)."""
     (s, t), rows = node, []
     for x, is_train in zip(points.X, points.is_train.tolist(), strict=True):
         if is_train:
             found = jacobian(run, state(run, s), x, head)
-        elif path == epk.manhattan():
-            found = {}
-            for turn in modules_in_turn(run):
-                there = jacobian(run, manhattan_node(run, s, turn, t), x, head)
-                found |= {name: there[name] for name in turn}
         else:
             first = s // path.every * path.every
             ends = state(run, first), state(run, min(first + path.every, run.num_steps))

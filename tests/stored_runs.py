@@ -14,10 +14,10 @@ from epk_gp.core.model import fingerprint_outputs, functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_data, fingerprint_start
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording.history import CommitSchedule, RunHistory
-from epk_gp.storage.atomic_files import checksum, checksummed_json, read_checksummed_json
-from epk_gp.storage.index import Chunk, chain_hash, to_json_line
+from epk_gp.storage.files import checksum, checksummed_json, read_checksummed_json
+from epk_gp.storage.journal import Chunk, chain_hash, to_json_line
 from epk_gp.storage.run import RunStart, create_run
-from epk_gp.storage.schema import HEADER_DEFAULTS, module_names, run_header
+from epk_gp.storage.schema import module_names, run_header
 from epk_gp.storage.training_state import TrainingState
 from loops import data, file_hashes, mlp, sgd
 
@@ -100,13 +100,6 @@ def read_journal_lines(run):
 def replace_header(run, **changes):
     header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
     (run / HEADER).write_bytes(checksummed_json(header))
-
-
-def as_version_2(path):
-    """Rewrite the header as version 2 had it; chunks of a run without passes are the same in both."""
-    header = read_checksummed_json((path / HEADER).read_bytes(), "")
-    header = {key: value for key, value in header.items() if key not in HEADER_DEFAULTS} | {"version": 2}
-    (path / HEADER).write_bytes(checksummed_json(header))
 
 
 # --- Runs that keep every third state ------------------------------------------------------------------------------
@@ -227,7 +220,7 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     training = TrainingState(optimizer or sgd(net), {}, torch.zeros_like(start), net)
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
-    full = header | {"compression": storage.compression, "check_every": 1, "modules": module_names(net)}
+    full = header | {"check_every": 1, "modules": module_names(net)}
     writer = create_run(path, RunStart(full, tensors, start, digest, moving), training)
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)

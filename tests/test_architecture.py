@@ -16,7 +16,7 @@ RANK = {
     "autodiff": 2,
     "datasets": 2,
     "provenance": 3,
-    "distributed": 3,
+    "work": 3,
     "recording": 3,
     "callbacks": 4,
     "quadrature": 3,

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import page_code
 from harness import words_in
@@ -135,7 +137,6 @@ def test_a_run_of_fewer_states_is_measured(load, tmp_path, capsys):
         options = {"steps": 3, "keep_every": 2, "base": 2, "side": 4, "batch_size": 4, "nodes": 2, "threads": 1}
         benchmark.main(**options, part=part, folder=tmp_path / "run")
         found.append(json.loads(capsys.readouterr().out))
-    assert 0.5 < found[0]["announced"] / found[0]["bytes"] < 1.5
     assert found[1]["residual"] < 1
 
 
@@ -147,3 +148,54 @@ def test_paths_are_compared(load, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("| ReLU MLP | ")]) == 3 * 2
     assert lines[-1].startswith("| 2 | 1 | ")
+
+
+def test_a_result_of_other_bytes_is_told(load, monkeypatch, tmp_path, capsys):
+    tool, file = load("result_bytes"), str(tmp_path / "before.safetensors")
+    ones = torch.ones(3, dtype=torch.float64)
+    before = {"same": lambda: "text", "numbers": lambda: [ones, 2], "old": lambda: ones}
+    now = {"same": lambda: "text", "numbers": lambda: [ones + ones.new_tensor([0, 2**-52, 0]), 2], "new": lambda: ones}
+    told = [
+        "new: only now",
+        "numbers | 0: differs by at most 2.22e-16; the largest value is 1.00e+00",
+        "old: only before",
+    ]
+    monkeypatch.setattr(tool, "RESULTS", before)
+    tool.run(["save", file])
+    for results, status, lines in ((before, 0, []), (now, 1, told)):
+        monkeypatch.setattr(tool, "RESULTS", results)
+        with pytest.raises(SystemExit, match=str(bool(status))):
+            tool.run(["compare", file])
+        assert capsys.readouterr().out.splitlines() == [*lines, f"4 tensors, {len(lines)} differences"]
+
+
+def test_a_result_of_the_package_has_the_same_bytes_twice(load):
+    tool = load("result_bytes")
+    before = tool.compute("block, logits")
+    assert list(before) == ["block, logits"]
+    tool.recorded.cache_clear()
+    assert list(tool.differences(before, tool.compute("block, logits"))) == []
+
+
+@pytest.mark.slow
+def test_a_planted_fault_is_found_where_a_test_sees_it(load, tmp_path, capsys):
+    tool, root = load("mutants"), tmp_path / "tree"
+    files = {
+        "package/__init__.py": "def seen(x):\n    return x + 3\n\n\ndef unseen(x):\n    return x * 3\n",
+        "tests/test_it.py": "import package\n\n\ndef test_seen():\n    assert package.seen(1) == 4\n\n\n"
+        "def test_nothing():\n    package.unseen(0)\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(text)
+    asked = [str(tmp_path / "lines"), "--root", str(root), "--folders", "package"]
+    subprocess.run([sys.executable, tool.__file__, "contexts", *asked], check=True, capture_output=True)
+    tool.main(["run", *asked, "--jobs", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "package/__init__.py:2: sign: + -> -: found by tests/test_it.py::test_seen" in lines
+    assert "package/__init__.py:6: sign: * -> /: survived 1 tests" in lines
+    assert lines[-2:] == [
+        "seed 0: 50% of 4 places that a test executes are found",
+        "2 found, 2 survived, 0 not executed, 0 out of time",
+    ]
+    assert (root / "package" / "__init__.py").read_text() == files["package/__init__.py"]

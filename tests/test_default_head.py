@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
-from epk_gp.gram.block_parts import Share, reduce_gram_parts
-from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_step
@@ -90,9 +89,6 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "gram.path_kernel.PathKernel": lambda run, **h: epk.PathKernel(run, rule=RULE, **h).block(*pair(run)),
     "gram.path_kernel.gram_block": lambda run, **h: epk.gram_block(run, *pair(run), rule=RULE, **h),
     "gram.path_kernel.gram_block_per_class": lambda run, **h: gram_block_per_class(run, *pair(run), rule=RULE, **h),
-    "gram.path_kernel.gram_block_part": lambda run, **h: reduce_gram_parts(
-        [gram_block_part(run, *pair(run), Share(1, 1), rule=RULE, **h)]
-    ),
     "gram.path_kernel.gram_diagonal_blocks": lambda run, **h: gram_diagonal_blocks(run, pair(run)[0], rule=RULE, **h),
     "gram.path_features.path_features": lambda run, **h: epk.path_features(run, TEST, 16, num_probe=0, **h) + 0,
     "gram.thinning.thin_path": thinning_errors,
@@ -119,12 +115,10 @@ OTHER_DOORS = {
     "cli.commands.influence",
     "cli.commands.report",
     "cli.commands.verify",
-    "gram.estimate.estimate_gram",  # seconds and bytes
-    "kernel_machine.estimate.estimate_attribution",
     # names on pictures: None stands for outputs of an unknown kind
-    *(f"plots.figures.{name}" for name in ("attribution_figure", "draw_attributions")),
-    *(f"plots.figures.{name}" for name in ("reconstruction_figure", "draw_reconstruction")),
-    *(f"plots.influences.{name}" for name in ("influence_figure", "draw_influences")),
+    "plots.contributions.attribution_figure",
+    "plots.contributions.influence_figure",
+    "plots.summaries.reconstruction_figure",
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's
 }
 # What they compute has logits in its definition: the network's own outputs, a GP on logits, two machines of the logits.

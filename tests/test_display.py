@@ -12,8 +12,7 @@ from shown_results import HOSTILE, shown
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.label_errors import LabelErrors
-from epk_gp.analysis.next_to_label import NextToLabel
+from epk_gp.analysis.labels import LabelErrors, NextToLabel
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset
 from epk_gp.gp.posterior import LogitPosterior

@@ -16,12 +16,12 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from epk_gp.plots import reconstruction_scatter
+from drawings import reconstruction_scatter
 from harness import Experiment, floats_as_text, floats_from_text, main, words_in, words_of
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 SHARED = {  # what experiments have in common
-    "harness", "judging", "label_suspicion", "peers", "problems", "rbf_process", "saved_rows", "strips",
+    "drawings", "harness", "judging", "label_suspicion", "peers", "problems", "rbf_process", "saved_rows", "strips",
     "uncertainty_problems",
 }  # fmt: skip
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in SHARED)

@@ -14,10 +14,6 @@ README = Path(__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
 
 
-def code(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 def exit_status(words: list[str]) -> int:
     try:
         main(words)
@@ -27,13 +23,15 @@ def exit_status(words: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_the_readme_s_code_prints_and_draws_what_is_shown():
+def test_the_quick_starts_print_and_draw_what_is_shown():
     """`docs/pictures/quickstart.py` writes both anew."""
-    page, quickstart = README.read_text(), load(QUICKSTART)
-    names, printed = quickstart.run(page)
-    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 8
-    for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
-        assert same(shown, text), f"{code}\nprints\n{text}"
+    quickstart = load(QUICKSTART)
+    for file, outputs in ((README, 1), (DOCS / "quickstart.md", 7)):
+        page = file.read_text()
+        names, printed = quickstart.run(page)
+        assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == outputs
+        for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
+            assert same(shown, text), f"{code}\nprints\n{text}"
     change = f"+{names['raised']:.3f} and −{-names['lowered']:.3f} leave a change of {names['added'].sum():+.3f}"
     assert change in page
     assert names["K"].shape == (len(names["X_test"]), 3, len(names["X"]), 3)
@@ -42,20 +40,19 @@ def test_the_readme_s_code_prints_and_draws_what_is_shown():
         assert same("\n".join(shown), "\n".join(quickstart.words_of(draw(names)))), name
 
 
-def test_the_quick_start_shows_every_part_of_the_readme_s():
-    """In their order; `tests/test_docs.py` compares the texts."""
-    quick_start = README.read_text().partition("\n## Quick start\n")[2].partition("\n## ")[0]
-    parts = re.findall(r"^### (.+)$", quick_start, flags=re.MULTILINE)
-    page = (DOCS / "quickstart.md").read_text()
-    assert re.findall(r"^<!-- made: section (.+) -->$", page, flags=re.MULTILINE) == parts
-    assert len(parts) == 6
+def test_the_readme_has_one_quick_start_and_names_both_ways_to_record_before_it():
+    before, _, quick_start = README.read_text().partition("\n## Quick start\n")
+    assert README.read_text().count("```python") == quick_start.partition("\n## ")[0].count("```python") == 1
+    assert all(words in before for words in ("a checkpoint is not enough", "`EPKClassifier`", "`Recorder`"))
 
 
-def test_the_readme_s_command_lines_are_understood():
+def test_command_lines_of_the_pages_are_understood():
     """All options are parsed before --help is answered; the negative control is an option that does not exist."""
-    lines = [line.partition("#")[0] for block in code("sh") for line in block.splitlines()]
+    pages = "".join(page.read_text() for page in [README, *DOCS.rglob("*.md")]).replace("\\\n", " ")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", pages, flags=re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#")[0] for block in blocks for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("epk-gp")]
-    assert len(commands) >= 6
+    assert len(commands) >= 20
     for words in commands:
         assert exit_status([*words, "--help"]) == 0
         assert exit_status([*words, "--no-such-option"]) == 1

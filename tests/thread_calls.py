@@ -13,11 +13,8 @@ from torch import Tensor, nn
 import epk_gp as epk
 import helpers
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import QuasiMonteCarlo
@@ -33,8 +30,8 @@ from epk_gp.kernel_machine.baselines import (
     tangent_trajectory,
 )
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
+from epk_gp.storage.verify import check_run
 
 
 class Remembers(nn.Module):
@@ -89,12 +86,12 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Shared:
-    """What the threads share: a run in memory, the same on disk, packed and not, kernels, and a Gaussian process."""
+    """What the threads share: a run in memory, on disk, and with fewer states; kernels, and a Gaussian process."""
 
     run: epk.Trajectory
     test: Tensor
     stored: epk.Trajectory
-    packed: epk.Trajectory
+    fewer: epk.Trajectory
     folder: Path
     build: Callable[[], nn.Module]
     kernels: dict[str, epk.EPKKernel]
@@ -128,13 +125,13 @@ def share(name: str, folder: Path) -> Shared:
     for options in (
         {},
         {"folder": folder / "plain", "storage": epk.Storage(steps=1)},
-        {"folder": folder / "packed", "storage": epk.Storage(steps=2, compression="deltas")},
+        {"folder": folder / "fewer", "storage": epk.Storage(steps=2, keep_every=2)},
     ):
         torch.manual_seed(0)
         net = build().double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
         runs.append(epk.train(net, X, y, optimizer=optimizer, steps=3, **options))
-    stored, packed = (epk.load_trajectory(folder / part, build().double()) for part in ("plain", "packed"))
+    stored, fewer = (epk.load_trajectory(folder / part, build().double()) for part in ("plain", "fewer"))
     rule = epk.gauss_legendre(2)
     kernels = {
         f"{mode}{' normalized' if normalize else ''}": epk.EPKKernel(
@@ -144,7 +141,7 @@ def share(name: str, folder: Path) -> Shared:
         for normalize in (False, True)
     }
     gp = epk.LogitGP(runs[0], rule=rule, points=[0, 2, 4])
-    return Shared(runs[0], test, stored, packed, folder, build, kernels, gp)
+    return Shared(runs[0], test, stored, fewer, folder, build, kernels, gp)
 
 
 def _seed() -> torch.Generator:
@@ -235,7 +232,7 @@ def _check(shared: Shared) -> object:
 
 def _export(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        size = export_run(shared.folder / "packed", Path(folder) / "run.safetensors")
+        size = export_run(shared.folder / "plain", Path(folder) / "run.safetensors")
         return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
 
 
@@ -288,7 +285,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
         s.run, s.points[0], s.points[0], rule=epk.adaptive(1e-6)
     ),
     "gram_block, stored": _of("stored", _block),
-    "gram_block, packed": _of("packed", _block),
+    "gram_block, fewer states": _of("fewer", _block),
     "gram_block_per_class": lambda s: gram_block_per_class(s.run, *s.points),
     "gram_diagonal_blocks": lambda s: gram_diagonal_blocks(s.run, s.points[0]),
     "PathKernel, step weights": lambda s: epk.PathKernel(
@@ -301,7 +298,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     ],
     "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single),
     "reconstruct": lambda s: epk.reconstruct(s.run, s.test),
-    "reconstruct, fixed, packed": lambda s: epk.reconstruct(s.packed, s.test, rule=epk.left_riemann(2)),
+    "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=epk.left_riemann(2)),
     "attribute": lambda s: epk.attribute(s.run, s.test),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
@@ -337,12 +334,12 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "per_class": _per_class,
     "statistics": _statistics,
     "infinite_width": _infinite_width,
-    "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "packed", s.build().double()).states),
+    "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "fewer", s.build().double()).states),
     "check_run": _check,
     "export_run": _export,
     "train": _train,
     "Trajectory": lambda s: (
-        s.packed.is_vanilla_gd, s.packed.weights(2), s.packed.dtype, s.packed.step_sizes, repr(s.packed),
-        list(s.packed.updates),
+        s.fewer.is_vanilla_gd, s.fewer.weights(2), s.fewer.dtype, s.fewer.step_sizes, repr(s.fewer),
+        list(s.fewer.updates),
     ),
 }  # fmt: skip

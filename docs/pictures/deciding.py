@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.detection import error_detection, ood_metrics, precision_at_k
+from epk_gp.analysis.measures import error_detection, ood_metrics, precision_at_k
 from epk_gp.datasets import Dataset, mnist_folder
 from epk_gp.gp.label_kernel import median_lengthscale, squared_distances
 from epk_gp.gp.label_process import centred_labels, condition_exactly

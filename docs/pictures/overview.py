@@ -12,8 +12,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane, uncertainty_on_plane
 from epk_gp.datasets import three_gaussians
 from epk_gp.plots import attribution_bars, class_regions, new_figure, save_figure, shades_of, uncertainty_map
 from epk_gp.plots.common import short

@@ -1,7 +1,6 @@
-"""Run the code of README.md and docs/results.md, write what each block prints below it, and draw the README's results.
+"""Run the code of the first pages, write what each block prints below it, and draw the pictures of docs/quickstart.md.
 
-A block's output is the fenced block of text right after it. The pictures are those of docs/quickstart.md;
-`make pages` then writes the README's code and outputs into that page.
+A block's output is the fenced block of text right after it.
 """
 
 import contextlib
@@ -19,12 +18,13 @@ from matplotlib.text import Text
 
 from epk_gp.core.show import CertificateWarning
 from epk_gp.plots import attribution_bars, new_figure, save_figure
-from epk_gp.plots.figures import reconstruction_figure
 from epk_gp.plots.style import COLORMAP, EXACT, GREY, INK, PALETTE, styled
+from epk_gp.plots.summaries import reconstruction_figure
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
-PAGES = (README, HERE.parent / "results.md")  # what their blocks print is written below them
+QUICKSTART = HERE.parent / "quickstart.md"
+PAGES = (README, QUICKSTART, HERE.parent / "results.md")  # what their blocks print is written below them
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?P<printed>\n\n```text\n(?P<text>.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
@@ -44,7 +44,7 @@ def run(page: str) -> tuple[dict[str, Any], list[str]]:
         warnings.simplefilter("ignore", CertificateWarning)  # of the rule that is not certified
         for code, _ in blocks(page):
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(code, "README.md", "exec"), names)
+                exec(compile(code, "page", "exec"), names)
             printed.append(out.getvalue())
     return names, printed
 
@@ -154,7 +154,7 @@ def main() -> None:
         page = file.read_text()
         names, printed = run(page)
         file.write_text(with_outputs(page, printed))
-        for name, draw in PICTURES.items() if file == README else ():
+        for name, draw in PICTURES.items() if file == QUICKSTART else ():
             figure = draw(names)
             save_figure(figure, HERE / f"quickstart_{name}.svg", description=json.dumps(words_of(figure)))
 

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from epk_gp.analysis.detection import error_detection
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import error_detection, rank_correlation
 from epk_gp.core.checks import validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head

@@ -1,27 +1,154 @@
-"""Maps of predictive uncertainty over a plane, with summary numbers (Figure 5, Bell et al. 2023)."""
+"""Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023)."""
 
 from dataclasses import dataclass
+from math import pi
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.analysis.planes import (
-    Plane,
-    grid_coordinates,
-    lift,
-    nearest_distances,
-    project,
-    rays,
-    square_grid,
-    validate_plane,
-)
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import rank_correlation
+from epk_gp.core.checks import validate_finite, validate_integer, validate_number, validate_tensor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.tagging import test_copy
 from epk_gp.kernels.values import point_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """The inputs origin + u axes[0] + v axes[1], for all real u and v.
+
+    Attributes:
+        origin: A flattened input, (D,).
+        axes: Two orthonormal directions, (2, D).
+        input_shape: Shape of one input, of D entries.
+    """
+
+    origin: Float[Tensor, " D"]
+    axes: Float[Tensor, "2 D"]
+    input_shape: tuple[int, ...]
+
+
+def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
+    """Return the plane of the first two input coordinates, with all others 0.
+
+    Raises:
+        TypeError: The inputs are not floating-point numbers.
+        ValueError: There are no points, a value is not finite, or an input has fewer than 2 entries.
+    """
+    rows = _rows(X)
+    return Plane(torch.zeros_like(rows[0]), torch.eye(2, rows.shape[1], dtype=rows.dtype), tuple(X.shape[1:]))
+
+
+def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
+    """Return the plane through the mean of the points that their first two principal directions span.
+
+    Args:
+        X: n >= 3 inputs of at least 2 entries each.
+
+    Returns:
+        The plane. Each axis has the sign that makes its largest entry positive.
+
+    Raises:
+        TypeError: The inputs are not floating-point numbers.
+        ValueError: There are fewer than 3 points, a value is not finite, or an input has fewer than 2 entries.
+    """
+    rows = _rows(X)
+    if len(rows) < 3:
+        raise ValueError(f"a principal plane needs at least 3 points: got {len(rows)}.")
+    mean = rows.mean(0)
+    axes = torch.linalg.svd(rows - mean, full_matrices=False).Vh[:2]
+    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+    return Plane(mean, axes * largest.sign(), tuple(X.shape[1:]))
+
+
+def project(plane: Plane, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n 2"]:
+    """Return the coordinates (u, v) of the projections of points onto the plane."""
+    return (X.reshape(len(X), -1) - plane.origin.to(X)) @ plane.axes.T.to(X)
+
+
+def lift(plane: Plane, uv: Float[Tensor, "n 2"]) -> Float[Tensor, "n ..."]:
+    """Return the inputs at coordinates (u, v) of the plane."""
+    return (plane.origin.to(uv) + uv @ plane.axes.to(uv)).reshape(len(uv), *plane.input_shape)
+
+
+def square_grid(
+    uv: Float[Tensor, "n 2"], size: int, margin: float
+) -> tuple[Float[Tensor, " size"], Float[Tensor, " size"]]:
+    """Return an evenly spaced square grid that covers projected points.
+
+    Args:
+        uv: Projected points.
+        size: Nodes per side, at least 2.
+        margin: Width of the border on every side, in units of the points' larger extent.
+
+    Returns:
+        Coordinates of the columns and of the rows, with the same number and spacing.
+
+    Raises:
+        TypeError: `size` is not a whole number, or `margin` is not a number.
+        ValueError: There are fewer than 2 nodes per side, or the margin is negative, or all points coincide.
+    """
+    validate_integer(size, "size")
+    validate_number(margin, "margin")
+    if size < 2:
+        raise ValueError(f"a grid must have at least 2 nodes per side: got {size}.")
+    if not margin < float("inf"):
+        raise ValueError(f"the margin must be finite: got {margin}.")
+    if margin < 0:
+        raise ValueError(f"the margin must not be negative: got {margin}.")
+    low, high = uv.min(0).values.double(), uv.max(0).values.double()
+    half = float((high - low).max()) * (0.5 + margin)
+    if half == 0:
+        raise ValueError("a grid needs points at different places: all coincide in this plane.")
+    centre = ((low + high) / 2).tolist()
+    x, y = (torch.linspace(c - half, c + half, int(size), dtype=torch.float64) for c in centre)
+    return x, y
+
+
+def grid_coordinates(x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]) -> Float[Tensor, "nodes 2"]:
+    """Return the nodes (u, v) of a grid, row by row; v is constant along a row."""
+    v, u = torch.meshgrid(y, x, indexing="ij")
+    return torch.stack([u.reshape(-1), v.reshape(-1)], dim=1)
+
+
+def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[Tensor, "k 2"], Float[Tensor, "k 2"]]:
+    """Return two points on each of k rays from the mean of projected points, in evenly spaced directions.
+
+    Args:
+        uv: Projected points.
+        directions: Number k of directions.
+        far: Distance of the second point, as a multiple of the radius of the data.
+
+    Returns:
+        The points at the radius of the data, which is the largest distance of a projected point from the mean, and
+        those at `far` times this radius.
+    """
+    mean = uv.mean(0)
+    radius = (uv - mean).norm(dim=1).max()
+    angle = torch.arange(directions, dtype=uv.dtype) * (2 * pi / directions)
+    unit = torch.stack([angle.cos(), angle.sin()], dim=1)
+    return mean + radius * unit, mean + far * radius * unit
+
+
+def nearest_distances(a: Float[Tensor, "n D"], b: Float[Tensor, "m D"]) -> Float[Tensor, " n"]:
+    """Return the distance of each point of a from the nearest point of b."""
+    return torch.cdist(a.double(), b.double()).amin(1)
+
+
+def _rows(X: Tensor) -> Tensor:
+    validate_tensor(X, "inputs")
+    if not X.is_floating_point():
+        raise TypeError(f"a plane needs floating-point inputs: got {X.dtype}.")
+    if X.ndim < 2 or not len(X):
+        raise ValueError(f"a plane needs inputs of shape (n, ...), at least one: got shape {tuple(X.shape)}.")
+    validate_finite(X, "inputs")
+    rows = X.flatten(1).cpu()
+    if rows.shape[1] < 2:
+        raise ValueError(f"a plane needs inputs of at least 2 entries: got {rows.shape[1]}.")
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +188,7 @@ class UncertaintyMap:
     standard_error: float
     distance_correlation: float | None
     share_std_decreasing: float
-    plane: Plane | None = None
+    plane: Plane
 
 
 def uncertainty_on_plane(
@@ -91,7 +218,8 @@ def uncertainty_on_plane(
             predict at these points.
     """
     validate_gp(gp)
-    validate_plane(plane)
+    if not isinstance(plane, Plane):
+        raise TypeError(f"plane must be a Plane: got {type(plane).__name__}. Make one with principal_plane(X).")
     trajectory = gp.kernel.trajectory
     if trajectory.num_outputs < 2:
         raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")

@@ -1,17 +1,13 @@
-"""The command-line application: the object that commands register with, and how errors end it."""
+"""The command-line application: the table of its commands, and how errors end one."""
 
-import functools
-import importlib
-import inspect
 import os
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from io import TextIOWrapper
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -22,28 +18,54 @@ from epk_gp import __version__
 # typer depends on click or brings a copy of it, as versions differ: the base class of both kinds of usage errors.
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
-_ORDER = (
-    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "influence", "report", "gram", "reduce"),
-    *("uncertainty", "audit"),
-)
+
+# Each command is the function of its name in a module of epk_gp.cli: its options and its help are the function's
+# signature and docstring. Beside the module stands the command's line in `epk-gp --help`, which lists the commands in
+# the order in which a run goes through them.
+COMMANDS = {
+    "demo": ("demo", "Run the paper's problem, from training to figures."),
+    "record": ("record", "Train a network and record every step."),
+    "info": ("runs", "Show the contents of a run."),
+    "verify": ("runs", "Check that the kernel machine equals the network."),
+    "export": ("runs", "Write a run to one file."),
+    "estimate": ("estimate", "Say what gram or attribute will cost."),
+    "attribute": ("attribute", "Write the contribution of each training point."),
+    "influence": ("attribute", "Write how predictions depend on each point's weight."),
+    "report": ("report", "Write predictions, contributions and certificate as a page."),
+    "gram": ("gram", "Write a block of the exact path kernel."),
+    "uncertainty": ("uncertainty", "Map a GP's uncertainty, or score points."),
+    "audit": ("uncertainty", "Rank the training labels by how suspicious they are."),
+}
 
 
-class _LifeCycleOrder(TyperGroup):
-    """Lists the commands in the order in which a run goes through them."""
+class _LazyGroup(TyperGroup):
+    """Imports a command's module when the command is called: PyTorch takes seconds, for which --help need not wait."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands for --help."""
-        return sorted(super().list_commands(ctx), key=_ORDER.index)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Put the command that is called in the place of its line in the list."""
+        name = args[0]
+        if name in COMMANDS:
+            module = import_module(f"epk_gp.cli.{COMMANDS[name][0]}")
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+            alone.command(name)(getattr(module, name))
+            self.commands[name] = typer.main.get_command(alone)
+        return super().resolve_command(ctx, args)
+
+
+def _listed() -> None:
+    """Stand for a command in the list of --help."""
 
 
 app = typer.Typer(
     name="epk-gp",
-    cls=_LifeCycleOrder,
+    cls=_LazyGroup,
     help="Exact path kernels: which training points made a prediction, exactly, and how sure is it?",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+for _name, (_, _help) in COMMANDS.items():
+    app.command(_name, short_help=_help)(_listed)
 
 
 def _show_version(wanted: bool) -> bool:
@@ -62,77 +84,6 @@ def _common(
     """Options in front of the command; without one there is nothing to do."""
 
 
-def command(
-    short_help: str,
-    alone: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    needing: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    completed_by: str | None = None,
-    options_of: Sequence[Callable[..., None]] = (),
-    but: Sequence[str] = (),
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command: its signature and docstring say what the command takes.
-
-    What the command does is the function of the same name in `epk_gp.cli.<name>`, which is called with the options as
-    keyword arguments. The module is imported by its name, and only then: it imports PyTorch, which takes seconds, and
-    neither --help, nor --version, nor a wrong option should wait for that.
-
-    Args:
-        short_help: The command's line in `epk-gp --help`.
-        alone: Flags that leave only some other parameters a meaning, and those. The function must have a parameter
-            `ctx`, which is not passed on.
-        needing: Options without which some other parameters have no meaning, and those. As for `alone`.
-        completed_by: Module whose `complete_options` makes the final options of those and of the names of the
-            parameters that are on the command line. The function must have a parameter `ctx` here too.
-        options_of: Other commands whose options this one takes as well, behind its own: first those that only one of
-            them has. Where the function has a keyword-only parameter of the same name, that stands in their place.
-        but: Parameters of the other commands that this one does not take.
-    """
-
-    def register(declared: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(declared)
-        def call(**options: object) -> None:
-            ctx = options.pop("ctx", None)
-            for flag in (flag for flag in alone if options[flag]):
-                _require_alone(ctx, flag, alone[flag])
-            for option in (option for option in needing if options[option] is None):
-                _require_given(ctx, option, needing[option])
-            module = importlib.import_module(f"epk_gp.cli.{declared.__name__}")
-            if "run" in options:
-                importlib.import_module("epk_gp.cli.parsing").validate_folders(options["run"], options.get("out"))
-            if completed_by is not None:
-                completing = importlib.import_module(completed_by)
-                options = completing.complete_options(options, {parameter.name for parameter in _given(ctx)})
-            getattr(module, declared.__name__)(**options)
-
-        if options_of:
-            _take_options(call, options_of, but)
-        app.command(short_help=short_help)(call)
-        return call
-
-    return register
-
-
-def _take_options(call: Callable[..., None], others: Sequence[Callable[..., None]], but: Sequence[str]) -> None:
-    """Add the parameters of other commands to what a function is seen to take (`command`)."""
-    signature = inspect.signature(call)
-    own = signature.parameters
-    first = [parameter for parameter in own.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    left_out = {*but, *(parameter.name for parameter in first)}
-    theirs = [
-        parameter
-        for other in others
-        for parameter in inspect.signature(other).parameters.values()
-        if parameter.name not in left_out
-    ]
-    holders = Counter(parameter.name for parameter in theirs)
-    theirs.sort(key=lambda parameter: holders[parameter.name] > 1)
-    added = {p.name: own.get(p.name, p).replace(kind=p.POSITIONAL_OR_KEYWORD) for p in theirs}
-    parameters = [*first, *added.values()]
-    vars(call)["__signature__"] = signature.replace(parameters=parameters)
-    hints = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__annotations__ = {**hints, "return": signature.return_annotation}
-
-
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
     """Show warnings as errors are shown."""
@@ -147,30 +98,6 @@ def _warnings_in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = shown_before
-
-
-def _given(ctx: Any) -> list[Any]:
-    """Return the parameters that are on the command line."""
-    sources = ((parameter, ctx.get_parameter_source(parameter.name)) for parameter in ctx.command.params)
-    return [parameter for parameter, source in sources if source is not None and source.name == "COMMANDLINE"]
-
-
-def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
-    """Raise if the command line has an option that means nothing beside a flag."""
-    for parameter in _given(ctx):
-        if parameter.name not in (flag, *meant):
-            raise ValueError(
-                f"--{flag} must stand without {parameter.opts[0]}, which would be ignored. Pass one of them."
-            )
-
-
-def _require_given(ctx: Any, option: str, meant: Sequence[str]) -> None:
-    """Raise if the command line has an option that means something only beside another one, which it has not."""
-    for parameter in _given(ctx):
-        if parameter.name in meant:
-            raise ValueError(
-                f"{parameter.opts[0]} must stand beside --{option}, without which it would be ignored. Pass both."
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -217,26 +144,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _wrong_number(error: Exception, words: Sequence[str]) -> str | None:
     """Return what a numeric option must be, if a word in place of its number is the error."""
     parameter, ctx = getattr(error, "param", None), getattr(error, "ctx", None)
-    declared = {info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
-    if parameter is None or ctx is None or ctx.info_name not in declared:
+    callback = None if ctx is None else ctx.command.callback
+    if parameter is None or callback is None:
         return None
-    hint, option = get_type_hints(declared[ctx.info_name]).get(parameter.name), parameter.opts[0]
     kinds: dict[Any, type[int] | type[float]] = {int: int, int | None: int, float: float, float | None: float}
-    kind = kinds.get(hint)
+    kind = kinds.get(get_type_hints(callback).get(parameter.name))
     if kind is None:
         return None
+    option = parameter.opts[0]
     values = [word for before, word in pairwise(words) if before == option]
     values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
-    wrong = [value for value in values if not _is_number(value, kind)]
-    return f"{option} must be a {'whole ' * (kind is int)}number: got {wrong[-1]!r}" if wrong else None
-
-
-def _is_number(text: str, kind: type[int] | type[float]) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
+    for value in reversed(values):
+        try:
+            kind(value)
+        except ValueError:
+            return f"{option} must be a {'whole ' * (kind is int)}number: got {value!r}"
+    return None
 
 
 def _describe(error: OSError) -> str:

@@ -1,58 +1,87 @@
-"""`epk-gp attribute`: the exact contribution of every training point to predictions."""
+"""`epk-gp attribute` and `influence`: what training points contributed to predictions, and what their weights do."""
 
+import csv
 import shutil
 import warnings
 from pathlib import Path
-from typing import Unpack
+from typing import Annotated
 
+import torch
 import typer
+from jaxtyping import Float, Int64
+from torch import Tensor
 
-from epk_gp.analysis.breakdown import prediction_breakdown, summarise, write_table
-from epk_gp.cli.kernel_requests import read_predictions
-from epk_gp.cli.options import ExplainedOptions, ExplainedOutputs
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
-from epk_gp.cli.workers import open_executor, require_one_executor
+from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
+from epk_gp.cli import options as opt
+from epk_gp.cli.data import read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.workers import open_executor
+from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
-from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.certification import describe_findings
-from epk_gp.plots.figures import draw_attributions
+from epk_gp.kernel_machine.influence import Smoothing
+from epk_gp.kernel_machine.influence import influence as influence_of
+from epk_gp.plots.contributions import attribution_figure, influence_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
-from epk_gp.quadrature.rules import AdaptiveRule, Rule
+from epk_gp.quadrature.rules import AdaptiveRule
 
 _MAX_DRAWN = 6  # points that are drawn
 
+NumExplained = Annotated[int, opt.count("Largest number of points that are explained; the first 6 are drawn.")]
+Explained = Annotated[
+    opt.ExplainedOutputs,
+    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
+]
+TopListed = Annotated[int, opt.count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
+
 
 def attribute(
-    *,
-    out: Path,
-    top: int,
-    scheduler: str | None,
-    **options: Unpack[ExplainedOptions],
+    run: opt.RunFolder,
+    out: opt.Out = Path("attribution"),
+    num_points: NumExplained = 6,
+    top: TopListed = 8,
+    head: opt.HeadOption = None,
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
+    outputs: Explained = "all",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
 
     A command that was killed resumes from its partial sums when it is run again.
     """
-    timer, workers = Stopwatch(), options["workers"]
-    require_one_executor(workers, scheduler)
-    asked = read_predictions(options, options["rule"], options["path"])
-    trajectory, X, outputs = asked.trajectory, asked.chosen.X, asked.outputs
-    folder = make_folder(out)
-    typer.echo(f"explaining {asked.chosen}")
-    predicted = asked.predicted
+    opt.validate_run(run, out, workers, scheduler)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    trajectory = open_run(run, network)
+    resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+    X, folder = chosen.X, opt.make_folder(out)
+    typer.echo(f"explaining {chosen}")
+    predicted = network_outputs(trajectory, X).argmax(dim=1)
     with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
             trajectory,
             X,
-            asked.groupings,
-            head=asked.head,
-            rule=asked.rule,
-            path=asked.path,
-            classes=asked.classes,
-            checkpoint=folder / PARTIAL,
-            memory_budget=memory_bytes(options["memory"]),
-            progress=not options["quiet"],
+            [[by_sample(trajectory)], [step_ranges(trajectory)]],
+            head=resolved,
+            rule=quadrature,
+            path=along,
+            classes=predicted if outputs == "predicted" else None,
+            checkpoint=folder / opt.PARTIAL,
+            memory_budget=opt.memory_bytes(memory),
+            progress=not quiet,
             executor=executor,
         )
     breakdown = prediction_breakdown(parts, by_range, predicted)
@@ -60,27 +89,20 @@ def attribute(
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
     statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
-    metadata = {"head": asked.head, "rule": asked.rule.name, "digest": trajectory.digest, "outputs": outputs.value}
+    metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
-    shutil.rmtree(folder / PARTIAL)
+    shutil.rmtree(folder / opt.PARTIAL)
     drawn = range(min(_MAX_DRAWN, len(X)))
-    picture = folder / "attribution.png"
-    draw_attributions(picture, breakdown, trajectory, X, drawn, top, head=asked.head, labels=asked.chosen.labels)
+    figure = attribution_figure(breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
+    is_gray = X.ndim != 4 or X.shape[1] == 1  # images in colour need more colours
+    save_figure(figure, folder / "attribution.png", palette=is_gray)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
-    config: dict[str, object] = {
-        "run": options["run"],
-        "head": asked.head,
-        "rule": options["rule"],
-        "path": options["path"],
-        "num_points": len(X),
-        "dtype": str(X.dtype),
-        "top": top,
-    }
-    config |= {"outputs": outputs.value, "seed": options["seed"], "points": str(asked.chosen)}
+    config: dict[str, object] = {"run": run, "head": resolved, "rule": rule, "path": path, "num_points": len(X)}
+    config |= {"dtype": str(X.dtype), "top": top, "outputs": outputs, "seed": seed, "points": str(chosen)}
     config |= {"workers": workers, "scheduler": scheduler}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
-    num_outputs = trajectory.num_outputs if outputs is ExplainedOutputs.every else 1
+    num_outputs = trajectory.num_outputs if outputs == "all" else 1
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
     typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
     typer.echo(
@@ -91,18 +113,134 @@ def attribute(
         f"written to {folder}: attribution.safetensors, attribution.csv, attribution.json, attribution.png "
         f"({timer.total:.1f} s)"
     )
-    _require_completeness(parts, asked.rule)
-
-
-def _require_completeness(parts: GroupedAttribution, rule: Rule) -> None:
-    """Raise if the contributions under an adaptive rule do not sum to the outputs. A fixed rule guarantees nothing.
-
-    Raises:
-        ValueError: The contributions are not certified.
-    """
-    if isinstance(rule, AdaptiveRule) and not parts.certified:
+    if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
         findings = "; ".join(describe_findings(parts))
         raise ValueError(
             f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
             "run with epk-gp verify."
         )
+
+
+def influence(
+    run: opt.RunFolder,
+    out: opt.Out = Path("influence"),
+    num_points: NumExplained = 6,
+    top: TopListed = 8,
+    head: opt.HeadOption = None,
+    outputs: Explained = "predicted",
+    smoothing: Annotated[
+        int,
+        opt.count(
+            "Average the derivative over so many runs with random weights of the points, trained again: for "
+            "ReLUs and long runs. 0 for the derivative itself.",
+            0,
+            10_000,
+        ),
+    ] = 0,
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Write the derivative of outputs in every training point's weight, a table of the largest, and draw them.
+
+    The negative of a derivative predicts what leaving the point out would do. A command that was killed resumes from
+    its partial sums when it is run again.
+    """
+    opt.validate_run(run, out, workers, scheduler)
+    timer, trajectory = Stopwatch(), open_run(run, network)
+    resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+    X, folder = chosen.X, opt.make_folder(out)
+    typer.echo(f"explaining {chosen}")
+    predicted = network_outputs(trajectory, X).argmax(dim=1)
+    with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)  # said at the end
+        effect = influence_of(
+            trajectory,
+            X,
+            head=resolved,
+            classes=predicted if outputs == "predicted" else None,
+            smoothing=Smoothing(smoothing, seed=seed or 0) if smoothing else None,
+            checkpoint=folder / opt.PARTIAL,
+            memory_budget=opt.memory_bytes(memory),
+            progress=not quiet,
+            executor=executor,
+        )
+    arrays = {"values": effect.values, "outputs": effect.outputs, "std": effect.std}
+    arrays |= {"adjoint_norms": effect.adjoint_norms, "predicted": predicted, "inputs": X}
+    metadata = {"head": resolved, "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
+    write_arrays(folder / "influence.safetensors", arrays, metadata)
+    shutil.rmtree(folder / opt.PARTIAL, ignore_errors=True)
+    n = torch.arange(len(X))
+    column = torch.zeros_like(predicted) if outputs == "predicted" else predicted
+    values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
+    listed = [_largest(row, top) for row in values]
+    _write_table(folder / "influence.csv", listed, predicted, of_network, trajectory.targets)
+    drawn = range(min(_MAX_DRAWN, len(X)))
+    figure = influence_figure(effect, predicted, drawn, top, trajectory, head=resolved)
+    save_figure(figure, folder / "influence.png", palette=True)
+    config: dict[str, object] = {"run": run, "head": resolved, "num_points": len(X), "top": top}
+    config |= {"dtype": str(X.dtype)}
+    config |= {"outputs": outputs, "seed": seed, "points": str(chosen)}
+    config |= {"smoothing": smoothing, "workers": workers, "scheduler": scheduler}
+    results = {
+        "certified": effect.certified,
+        "held": list(effect.held),
+        "max_step_mismatch": effect.max_step_mismatch,
+        "growth": float(effect.growth.max()),
+        "points": [
+            {
+                "point": i,
+                "output": int(predicted[i]),
+                "network": float(of_network[i]),
+                "std": float(values[i].square().sum().sqrt()),
+                "largest": [{"training_point": index, "influence": value} for index, value in listed[i]],
+            }
+            for i in range(len(X))
+        ],
+    }
+    write_json(folder / "influence.json", "influence", config, results, timer)
+    note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
+    num_outputs = effect.outputs.shape[1]
+    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
+    typer.echo(
+        f"the derivative in the weights is at most {float(effect.growth.max()):.3g} times as large along the run as at "
+        "its end"
+    )
+    files = ", ".join(f"influence.{ending}" for ending in ("safetensors", "csv", "json", "png"))
+    typer.echo(f"written to {folder}: {files} ({timer.total:.1f} s)")
+    if not effect.certified:
+        raise ValueError(
+            f"the derivative must be certified: {'; '.join(effect.findings)}. Check the run with epk-gp verify."
+        )
+
+
+def _largest(values: Float[Tensor, " M"], top: int) -> list[tuple[int, float]]:
+    """Return the points of the largest derivatives of either sign, from the largest to the smallest."""
+    ordered, order = values.sort(descending=True)
+    ranked = list(zip(order.tolist(), ordered.tolist(), strict=True))
+    raised, lowered = [pair for pair in ranked[:top] if pair[1] > 0], [pair for pair in ranked[-top:] if pair[1] < 0]
+    return raised + [pair for pair in lowered if pair not in raised]
+
+
+def _write_table(
+    path: Path,
+    listed: list[list[tuple[int, float]]],
+    predicted: Int64[Tensor, " n"],
+    of_network: Float[Tensor, " n"],
+    targets: Tensor,
+) -> None:
+    """Write the training points on whose weights each predicted output depends most, one line each, as CSV."""
+    has_labels = targets.ndim == 1 and targets.dtype == torch.int64
+    with path.open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["point", "output", "network", "training_point", "label", "influence", "predicted_without"])
+        for n, (pairs, output) in enumerate(zip(listed, of_network.tolist(), strict=True)):
+            for index, value in pairs:
+                label = int(targets[index]) if has_labels else ""
+                table.writerow([n, int(predicted[n]), output, index, label, value, output - value])

@@ -3,19 +3,19 @@
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.options import Dtype
-from epk_gp.cli.parsing import make_folder, torch_dtype
-from epk_gp.cli.summaries import certificate, describe_map, describe_plane, fitted_numbers, map_numbers
+from epk_gp.cli.runs import certificate
+from epk_gp.cli.uncertainty import describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.show import CertificateWarning
@@ -25,7 +25,10 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
-from epk_gp.plots.figures import draw_attributions, draw_errors, draw_map, draw_reconstruction
+from epk_gp.plots.contributions import attribution_figure
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.style import save_figure
+from epk_gp.plots.summaries import reconstruction_figure
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_riemann
 from epk_gp.recording.train import train
@@ -53,10 +56,16 @@ _SMOKE = Size(
 )
 
 
-def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> None:
+def demo(
+    out: opt.Out = Path("demo_output"),
+    seed: opt.Seed = 0,
+    dtype: opt.DataDtype = "float64",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
-    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
-    held_out, trajectory = _record(size, seed, torch_dtype(dtype), quiet)
+    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), opt.make_folder(out)
+    held_out, trajectory = _record(size, seed, opt.DTYPES[dtype], quiet)
     X = held_out.inputs
     correct = (network_outputs(trajectory, X).argmax(1) == held_out.labels).double().mean()
     M, P, S = trajectory.num_points, trajectory.num_weights, trajectory.num_steps
@@ -68,10 +77,8 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     table, machines = _reconstruct(trajectory, X, quiet)
     timer.lap("reconstruct")
     first, best = next(iter(machines.items())), list(machines.items())[-1]
-    draw_reconstruction(folder / "reconstruction.png", [first, best], "log_softmax")
-    draw_errors(
-        folder / "error_vs_evaluations.png", [(name, r.evaluations, r.max_error) for name, r in machines.items()]
-    )
+    figure = reconstruction_figure([first, best], "log_softmax")
+    save_figure(figure, folder / "reconstruction.png", palette=True)
     timer.lap("draw")
 
     typer.echo("\nWhich training points made the predictions?")
@@ -80,8 +87,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     parts, by_range = attribute_many(trajectory, X[chosen], groupings, progress=not quiet)
     breakdown = prediction_breakdown(parts, by_range, parts.network.argmax(dim=1))
     attributions = summarise(parts, breakdown, trajectory.targets, 5)
-    draw_attributions(
-        folder / "attribution.png",
+    figure = attribution_figure(
         breakdown,
         trajectory,
         X[chosen],
@@ -90,6 +96,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         head=resolve_head(None, trajectory.loss, trajectory.num_outputs),
         labels=held_out.labels[chosen],
     )
+    save_figure(figure, folder / "attribution.png", palette=True)
     typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
     typer.echo(f"to within {attributions['max_error']:.1e}")
     timer.lap("attribute")
@@ -109,7 +116,8 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         generator=generator,
         progress=not quiet,
     )
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, plane=describe_plane("coordinates", size.dim))
+    figure = map_figure(m, trajectory.targets, plane=describe_plane("coordinates", size.dim))
+    save_figure(figure, folder / "uncertainty.png", palette=True)
     typer.echo(describe_map(m))
     timer.lap("uncertainty")
     write_report(
@@ -127,10 +135,10 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
 
     results = {"held_out_accuracy": float(correct), "reconstruction": table, "held_out_points_explained": chosen}
     results |= {"attribution": attributions, "uncertainty": fitted_numbers(gp, losses) | map_numbers(m)}
-    config = asdict(size) | {"seed": seed, "dtype": dtype.value, "smoke": smoke, "digest": trajectory.digest}
+    config = asdict(size) | {"seed": seed, "dtype": dtype, "smoke": smoke, "digest": trajectory.digest}
     write_json(folder / "results.json", "demo", config, results, timer)
     typer.echo(f"\nwritten to {folder}: report.html, to be opened in a browser; reconstruction.png,")
-    typer.echo(f"error_vs_evaluations.png, attribution.png, uncertainty.png, results.json ({timer.total:.0f} s)")
+    typer.echo(f"attribution.png, uncertainty.png, results.json ({timer.total:.0f} s)")
 
 
 def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dataset, Trajectory]:

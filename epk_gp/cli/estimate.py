@@ -1,169 +1,112 @@
 """`epk-gp estimate`: what another command costs, before it starts."""
 
-from collections.abc import Set
+from dataclasses import asdict
 from pathlib import Path
-from typing import Unpack
+from typing import Annotated, Literal
 
 import typer
 
 from epk_gp.analysis.breakdown import step_ranges
-from epk_gp.cli.kernel_requests import ExplanationRequest, read_block, read_predictions
-from epk_gp.cli.options import EstimatedCommand, EstimatedOptions, ExplainedOutputs
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, require_folder
-from epk_gp.core.options import ComputeSettings
-from epk_gp.distributed.cost_estimate import CostEstimate
-from epk_gp.gram.estimate import estimate_gram
-from epk_gp.kernel_machine.estimate import estimate_attribution
+from epk_gp.cli import options as opt
+from epk_gp.cli.attribute import Explained, NumExplained
+from epk_gp.cli.data import read_points
+from epk_gp.cli.gram import ColumnsSide, NumColumns, NumRows, RowsSide, read_side, require_test_side
+from epk_gp.cli.networks import open_run
+from epk_gp.core.losses import resolve_head
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
 from epk_gp.provenance import Stopwatch, write_json
 
-_RULES = {EstimatedCommand.gram: "gauss-legendre:4", EstimatedCommand.attribute: "adaptive"}  # the commands' own
-_OF_ONE = {
-    EstimatedCommand.gram: ("rows", "columns", "num_rows", "num_columns", "steps", "part"),
-    EstimatedCommand.attribute: ("num_points", "outputs"),
-}
-
-# What is held beside the result while its file is written, in multiples of it: a block is brought into the order of
-# its axes; the sums of a part are written from where they lie.
-_COPIES_OF_BLOCK, _COPIES_OF_PART = 1, 0
-
-_DAY, _HOUR, _MINUTE = 86400, 3600, 60
-
-
-def complete_options(options: dict[str, object], given: Set[str]) -> dict[str, object]:
-    """Return the options with the command's own rule.
-
-    Raises:
-        ValueError: An option is that of another command, and would be ignored.
-    """
-    what = EstimatedCommand(str(options["what"]))
-    for other, names in _OF_ONE.items():
-        for name in names:
-            if other is not what and name in given:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
-                )
-    return options if "rule" in given else {**options, "rule": _RULES[what]}
+_RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
+_OF_ONE = {"gram": ("rows", "columns", "num_rows", "num_columns"), "attribute": ("num_points", "outputs")}
 
 
 def estimate(
-    *,
-    what: EstimatedCommand,
-    out: Path | None,
-    seconds: float,
-    **options: Unpack[EstimatedOptions],
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
+    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
+    seconds: Annotated[
+        float,
+        opt.number(
+            "Time for measuring. A little more where one piece of each kind takes longer.",
+            0.1,
+            below=1e5,
+        ),
+    ] = 10.0,
+    rows: RowsSide = "test",
+    columns: ColumnsSide = "train",
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    num_points: NumExplained = 6,
+    outputs: Explained = "all",
+    head: opt.HeadOption = None,
+    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Say how long gram or attribute will take with the same options, and how much memory and disk."""
-    timer, workers = Stopwatch(), options["workers"]
+    """Say into how many pieces gram or attribute divide with the same options, their bytes, and the seconds they take.
+
+    The first pieces are computed, and the time of the others is extrapolated. Nothing is written but estimate.json if
+    --out is given.
+    """
+    opt.validate_run(run, out)
+    for other, names in _OF_ONE.items():
+        for name, option in opt.given_options(ctx).items():
+            if other != what and name in names:
+                raise ValueError(
+                    f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
+                )
+    rule = rule or _RULES[what]
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     if out is not None:
-        require_folder(out)
-    config: dict[str, object] = {"run": options["run"], "what": what.value, "rule": options["rule"]}
-    config |= {"path": options["path"], "memory": options["memory"], "workers": workers}
-    computing = ComputeSettings(
-        memory_budget=memory_bytes(options["memory"]), progress=not options["quiet"], checkpoint=PARTIAL
-    )
-    if what is EstimatedCommand.gram:
-        asked = read_block(options)
-        asked.show_sides()
-        config |= {"row_points": asked.a_is, "column_points": asked.b_is}
-        config |= {"steps": options["steps"], "part": options["part"]}
-        found = estimate_gram(
-            asked.trajectory, asked.a, asked.b, head=asked.head, rule=asked.rule, path=asked.path, which=asked.which,
-            workers=workers, seconds=seconds, **computing,
-        )  # fmt: skip
-        written = found.disk.result + sum(side.X.nbytes + len(side) for side in (asked.a, asked.b))
-        copies = _COPIES_OF_BLOCK if asked.which is None else _COPIES_OF_PART
+        opt.require_folder(out)
+    config: dict[str, object] = {"run": run, "what": what, "rule": rule, "path": path}
+    config |= {"memory": memory, "workers": workers}
+    budget = opt.memory_bytes(memory)
+    if what == "gram":
+        require_test_side(points, rows, columns)
+    trajectory = open_run(run, network)
+    kernel = PathKernel(trajectory, resolve_head(head, trajectory.loss, trajectory.num_outputs), quadrature, path=along)
+    if what == "gram":
+        (a, rows_are), (b, columns_are) = (
+            read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
+            for side, size in ((rows, num_rows), (columns, num_columns))
+        )
+        typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
+        config |= {"row_points": rows_are, "column_points": columns_are}
+        plan = plan_gram(kernel, a, b, seconds=seconds, memory_budget=budget)
     else:
-        explained = read_predictions(options, options["rule"], options["path"])
-        typer.echo(f"explaining {explained.chosen}")
-        config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
-        found = estimate_attribution(
-            explained.trajectory, explained.chosen.X, explained.groupings, head=explained.head, rule=explained.rule,
-            path=explained.path, classes=explained.classes, workers=workers, seconds=seconds, **computing,
-        )  # fmt: skip
-        written, copies = _attribution_bytes(explained), _COPIES_OF_BLOCK
-    peak = found.memory.owner + copies * written
-    _show(found, written, peak)
+        chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+        typer.echo(f"explaining {chosen}")
+        config |= {"points": str(chosen), "outputs": outputs}
+        classes = network_outputs(trajectory, chosen.X).argmax(dim=1) if outputs == "predicted" else None
+        groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+        plan = plan_attribution(kernel, chosen.X, groupings, classes=classes, seconds=seconds, memory_budget=budget)
+    of_use = max(1, min(workers or 1, plan.pieces))
+    typer.echo(f"pieces:  {plan.pieces}, of up to {_size(plan.piece_bytes)}")
+    typer.echo(f"result:  {_size(plan.result_bytes)}")
+    typer.echo(f"time:    {_time(plan.seconds)} of one process; {_time(plan.seconds / of_use)} with {of_use} workers")
     if out is not None:
-        write_json(make_folder(out) / "estimate.json", "estimate", config, _numbers(found, written, peak), timer)
+        results = {**asdict(plan), "workers_of_use": of_use, "seconds_with_workers": plan.seconds / of_use}
+        write_json(opt.make_folder(out) / "estimate.json", "estimate", config, results, timer)
         typer.echo(f"written to {out}: estimate.json")
 
 
-def _attribution_bytes(asked: ExplanationRequest) -> int:
-    """Count the bytes of the arrays of attribution.safetensors."""
-    trajectory, X = asked.trajectory, asked.chosen.X
-    samples, ranges = trajectory.num_points, len(step_ranges(trajectory).names)
-    per_output = samples + ranges + 6  # initial, decay, total, network, statistics, unexplained
-    itemsize = X.itemsize if X.is_floating_point() else trajectory.dtype.itemsize
-    K = trajectory.num_outputs if asked.outputs is ExplainedOutputs.every else 1
-    return len(X) * (K * per_output * itemsize + 8) + X.nbytes  # 8: the predicted class
-
-
-def _show(found: CostEstimate, written: int, peak: int) -> None:
-    """Print an estimate."""
-    disk, memory, costs = found.disk, found.memory, found.costs
-    measured = "all pieces" if costs.is_exact else f"{costs.num_measured} parts of pieces, the rest is extrapolated"
-    lines = {
-        "pieces": found.description,
-        "measured": f"{measured} ({_time(costs.sample_seconds)})",
-        "work of one process": _interval(found.work_seconds, found.work_interval),
-        "longest piece": _time(found.longest_piece),
-    }
-    if found.workers is None:
-        lines["time"] = _interval(found.seconds, found.interval)
-    else:
-        lines[f"time with {found.workers} workers"] = _interval(found.seconds, found.interval)
-        if found.workers > found.num_pieces:
-            lines["workers of use"] = f"{found.num_pieces}: there are no more pieces"
-    peak_so_far = "" if memory.measured is None else f"{_size(memory.measured)} in the sample; "
-    lines |= {
-        "time besides": f"{_time(found.setup_seconds)} of it before the first piece; the start of Python comes on top",
-        "memory of a process": f"{peak_so_far}with its whole budget {_size(memory.limit)}",
-        "memory of the result": f"{_size(peak)} more in the process that writes it",
-        "disk": f"{_size(written)} for the result, and at most {_size(disk.scratch)} beside it until it is there",
-    }
-    if disk.pieces_at_once:
-        lines["disk"] += f" ({disk.pieces_at_once} pieces of {_size(disk.piece)} at a time)"
-    for name, value in lines.items():
-        typer.echo(f"{name + ':':26}{value}")
-
-
-def _numbers(found: CostEstimate, written: int, peak: int) -> dict[str, object]:
-    """Return an estimate as JSON has it."""
-    memory, disk, costs = found.memory, found.disk, found.costs
-    return {
-        "pieces": found.num_pieces,
-        "work_seconds": found.work_seconds,
-        "work_interval": found.work_interval,
-        "seconds": found.seconds,
-        "interval": found.interval,
-        "longest_piece_seconds": found.longest_piece,
-        "setup_seconds": found.setup_seconds,
-        "all_measured": costs.is_exact,
-        "measured_parts": costs.num_measured,
-        "sample_seconds": costs.sample_seconds,
-        "memory_of_process_bytes": memory.limit,
-        "measured_memory_bytes": memory.measured,
-        "memory_of_result_bytes": peak,
-        "result_bytes": written,
-        "piece_bytes": disk.piece,
-        "pieces_at_once": disk.pieces_at_once,
-        "scratch_bytes": disk.scratch,
-    }
-
-
-def _interval(seconds: float, interval: tuple[float, float]) -> str:
-    low, high = (_time(bound) for bound in interval)
-    return _time(seconds) if low == high else f"{_time(seconds)} ({low} to {high})"
-
-
 def _time(seconds: float) -> str:
-    """Return a time in words, with two or three digits."""
-    if seconds < _MINUTE:
-        return f"{seconds:.3g} s"
-    if seconds < _HOUR:
-        return f"{seconds / _MINUTE:.3g} min"
-    return f"{seconds / _HOUR:.3g} h" if seconds < _DAY else f"{seconds / _DAY:.3g} days"
+    """Return a time in words, with three digits."""
+    for unit, factor in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,161 +1,39 @@
-"""The options that commands share, the values that options can have, and the limits of numbers."""
+"""The options that commands share, and what the words of options stand for: paths, rules, types, folders."""
 
-from collections.abc import Callable
-from enum import StrEnum
+import os
+import re
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 import typer
 
+from epk_gp.core.losses import Head
+from epk_gp.quadrature.paths import WeightPath, chords, layerwise, straight
+from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+from epk_gp.storage.run import is_run
+from epk_gp.storage.schema import HEADER
+
+PARTIAL = "partial"  # folder of a long job's partial sums, which is removed when the job is done
 _MAX_COUNT = 10**9  # no command can do anything this many times; larger numbers overflow in places
 _MAX_SEED = 2**63 - 1
+_MAX_DIGITS = 18  # of a number of nodes; Python itself refuses to read thousands of them
+
+if TYPE_CHECKING:
+    Context = typer.Context
+else:
+    Context = typer.Context.__base__  # click's: what a command is given; typer's own is for annotations alone
+
+Dtype = Literal["float32", "float64"]
+ExplainedOutputs = Literal["all", "predicted"]
+
+DTYPES: dict[str | None, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Dtype(StrEnum):
-    """Floating-point types."""
-
-    float32 = "float32"
-    float64 = "float64"
-
-
-class HeadName(StrEnum):
-    """Heads: what is computed from the network's outputs."""
-
-    logits = "logits"
-    log_softmax = "log_softmax"
-
-
-class VerifiedHeads(StrEnum):
-    """The heads whose outputs are verified."""
-
-    both = "both"
-    logits = "logits"
-    log_softmax = "log_softmax"
-
-
-class LossName(StrEnum):
-    """Losses that can be chosen by name."""
-
-    cross_entropy = "cross-entropy"
-    mse = "mse"
-
-
-class OptimizerName(StrEnum):
-    """Optimizers whose update rule is known."""
-
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-    rmsprop = "rmsprop"
-    adagrad = "adagrad"
-
-
-class StoredDtype(StrEnum):
-    """Types in which kept weight states are stored."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class CompressionName(StrEnum):
-    """How weights are stored."""
-
-    none = "none"
-    deltas = "deltas"
-
-
-class ExplainedOutputs(StrEnum):
-    """The outputs whose contributions are computed."""
-
-    every = "all"
-    predicted = "predicted"
-
-
-class EstimatedCommand(StrEnum):
-    """The commands whose cost is estimated."""
-
-    gram = "gram"
-    attribute = "attribute"
-
-
-class Side(StrEnum):
-    """The points along one side of a block of the kernel."""
-
-    test = "test"
-    train = "train"
-
-
-class PlaneName(StrEnum):
-    """Planes on which a map is drawn."""
-
-    principal = "principal"
-    coordinates = "coordinates"
-
-
-class CoupledOutputs(StrEnum):
-    """How a GP's outputs are correlated."""
-
-    full = "full"
-    independent = "independent"
-
-
-class TargetsName(StrEnum):
-    """The targets that a GP is conditioned on."""
-
-    network = "network"
-    dirichlet = "dirichlet"
-
-
-class RunOptions(TypedDict):
-    """Options of commands that compute from a run."""
-
-    run: Path
-    head: HeadName | None
-    memory: float
-    points: Path | None
-    network: str | None
-    dtype: Dtype | None
-    seed: int | None
-    workers: int | None
-    quiet: bool
-
-
-class PathOptions(RunOptions):
-    """Options of commands that compute from a run's kernel, along a path."""
-
-    rule: str
-    path: str
-
-
-class BlockOptions(PathOptions):
-    """Options that say which block of the kernel, and which part of it."""
-
-    rows: Side
-    columns: Side
-    num_rows: int | None
-    num_columns: int | None
-    steps: str | None
-    part: str | None
-
-
-class PredictionOptions(RunOptions):
-    """Options that say which predictions are explained."""
-
-    num_points: int
-    outputs: ExplainedOutputs
-
-
-class ExplainedOptions(PathOptions, PredictionOptions):
-    """Options that say which predictions are explained, and by which kernel."""
-
-
-class EstimatedOptions(BlockOptions, ExplainedOptions):
-    """Those of `epk-gp estimate`, which are those of either command."""
-
-
-def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, int | None], int | None]:
-    """Return a callback for an option: it raises if the value is not in minimum .. maximum."""
+def count(text: str, minimum: int = 1, maximum: int = _MAX_COUNT) -> Any:
+    """Return an option, with its help, whose value must be a whole number in minimum .. maximum."""
 
     def validate(_: Any, parameter: Any, value: int | None) -> int | None:
         if value is not None and value < minimum:
@@ -164,15 +42,14 @@ def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, in
             raise ValueError(f"{parameter.opts[0]} must be at most {maximum}: got {value}.")
         return value
 
-    return validate
+    return typer.Option(help=text, callback=validate)
 
 
-def number(
-    minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True
-) -> Callable[[Any, Any, float | None], float | None]:
-    """Return a callback for an option: it raises if the value is not finite and in minimum .. below.
+def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True) -> Any:
+    """Return an option, with its help, whose value must be finite and in minimum .. below.
 
     Args:
+        text: The help.
         minimum: The smallest value that is accepted.
         below: Every value that is accepted is smaller.
         or_equal: Whether the minimum itself is accepted.
@@ -188,7 +65,7 @@ def number(
             raise ValueError(f"{parameter.opts[0]} must be {least} and {most}: got {value}.")
         return value
 
-    return validate
+    return typer.Option(help=text, callback=validate)
 
 
 def _not_a_file(run: Path) -> Path:
@@ -201,13 +78,9 @@ RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", callback=count(0, _MAX_SEED))]
+Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
 SeedOfPoints = Annotated[
-    int | None,
-    typer.Option(
-        help="Draw the points at random with this seed; by default the first ones are taken.",
-        callback=count(0, _MAX_SEED),
-    ),
+    int | None, count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED)
 ]
 Network = Annotated[
     str | None,
@@ -224,7 +97,7 @@ PointsFile = Annotated[
     ),
 ]
 HeadOption = Annotated[
-    HeadName | None,
+    Head | None,
     typer.Option(
         help="Explain the logits (the network's outputs), or their log-softmax. By default as the run's loss has it: "
         "log_softmax for cross entropy, logits otherwise."
@@ -240,86 +113,17 @@ RuleOption = Annotated[
 PathOption = Annotated[
     str,
     typer.Option(
-        metavar="straight|chords:K|layerwise[:K]|manhattan",
+        metavar="straight|chords:K|layerwise[:K]",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
-        "steps, which takes two (attributions and reports only); or module by module.",
+        "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
+        "K steps, which takes two (attributions and reports only).",
     ),
 ]
+DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
-Memory = Annotated[
-    float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
-]
-RowsSide = Annotated[
-    Side,
-    typer.Option(
-        help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
-        "as test copies; train: training copies."
-    ),
-]
-ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
-NumRows = Annotated[int | None, typer.Option(help="Largest number of points along the rows.", callback=count())]
-NumColumns = Annotated[int | None, typer.Option(help="Largest number of points along the columns.", callback=count())]
-StepsOfPart = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A:B",
-        help="Write the part of the sum over the steps A <= s < B only, for epk-gp reduce; A and B are 0, the "
-        "number of steps, or where a range of steps begins.",
-    ),
-]
-ShareOfParts = Annotated[
-    str | None,
-    typer.Option(metavar="K/N", help="Write the K-th of N parts only, K from 1, for epk-gp reduce."),
-]
-NumExplained = Annotated[
-    int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
-]
-Explained = Annotated[
-    ExplainedOutputs,
-    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
-]
-TopListed = Annotated[
-    int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
-]
-SmoothingRuns = Annotated[
-    int,
-    typer.Option(
-        help="Average the derivative over so many runs with random weights of the points, trained again: for ReLUs and "
-        "long runs. 0 for the derivative itself.",
-        callback=count(0, 10_000),
-    ),
-]
-MissRate = Annotated[
-    float,
-    typer.Option(
-        help="Scores: allowed share of sets of classes without the true one.",
-        callback=number(below=1.0, or_equal=False),
-    ),
-]
-MeasuringSeconds = Annotated[
-    float,
-    typer.Option(
-        help="Time for measuring; the interval is narrower the longer it is. A little more where three parts of pieces "
-        "take longer.",
-        callback=number(0.1, below=1e5),
-    ),
-]
-CommitSeconds = Annotated[
-    float,
-    typer.Option(
-        help="Seconds between commits: a crash loses at most the steps of this time.", callback=number(or_equal=False)
-    ),
-]
-CheckEvery = Annotated[
-    int,
-    typer.Option(help="Recompute and check the gradient of one step in N; of every step by default.", callback=count()),
-]
+Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
 Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="Compute in this many processes of one thread each; by default in this process.", callback=count(1, 4096)
-    ),
+    int | None, count("Compute in this many processes of one thread each; by default in this process.", 1, 4096)
 ]
 Scheduler = Annotated[
     str | None,
@@ -328,18 +132,128 @@ Scheduler = Annotated[
         help="Compute on the workers of a Dask scheduler: its address, as tcp://host:8786, or its scheduler file.",
     ),
 ]
-Features = Annotated[
-    str | None,
-    typer.Option(
-        help="Sketched features of each point, or exact for the kernel matrix itself; by default exact up to 5000 "
-        "training points if the matrix takes at most 10^13 multiplications, and 4096 features else."
-    ),
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        help="Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.",
-        callback=count(1, 10**6),
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the quadrature rule that an option names.
+
+    Raises:
+        ValueError: There is no rule of this name, or its number is missing or wrong.
+    """
+    name, colon, digits = text.partition(":")
+    fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
+    if name == "adaptive":
+        try:
+            return adaptive(float(digits)) if colon else adaptive()
+        except ValueError as error:
+            raise ValueError(
+                f"--rule adaptive:TOL needs a positive number as its tolerance: got {digits!r}."
+            ) from error
+    if text == "left-endpoint":
+        return left_endpoint()
+    if name not in fixed or not colon:
+        raise ValueError(
+            "--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: "
+            f"got {text!r}."
+        )
+    try:
+        if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", digits):
+            raise ValueError(f"N must be a whole number of nodes, as in {name}:4: got {digits[:40]!r}.")
+        return fixed[name](int(digits))
+    except ValueError as error:
+        raise ValueError(f"--rule {text[:60]}: {error}") from error
+
+
+def parse_path(text: str) -> WeightPath:
+    """Return the path between the recorded states that an option names.
+
+    Raises:
+        ValueError: There is no path of this name, or its number is missing or wrong.
+    """
+    if text in ("straight", "layerwise"):
+        return straight() if text == "straight" else layerwise()
+    name, colon, digits = text.partition(":")
+    if name not in ("chords", "layerwise") or not colon:
+        raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
+    if not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", digits) or int(digits) < 1:
+        raise ValueError(
+            f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {digits[:40]!r}."
+        )
+    return (chords if name == "chords" else layerwise)(int(digits))
+
+
+def memory_bytes(memory: float) -> int:
+    """Convert GiB to bytes."""
+    return int(memory * 2**30)
+
+
+def make_folder(out: Path) -> Path:
+    """Create the folder for the results, before anything is computed, and return it.
+
+    Raises:
+        OSError: The folder cannot be created, or a file has its name.
+    """
+    require_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def validate_run(run: Path, out: Path | None, workers: int | None = None, scheduler: str | None = None) -> None:
+    """Raise if a folder holds no run, or if results would be written into it, or if a command would compute twice.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: The results would be written into the run's folder, or below it; or both workers are given.
+    """
+    if not is_run(run):
+        raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist.")
+    if out is not None:
+        require_outside(run, out, "--out")
+    if workers is not None and scheduler is not None:
+        raise ValueError(
+            f"--workers and --scheduler must not stand together: got {workers} and {scheduler}. Pass one of them."
+        )
+
+
+def given_options(ctx: Context) -> dict[str, str]:
+    """Return the parameters that are on the command line, and the option of each."""
+    names = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    return {
+        name: names[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
+    }
+
+
+def require_alone(ctx: Context, flag: str, meant: Sequence[str]) -> None:
+    """Raise if an option is on the command line that means nothing beside a flag: one whose name is not in `meant`."""
+    for name, option in given_options(ctx).items():
+        if name not in (flag, *meant):
+            raise ValueError(f"--{flag} must stand without {option}, which would be ignored. Pass one of them.")
+
+
+def require_beside(ctx: Context, flag: str, meaning: Sequence[str]) -> None:
+    """Raise if an option is on the command line that means something only beside another one, which is not given."""
+    for name, option in given_options(ctx).items():
+        if name in meaning:
+            raise ValueError(f"{option} must stand beside --{flag}, without which it would be ignored. Pass both.")
+
+
+def require_outside(run: Path, out: Path, option: str) -> None:
+    """Raise if results would be written into the folder of a run.
+
+    Raises:
+        ValueError: They would.
+    """
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
+        raise ValueError(f"{option} must lie outside the folder of the run: got {out}, and the run is {run}.")
+
+
+def require_folder(out: Path) -> None:
+    """Raise if a file has the name of the folder for the results.
+
+    Raises:
+        FileExistsError: A file has this name.
+    """
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a folder: {out} is a file.")

@@ -1,178 +1,229 @@
-"""`epk-gp record`: train a network and record every step."""
+"""`epk-gp record`: train a network and record every step, or resume a recording as it was begun."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import typer
-from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.cli.data import SplitOptions, load_split, validate_held_out, write_held_out
-from epk_gp.cli.manifest import read_network_spec, write_manifest
-from epk_gp.cli.networks import NetworkSpec, build_network, network_spec, validate_network
-from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName, StoredDtype
-from epk_gp.cli.parsing import parse_bytes, torch_dtype
+from epk_gp.cli import options as opt
+from epk_gp.cli.data import is_data_file, load_split, validate_held_out, write_held_out
+from epk_gp.cli.networks import (
+    MANIFEST,
+    build_network,
+    network_spec,
+    read_network_spec,
+    read_options,
+    validate_network,
+    write_manifest,
+)
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
-from epk_gp.core.model import functionalize, zero_final_layer
+from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.datasets import Dataset
-from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.provenance import Stopwatch
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
-from epk_gp.storage.disk_space import RunDimensions, fitting_keep_every, run_bytes, run_dimensions
 from epk_gp.storage.run import is_run
-from epk_gp.storage.schema import STORED_DTYPES
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
+OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
+LossName = Literal["cross-entropy", "mse"]
+
 _BLOCK = 1000  # inputs per forward pass when the accuracy is computed
+_OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+# The options that say what a run is made of. --out, --steps, --commit-seconds and --quiet may change from one part of a
+# recording to the next.
+_RECORDED = (
+    *("data", "data_dir", "num_train", "num_test", "num_classes", "network", "width", "activation", "zero_final"),
+    *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
+    *("keep_every", "check_every", "seed"),
+)
+_STORED_AS = {"zero_final": "zero_final_layer"}
 
 
 def record(
-    *,
-    out: Path,
-    data: str,
-    data_dir: Path | None,
-    num_train: int | None,
-    num_test: int | None,
-    num_classes: int | None,
-    network: str,
-    width: int | None,
-    activation: str | None,
-    zero_final: bool,
-    steps: int,
-    optimizer: OptimizerName,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    clip_norm: float | None,
-    batch_size: int | None,
-    loss: LossName,
-    dtype: Dtype,
-    resume: bool,
-    compression: CompressionName,
-    keep_every: int | None,
-    disk: str | None,
-    weights_dtype: StoredDtype | None,
-    commit_seconds: float,
-    check_every: int,
-    seed: int,
-    quiet: bool,
+    ctx: opt.Context,
+    out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
+    data: Annotated[
+        str,
+        typer.Option(
+            help="three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels` 0 .. C-1, "
+            "and perhaps `test_inputs` and `test_labels`."
+        ),
+    ] = "three-gaussians",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
+    ] = None,
+    num_train: Annotated[
+        int | None, typer.Option(help="Number of training points, the first ones of a file; all by default.")
+    ] = None,
+    num_test: Annotated[
+        int | None,
+        opt.count(
+            "Largest number of held-out points stored beside the run; by default 102 of a named data set, and of "
+            "a file all of its `test_inputs`, or else all points after the first --num-train. Of a file where neither "
+            "is given, that many of its last points, and none by default.",
+            1,
+            10**6,
+        ),
+    ] = None,
+    num_classes: Annotated[
+        int | None,
+        opt.count(
+            "Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have one.",
+            2,
+            10**6,
+        ),
+    ] = None,
+    network: Annotated[
+        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
+    ] = "mlp",
+    width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
+    activation: Annotated[
+        str | None, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn; relu by default.")
+    ] = None,
+    zero_final: Annotated[
+        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
+    ] = False,
+    steps: Annotated[int, opt.count("Steps of gradient descent.")] = 300,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = "sgd",
+    lr: Annotated[float, opt.number("Learning rate.", or_equal=False)] = 0.1,
+    momentum: Annotated[float, opt.number("Momentum, of sgd and rmsprop: from 0, below 1.", below=1.0)] = 0.0,
+    nesterov: Annotated[
+        bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd; needs --momentum.")
+    ] = False,
+    weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
+    clip_norm: Annotated[
+        float | None, opt.number("Clip the gradient to this norm; not by default.", or_equal=False)
+    ] = None,
+    batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
+    loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
+    dtype: opt.DataDtype = "float64",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
+    ] = False,
+    keep_every: Annotated[
+        int, opt.count("Keep every so many-th weight state; those between are computed again when they are read.")
+    ] = 1,
+    commit_seconds: Annotated[
+        float, opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False)
+    ] = 60.0,
+    check_every: Annotated[
+        int, opt.count("Recompute and check the gradient of one step in N; of every step by default.")
+    ] = 1,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train a network by gradient descent and record every step."""
+    options = {name: value for name, value in locals().items() if name != "ctx"}
+    completed = _complete_options(options, opt.given_options(ctx))
+    if completed != options:  # once more, with the recorded options in place of the defaults
+        record(ctx, **completed)
+        return
     timer = Stopwatch()
-    rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
-    validate_rates(optimizer, rates)
-    _require_usable_folder(out, resume)
-    asked = SplitOptions(num_train, num_test, num_classes, data_dir)
-    split = load_split(data, asked, seed=seed, dtype=torch_dtype(dtype))
-    X, y = split.train.inputs, split.train.labels
+    if momentum and optimizer not in ("sgd", "rmsprop"):
+        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {momentum} with {optimizer}.")
+    if nesterov and optimizer != "sgd":
+        raise ValueError(f"--nesterov belongs to sgd: got {optimizer}.")
+    if nesterov and not momentum:
+        raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
+    if out.is_dir() and not resume and any(out.iterdir()):
+        raise FileExistsError(
+            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
+            "go on with the run in it."
+        )
+    training, held_out, available = load_split(
+        data,
+        seed=seed,
+        dtype=opt.DTYPES[dtype],
+        num_train=num_train,
+        num_test=num_test,
+        num_classes=num_classes,
+        data_dir=data_dir,
+    )
+    X, y = training.inputs, training.labels
     if batch_size is not None and batch_size > len(X):
         raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
-    spec = network_spec(network, X, split.train.num_classes, width, activation)
+    spec = network_spec(network, X, training.num_classes, width, activation)
     torch.manual_seed(seed)
-    net = build_network(spec).to(torch_dtype(dtype))
+    net = build_network(spec).to(opt.DTYPES[dtype])
     if zero_final:
         zero_final_layer(net)
-    num_outputs = validate_network(net, X, split.train.num_classes)
-    y = y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype))
-    made = make_optimizer(net, optimizer, rates)
-    stored = None if weights_dtype is None else STORED_DTYPES[f"torch.{weights_dtype}"]
-    storage = Storage(seconds=commit_seconds, compression=compression.value, weights_dtype=stored)
-    dimensions = run_dimensions(
-        functionalize(net), optimizer_groups(made, None, net), {"X": X, "y": y}, steps, batch_size or len(X)
-    )
-    is_resumed = resume and is_run(out)
-    storage, why = _chosen(storage, dimensions, keep_every, None if is_resumed else disk)
-    if is_resumed and disk is not None:
-        raise ValueError(f"--disk must be given for a new run: the one in {out} has its states. Leave it out.")
-    typer.echo(f"on disk: about {run_bytes(dimensions, storage) / 1e6:.1f} MB, {why}")
+    num_outputs = validate_network(net, X, training.num_classes)
+    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(opt.DTYPES[dtype])
+    rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    rates |= {"momentum": momentum} if optimizer in ("sgd", "rmsprop") else {}
+    rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
+    made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)
     config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
-    config |= {"num_train": len(split.train), "num_test": num_test, "num_classes": num_classes, "dtype": str(dtype)}
-    config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
-    config |= {"optimizer": str(optimizer)} | asdict(rates)
-    config |= {"zero_final_layer": zero_final, "compression": str(compression), "check_every": check_every}
-    config |= {"keep_every": storage.keep_every, "weights_dtype": None if stored is None else str(weights_dtype)}
-    description = _Description(out, spec, config, split.held_out)
-    with _resumed(description) if is_resumed else _created(description):
+    config |= {"num_train": len(training), "num_test": num_test, "num_classes": num_classes, "dtype": dtype}
+    config |= {"steps": steps, "batch_size": batch_size, "loss": loss, "seed": seed, "clip_norm": clip_norm}
+    config |= {"optimizer": optimizer, "lr": lr, "momentum": momentum, "nesterov": nesterov}
+    config |= {"weight_decay": weight_decay, "zero_final_layer": zero_final, "check_every": check_every}
+    config |= {"keep_every": keep_every}
+
+    def describe() -> None:
+        """Write the files beside a run that say how it was made: the manifest and the held-out points."""
+        write_manifest(out, spec, config, write_held_out(out, held_out))
+
+    is_resumed = resume and is_run(out)
+    if is_resumed and read_network_spec(out) is None:  # what nothing checks is not known of a run without a manifest
+        config.pop("seed")
+        config.pop("zero_final_layer")
+    elif is_resumed:
+        validate_held_out(out, held_out)
+    with _resumed(describe) if is_resumed else _created(out, describe):
         trajectory = train(
             net,
             X,
             y,
             optimizer=made,
             steps=steps,
-            loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
+            loss=CrossEntropy() if loss == "cross-entropy" else MeanSquaredError(),
             batch_size=batch_size,
             generator=torch.Generator().manual_seed(seed),
             clip=None if clip_norm is None else ClipNorm(clip_norm),
             folder=out,
             resume=resume,
-            storage=storage,
+            storage=Storage(seconds=commit_seconds, keep_every=keep_every),
             check_every=check_every,
             progress=not quiet,
         )
-    description.write()
-    parts = [(name, d) for name, d in (("training", split.train), ("held-out", split.held_out)) if len(d)]
-    predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
-    accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
+    describe()
     typer.echo(f"{trajectory!r}")
-    typer.echo("accuracy: " + ", ".join(f"{name} {100 * accuracy[name]:.1f} % of {len(d)} points" for name, d in parts))
-    if num_test is None and len(split.held_out) < split.available:
-        typer.echo(f"held out: {len(split.held_out)} of {split.available} points (--num-test N keeps N of them)")
-    if not len(split.held_out):
+    shares = []
+    for name, part in (("training", training), ("held-out", held_out)):
+        if len(part):
+            right = network_outputs(trajectory, part.inputs, block_size=_BLOCK).argmax(1) == part.labels
+            shares.append(f"{name} {100 * float(right.double().mean()):.1f} % of {len(part)} points")
+    typer.echo("accuracy: " + ", ".join(shares))
+    if num_test is None and len(held_out) < available:
+        typer.echo(f"held out: {len(held_out)} of {available} points (--num-test N keeps N of them)")
+    if not len(held_out):
         typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")
 
 
-def _chosen(storage: Storage, run: RunDimensions, keep_every: int | None, disk: str | None) -> tuple[Storage, str]:
-    """Return how the states are kept, and what is to be said of it.
-
-    Raises:
-        ValueError: The run does not fit into the space.
-    """
-    if disk is None:
-        chosen = replace(storage, keep_every=keep_every or 1)
-    else:
-        room = parse_bytes(disk, "--disk")
-        chosen = replace(storage, keep_every=keep_every or fitting_keep_every(run, storage, room))
-        if run_bytes(run, chosen) > room:
-            raise ValueError(
-                f"--disk must hold the run: with --keep-every {keep_every} it takes about "
-                f"{run_bytes(run, chosen) / 1e6:.1f} MB, got {disk}. Leave --keep-every out to have it chosen."
-            )
-    k = chosen.keep_every
-    kept = "with every weight state" if k == 1 else f"with one weight state in {k}, the others computed when read"
-    return chosen, kept + (
-        f" (--keep-every {k}, the smallest that fits)" if disk is not None and not keep_every else ""
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Description:
-    """The files beside a run that say how it was made: the manifest and the held-out points."""
-
-    run: Path
-    spec: NetworkSpec
-    config: dict[str, object]
-    held_out: Dataset
-
-    def write(self) -> None:
-        """Write them."""
-        write_manifest(self.run, self.spec, self.config, write_held_out(self.run, self.held_out))
-
-
 @contextmanager
-def _created(description: _Description) -> Iterator[None]:
+def _created(out: Path, describe: Callable[[], None]) -> Iterator[None]:
     """Describe a new run before its first step, so that one that is killed can be resumed and opened too."""
-    out, existed = description.run, description.run.exists()
+    existed = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        description.write()
+        describe()
         yield
     except BlockingIOError:  # another process creates a run here: the files are its own
         raise
@@ -187,73 +238,73 @@ def _created(description: _Description) -> Iterator[None]:
 
 
 @contextmanager
-def _resumed(description: _Description) -> Iterator[None]:
-    """Describe a run that is resumed, once it was found to be the same; before, nothing is written.
-
-    Raises:
-        ValueError: The held-out points are not the recorded ones.
-    """
-    out = description.run
-    if read_network_spec(out) is None:  # what nothing checks is not known of a run that had no manifest
-        for name in ("seed", "zero_final_layer"):
-            del description.config[name]
-    else:
-        validate_held_out(out, description.held_out)
+def _resumed(describe: Callable[[], None]) -> Iterator[None]:
+    """Describe a run that is resumed, once it was found to be the same; before, nothing is written."""
     try:
         yield
     except (StepMismatchError, KeyboardInterrupt):
-        description.write()
+        describe()
         raise
 
 
-def _require_usable_folder(out: Path, resume: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
-    if out.is_dir() and not resume and any(out.iterdir()):
-        raise FileExistsError(
-            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
-            "go on with the run in it."
-        )
+def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of a recording: with --resume, those that are not given are as recorded.
 
+    Data of a file, and the folder of MNIST-format files, may have been moved: another path is not refused, as the data
+    themselves are compared.
 
-@dataclass(frozen=True)
-class OptimizerRates:
-    """The hyperparameters of an optimizer."""
-
-    lr: float
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-
-
-def validate_rates(name: OptimizerName, rates: OptimizerRates) -> None:
-    """Raise if an optimizer does not have a hyperparameter that is given.
+    Args:
+        options: Values of all parameters of `record`.
+        given: Parameters that are on the command line, and their options.
 
     Raises:
-        ValueError: Momentum is given to another optimizer than sgd and rmsprop, or Nesterov's to another than sgd, or
-            Nesterov's without momentum.
+        ValueError: An option is given with another value than the recorded one, or the manifest is damaged, or it names
+            a factory that the command line does not.
     """
-    if rates.momentum and name not in (OptimizerName.sgd, OptimizerName.rmsprop):
-        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {rates.momentum} with {name}.")
-    if rates.nesterov and name is not OptimizerName.sgd:
-        raise ValueError(f"--nesterov belongs to sgd: got {name}.")
-    if rates.nesterov and not rates.momentum:
-        raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
+    completed, run = dict(options), options["out"]
+    recorded = read_options(run) if options["resume"] and is_run(run) else None
+    if recorded is None:
+        return completed
+    hints = get_type_hints(record)
+    for name in (*_RECORDED, "steps"):
+        key = _STORED_AS.get(name, name)
+        if key not in recorded:  # not known of a run that had no manifest
+            continue
+        value = _parse(recorded[key], hints[name], name, run)
+        if name not in given:
+            completed[name] = value
+        elif name != "steps" and options[name] != value and not _may_be_moved(name, options[name], value):
+            raise ValueError(
+                f"{given[name]} must be the recorded one to resume the run at {run}: it has {_describe(value)}, got "
+                f"{_describe(options[name])}. Leave the option out, or record another run."
+            )
+    if "network" not in given and ":" in completed["network"]:
+        raise ValueError(
+            f"--network must name a factory before it is executed: {completed['network']} makes the network of {run}. "
+            f"If you trust it, pass --network {completed['network']}."
+        )
+    return completed
 
 
-def make_optimizer(net: nn.Module, name: OptimizerName, rates: OptimizerRates) -> torch.optim.Optimizer:
-    """Return one of torch's optimizers for the trainable parameters of a network."""
-    options: dict[str, object] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
-    if name in (OptimizerName.sgd, OptimizerName.rmsprop):
-        options["momentum"] = rates.momentum
-    if name is OptimizerName.sgd:
-        options["nesterov"] = rates.nesterov
-    kinds = {
-        OptimizerName.sgd: torch.optim.SGD,
-        OptimizerName.adam: torch.optim.Adam,
-        OptimizerName.adamw: torch.optim.AdamW,
-        OptimizerName.rmsprop: torch.optim.RMSprop,
-        OptimizerName.adagrad: torch.optim.Adagrad,
-    }
-    kind: Callable[..., torch.optim.Optimizer] = kinds[name]
-    return kind([p for p in net.parameters() if p.requires_grad], **options)
+def _parse(value: object, hint: Any, name: str, run: Path) -> Any:
+    """Return a value of the manifest as the command line has it: of one of the kinds that a parameter takes."""
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if type(value) is kind:
+            return value
+    raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged (it is {value!r}).")
+
+
+def _may_be_moved(name: str, given: Any, recorded: Any) -> bool:
+    return name == "data_dir" or (name == "data" and is_data_file(given) and is_data_file(recorded))
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)

@@ -3,24 +3,21 @@
 import os
 import shutil
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Annotated, TypedDict
 
 import torch
 import typer
-from jaxtyping import Int64, Shaped
-from torch import Tensor
 
-from epk_gp.analysis.label_errors import label_errors
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
-from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
-from epk_gp.cli.labelled import LabelledPoints, read_labelled
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import PathOptions
-from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_path, parse_rule, torch_dtype
-from epk_gp.cli.scores import read_validation
-from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.options import ComputeOptions, SupportsSubmit
+from epk_gp.analysis.labels import label_errors as errors_of_labels
+from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on_plane
+from epk_gp.autodiff.verification import filter_own_warnings
+from epk_gp.cli import options as opt
+from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.uncertainty import read_validation
+from epk_gp.cli.workers import open_executor
+from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels
 from epk_gp.gp.models import LogitGP
@@ -28,30 +25,11 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
-from epk_gp.report.inputs import appearance
-from epk_gp.report.request import ExplainedOutputs, ReportSettings
-from epk_gp.report.write import write_as_asked
+from epk_gp.report.points import appearance
+from epk_gp.report.request import ExplainedOutputs
+from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
-
-
-class ReportOptions(PathOptions):
-    """The options of `epk-gp report`, but for its file."""
-
-    num_points: int
-    top: int
-    layers: bool
-    outputs: str
-    title: str | None
-    class_names: str | None
-    feature_names: str | None
-    influence: bool
-    validation: str | None
-    outside: str | None
-    label_errors: bool
-    map: bool
-    kernel_points: int
-    scheduler: str | None
 
 
 class _Computing(TypedDict):
@@ -62,106 +40,153 @@ class _Computing(TypedDict):
     executor: SupportsSubmit | None
 
 
-def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
-    """Write what predictions are made of, and how sure they are, as one HTML file.
+def report(
+    run: opt.RunFolder,
+    out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
+    num_points: Annotated[int, opt.count("Largest number of points that are explained; the overview is of all.")] = 6,
+    top: Annotated[int, opt.count("Training points named of either sign, at most 50.", 1, 50)] = 10,
+    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Tell layers apart.")] = True,
+    outputs: Annotated[
+        str,
+        typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
+    ] = "predicted",
+    title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
+    class_names: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
+    ] = None,
+    feature_names: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the features, as in the first line of a CSV file.")
+    ] = None,
+    head: opt.HeadOption = None,
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
+    influence: Annotated[
+        bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
+    ] = False,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Show probabilities with a band, and scores: fit an UncertainClassifier with labelled points that "
+            "the network has not seen, as epk-gp uncertainty does. A file, a folder of MNIST-format files, or "
+            "held-out; without --points half of them are the points of the report.",
+        ),
+    ] = None,
+    outside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="With --validation: points unlike the training data, to show how well scores tell them.",
+        ),
+    ] = None,
+    label_errors: Annotated[
+        bool, typer.Option("--label-errors", help="Show which training labels are suspicious, as epk-gp audit does.")
+    ] = False,
+    map: Annotated[  # noqa: A002  the option's name
+        bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
+    ] = False,
+    kernel_points: Annotated[
+        int, opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500)
+    ] = 100,
+    memory: opt.Memory = 1.0,
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out "
+            "points, or its training inputs if it has none."
+        ),
+    ] = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Write a report: explained predictions that add up, their certificate, and the run as a whole, as one HTML file.
 
-    A command that was killed resumes the contributions from its partial sums when it is run again.
+    It opens in a browser from the disk, and asks for nothing else.
     """
-    asked, timer = options, Stopwatch()
-    rule, path, out = parse_rule(asked["rule"]), parse_path(asked["path"]), _parse_out(out)
-    require_one_executor(asked["workers"], asked["scheduler"])
-    outputs = _parse_outputs(asked["outputs"])
-    if asked["outside"] is not None and asked["validation"] is None:
+    opt.validate_run(run, out, workers, scheduler)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    explained_outputs = _parse_outputs(outputs)
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"--out must be an HTML file, as in report.html: got {out}.")
+    if out.is_dir():
+        raise IsADirectoryError(f"--out must be a file: {out} is a folder.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if outside is not None and validation is None:
         raise ValueError("--outside must stand beside --validation: its scores are those of the process fitted there.")
-    trajectory = open_run(asked["run"], asked["network"])
-    if asked["label_errors"] or asked["validation"] is not None:
-        training_labels(trajectory, "report --label-errors" if asked["label_errors"] else "report --validation")
-    validation, X, y, words = _read_points(asked, trajectory)
-    outside = None
-    if asked["outside"] is not None:
-        outside = read_labelled(asked["outside"], asked["run"], trajectory).X
-    explained = draw_rows(len(X), asked["num_points"], asked["seed"])
-    head, classes = asked["head"], _parse_names(asked["class_names"])
-    features = _parse_names(asked["feature_names"])
+    trajectory = open_run(run, network)
+    if label_errors or validation is not None:
+        training_labels(trajectory, "report --label-errors" if label_errors else "report --validation")
+    if validation is None:
+        fitted, chosen = None, read_points(trajectory, run, points, dtype=opt.DTYPES.get(dtype))
+        X = chosen.X
+    else:
+        fitted, chosen = read_validation(validation, points, run, trajectory, seed=seed or 0)
+        X = cast_points(chosen.X, trajectory, opt.DTYPES.get(dtype))
+    unlike = None if outside is None else read_labelled(outside, run, trajectory).X
+    explained = draw_rows(len(X), num_points, seed)
+    classes, features = _parse_names(class_names), _parse_names(feature_names)
     appearance(trajectory, features, None)  # refuses names before anything is computed
-    typer.echo(f"explaining {len(explained)} of {words}")
-    partial = out.with_name(f"{out.name}.{PARTIAL}")
-    with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor:
-        computing: _Computing = {
-            "memory_budget": memory_bytes(asked["memory"]),
-            "progress": not asked["quiet"],
-            "executor": executor,
-        }
+    typer.echo(f"explaining {len(explained)} of {chosen}")
+    partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
+    with open_executor(workers, scheduler, resumes=True) as executor:
+        computing: _Computing = {"memory_budget": opt.memory_bytes(memory), "progress": not quiet, "executor": executor}
         effect = None
-        if asked["influence"]:
-            effect = influence_of(
-                trajectory,
-                X[explained],
-                head=None if head is None else head.value,
-                checkpoint=partial / "influence",
-                **computing,
-            )
+        if influence:
+            effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **computing)
         model = None
-        if validation is not None:
-            model = UncertainClassifier(trajectory, seed=asked["seed"] or 0, **computing)
-            model.fit(validation.X, validation.labels)
-        suspects = label_errors(trajectory, seed=asked["seed"] or 0, **computing) if asked["label_errors"] else None
-        surface = _map(trajectory, asked) if asked["map"] else None
-        settings = ReportSettings(
-            title=asked["title"],
-            head=None if head is None else head.value,
-            rule=rule,
-            path=path,
-            outputs=outputs,
-            explained=explained.tolist(),
-            class_names=classes,
-            names=features,
-            decode=None,
-            top=asked["top"],
-            by_layers=asked["layers"],
-            influence=effect,
-            posterior=model,
-            outside=outside,
-            suspects=suspects,
-            uncertainty_map=surface,
-            kernel_points=asked["kernel_points"],
-            options=ComputeOptions(checkpoint=partial, **computing),
-        )
-        certificate = write_as_asked(out, trajectory, X, y, settings)
+        if fitted is not None:
+            model = UncertainClassifier(trajectory, seed=seed or 0, **computing)
+            model.fit(fitted.X, fitted.labels)
+        suspects = errors_of_labels(trajectory, seed=seed or 0, **computing) if label_errors else None
+        surface = _map(trajectory, seed or 0, quiet) if map else None
+        finding = ""
+        try:
+            with filter_own_warnings("error" if isinstance(quadrature, AdaptiveRule) else "ignore", CertificateWarning):
+                write_report(
+                    out,
+                    trajectory,
+                    X,
+                    chosen.labels,
+                    title=title,
+                    head=head,
+                    rule=quadrature,
+                    path=along,
+                    outputs=explained_outputs,
+                    explained=explained.tolist(),
+                    class_names=classes,
+                    names=features,
+                    top=top,
+                    by_layers=layers,
+                    influence=effect,
+                    posterior=model,
+                    outside=unlike,
+                    suspects=suspects,
+                    uncertainty_map=surface,
+                    kernel_points=kernel_points,
+                    checkpoint=partial,
+                    **computing,
+                )
+        except CertificateWarning as warning:  # once the report is written
+            finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)
     typer.echo(
         f"written to {out}: {os.path.getsize(out) / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)"
     )
-    if certificate.findings and isinstance(rule, AdaptiveRule):
-        raise ValueError(
-            f"the report is not certified: {'; '.join(certificate.findings)}. The report says so; check the run with "
-            "epk-gp verify."
-        )
+    if finding:
+        raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
 
 
-def _read_points(
-    asked: ReportOptions, trajectory: Trajectory
-) -> tuple[LabelledPoints | None, Shaped[Tensor, "n ..."], Int64[Tensor, " n"] | None, str]:
-    """Return labelled validation points, if they are asked for; the points, their labels, and what they are."""
-    dtype = None if asked["dtype"] is None else torch_dtype(asked["dtype"])
-    if asked["validation"] is None:
-        chosen = read_points(PointSource(asked["run"], asked["points"], dtype), trajectory, None)
-        return None, chosen.X, chosen.labels, str(chosen)
-    validation, points = read_validation(
-        asked["validation"], asked["points"], asked["run"], trajectory, seed=asked["seed"] or 0
-    )
-    X = cast_points(points.X, trajectory, dtype)
-    return validation, X, points.labels, str(points)
-
-
-def _map(trajectory: Trajectory, asked: ReportOptions) -> UncertaintyMap:
+def _map(trajectory: Trajectory, seed: int, quiet: bool) -> UncertaintyMap:
     """Map the uncertainty of a GP on the logits over the plane of the data's principal directions."""
-    seed, shown = asked["seed"] or 0, not asked["quiet"]
     chosen = draw_rows(trajectory.num_points, _NUM_CONDITION, seed).tolist()
     gp = LogitGP(trajectory, points=chosen, rule=gauss_legendre(_NODES))
-    gp.fit(_FIT_STEPS, progress=shown)
+    gp.fit(_FIT_STEPS, progress=not quiet)
     generator = torch.Generator().manual_seed(seed)
-    return uncertainty_on_plane(gp, principal_plane(trajectory.inputs), generator=generator, progress=shown)
+    return uncertainty_on_plane(gp, principal_plane(trajectory.inputs), generator=generator, progress=not quiet)
 
 
 def _parse_outputs(text: str) -> ExplainedOutputs:
@@ -177,18 +202,3 @@ def _parse_outputs(text: str) -> ExplainedOutputs:
 def _parse_names(text: str | None) -> list[str] | None:
     """Return the names that an option has, with commas between them."""
     return None if text is None else [name.strip() for name in text.split(",")]
-
-
-def _parse_out(out: Path) -> Path:
-    """Return the file for the report, after making its folder.
-
-    Raises:
-        ValueError: It has another ending than .html.
-        OSError: Its folder cannot be made, or a folder has its name.
-    """
-    if out.suffix not in (".html", ".htm"):
-        raise ValueError(f"--out must be an HTML file, as in report.html: got {out}.")
-    if out.is_dir():
-        raise IsADirectoryError(f"--out must be a file: {out} is a folder.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return out

@@ -1,90 +1,175 @@
-"""`epk-gp uncertainty`: scores of points; or a Gaussian process on the logits over a plane through the data."""
+"""`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
 
+import csv
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
-from epk_gp.cli.data import PointSource, draw_rows, read_points
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
-from epk_gp.cli.parsing import make_folder, parse_path, parse_rule, torch_dtype
-from epk_gp.cli.scores import ScoreOptions, write_scores
-from epk_gp.cli.summaries import describe_map, describe_plane, fitted_numbers, map_numbers
-from epk_gp.cli.workers import open_executor, require_one_executor
+from epk_gp.analysis.labels import LabelErrors, label_errors
+from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane, principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import error_detection
+from epk_gp.cli import options as opt
+from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.workers import open_executor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.gp.data import count_seen, training_labels
+from epk_gp.gp.label_process import SketchedLabelProcess
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.plots.figures import draw_map
+from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.scores import ScoredPoints, scores_figure, suspicious_labels_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
 
+_OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
+_OF_BOTH = (
+    *("run", "out", "points", "nodes", "path", "num_samples", "network", "dtype", "workers", "scheduler", "seed"),
+    "quiet",
+)
 _AXIS_NAMES = {
     "principal": ("first principal direction", "second principal direction"),
     "coordinates": ("$x_1$", "$x_2$"),
 }
+_MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
+_POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
+_AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
+
+Features = Annotated[
+    str | None,
+    typer.Option(
+        help="Sketched features of each point, or exact for the kernel matrix itself; by default exact up to 5000 "
+        "training points if the matrix takes at most 10^13 multiplications, and 4096 features else."
+    ),
+]
 
 
 def uncertainty(
-    *,
-    run: Path,
-    out: Path,
-    validation: str | None,
-    alpha: float,
-    features: str | None,
-    nodes: int | None,
-    path: str,
-    save_model: Path | None,
-    memory: float,
-    num_condition: int,
-    outputs: CoupledOutputs,
-    targets: TargetsName,
-    plane: PlaneName,
-    grid: int,
-    margin: float,
-    num_samples: int,
-    rule: str,
-    fit_steps: int,
-    points: Path | None,
-    network: str | None,
-    dtype: Dtype,
-    workers: int | None,
-    scheduler: str | None,
-    seed: int,
-    quiet: bool,
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    out: opt.Out = Path("uncertainty"),
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Score points, with labelled points that the network has not seen: a file (.safetensors or .npz) with "
+            "`inputs` and `labels`, a folder of MNIST-format files (its test part), or held-out, the run's own. "
+            "Without --points half of them, drawn with --seed, are kept to be scored.",
+        ),
+    ] = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; with --validation also a folder of "
+            "MNIST-format files, whose labels are not read. By default, without --validation, the run's held-out "
+            "points, or its training inputs if it has none."
+        ),
+    ] = None,
+    alpha: Annotated[
+        float, opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False)
+    ] = 0.1,
+    features: Features = None,
+    nodes: Annotated[
+        int | None,
+        opt.count(
+            "Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
+            "256. Map: all steps by default; 20 nodes take a fraction of the time.",
+            1,
+            10**6,
+        ),
+    ] = None,
+    path: opt.PathOption = "straight",
+    save_model: Annotated[
+        Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
+    ] = None,
+    memory: opt.Memory = 1.0,
+    num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
+    outputs: Annotated[
+        Literal["full", "independent"], typer.Option(help="Map: coupled classes, or one GP per class.")
+    ] = "full",
+    targets: Annotated[
+        Literal["network", "dirichlet"],
+        typer.Option(help="Map: the network's outputs, or Dirichlet-transformed labels."),
+    ] = "network",
+    plane: Annotated[
+        Literal["principal", "coordinates"],
+        typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
+    ] = "principal",
+    grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
+    margin: Annotated[
+        float, opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0)
+    ] = 0.4,
+    num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
+    rule: Annotated[
+        str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
+    ] = "gauss-legendre:4",
+    fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
+    network: opt.Network = None,
+    dtype: Annotated[
+        opt.Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
+    ] = "float64",
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Score points with an `UncertainClassifier` if there are validation points; map a GP's uncertainty otherwise.
+    """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
 
-    The GP has the exact path kernel, in float64; its uncertainty is written at points and over a plane.
+    Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
+    classes that hold the true one as often as asked for.
     """
-    require_one_executor(workers, scheduler)
+    if validation is None:
+        opt.require_beside(ctx, "validation", _OF_SCORES)
+    else:
+        opt.require_alone(ctx, "validation", (*_OF_BOTH, *_OF_SCORES))
+    opt.validate_run(run, out, workers, scheduler)
+    timer, along = Stopwatch(), opt.parse_path(path)
+    config: dict[str, object] = {"run": run}
     if validation is not None:
-        options = ScoreOptions(
-            run=run,
-            out=out,
-            validation=validation,
-            points=points,
-            alpha=alpha,
-            features=features,
-            nodes=nodes,
-            path=path,
-            save_model=save_model,
-            memory=memory,
-            num_samples=num_samples,
-            network=network,
-            dtype=dtype,
-            workers=workers,
-            scheduler=scheduler,
-            seed=seed,
-            quiet=quiet,
-        )
-        write_scores(options)
+        asked = parse_features(features)
+        if save_model is not None:
+            _require_new_folder(run, save_model)
+        trajectory = open_run(run, network)
+        training_labels(trajectory, "uncertainty --validation")
+        fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
+        folder = opt.make_folder(out)
+        typer.echo(f"scoring {scored}, with {fitted} as validation points")
+        with open_executor(workers, scheduler) as executor:
+            model = UncertainClassifier(
+                trajectory,
+                nodes=nodes,
+                features=asked,
+                seed=seed,
+                path=along,
+                memory_budget=opt.memory_bytes(memory),
+                progress=not quiet,
+                executor=executor,
+            )
+            model.fit(fitted.X, fitted.labels)
+            timer.lap("fit")
+            if save_model is not None:
+                model.save(save_model)
+            numbers = _describe_model(model) | _write_scores(
+                folder, model, scored, fitted, timer, num_samples=num_samples, alpha=alpha, dtype=opt.DTYPES[dtype]
+            )
+        config |= {"alpha": alpha, "features": features, "nodes": nodes, "num_samples": num_samples, "seed": seed}
+        config |= {"path": path, "workers": workers, "scheduler": scheduler}
+        config |= {"validation": str(fitted), "points": str(scored), "dtype": dtype}
+        write_json(folder / "uncertainty.json", "uncertainty", config, numbers, timer)
+        for line in _score_lines(numbers, alpha):
+            typer.echo(line)
+        saved = "" if save_model is None else f"; the model to {save_model}"
+        typer.echo(f"written to {folder}: scores.npz, scores.png, uncertainty.json{saved} ({timer.total:.1f} s)")
         return
-    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
+    quadrature = opt.parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
         raise ValueError(
             f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
@@ -96,17 +181,17 @@ def uncertainty(
             f"loss is {type(trajectory.loss).__name__}. Record with --loss cross-entropy, or take the standard "
             "deviations of the outputs themselves from LogitGP(...).logit_posterior(X) in Python."
         )
-    surface = _choose_plane(trajectory, plane)
-    asked = read_points(PointSource(run, points, torch.float64), trajectory, None)
-    X, folder = asked.X, make_folder(out)
-    typer.echo(f"predicting at {asked} and on a map of {grid} x {grid} nodes")
-    chosen = draw_rows(trajectory.num_points, num_condition, seed).tolist()
+    surface = (principal_plane if plane == "principal" else coordinate_plane)(trajectory.inputs)
+    chosen = read_points(trajectory, run, points, dtype=torch.float64)
+    X, folder = chosen.X, opt.make_folder(out)
+    typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
+    conditioned = draw_rows(trajectory.num_points, num_condition, seed).tolist()
     with open_executor(workers, scheduler) as executor:
         gp = LogitGP(
             trajectory,
-            outputs.value,
-            targets=targets.value,
-            points=chosen,
+            outputs,
+            targets=targets,
+            points=conditioned,
             rule=quadrature,
             path=along,
             nodes=nodes,
@@ -118,35 +203,22 @@ def uncertainty(
         m = uncertainty_on_plane(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
-    words = describe_plane(plane.value, trajectory.inputs[0].numel())
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value], plane=words)
+    words = describe_plane(plane, trajectory.inputs[0].numel())
+    figure = map_figure(m, trajectory.targets, _AXIS_NAMES[plane], plane=words)
+    save_figure(figure, folder / "uncertainty.png", palette=True)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
-    arrays = _map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
-    write_arrays(folder / "map.safetensors", _cast(arrays, torch_dtype(dtype)), metadata)
-    at_points = {"inputs": X, "mean": u.mean, "std": u.std, "entropy": u.entropy, "standard_error": u.standard_error}
-    at_points |= {"expected_entropy": u.expected_entropy, "mutual_information": u.mutual_information}
-    write_npz(folder / "points.npz", _cast(at_points, torch_dtype(dtype)))
+    on_map = {name: getattr(m, name) for name in _MAP_ARRAYS} | {"origin": surface.origin, "axes": surface.axes}
+    write_arrays(folder / "map.safetensors", _cast(on_map, opt.DTYPES[dtype]), metadata)
+    at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
+    write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
     results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
-    config = {
-        "run": run,
-        "num_condition": len(chosen),
-        "outputs": outputs.value,
-        "targets": targets.value,
-        "seed": seed,
-    }
-    config |= {"plane": plane.value, "grid": grid, "margin": margin, "num_samples": num_samples}
-    config |= {
-        "workers": workers,
-        "scheduler": scheduler,
-        "fit_steps": fit_steps,
-        "rule": rule,
-        "path": path,
-        "nodes": nodes,
-        "dtype": dtype.value,
-        "points": str(asked),
-    }
+    config |= {"num_condition": len(conditioned), "outputs": outputs, "targets": targets, "seed": seed}
+    config |= {"plane": plane, "grid": grid, "margin": margin, "num_samples": num_samples}
+    config |= {"workers": workers, "scheduler": scheduler, "fit_steps": fit_steps, "rule": rule, "path": path}
+    config |= {"nodes": nodes, "dtype": dtype, "points": str(chosen)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
-    typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
+    scale, noise = results["outputscale"], results["noise"]
+    typer.echo(f"GP on {len(conditioned)} training points: outputscale {scale}, noise {noise}")
     typer.echo(describe_map(m))
     typer.echo(
         f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({timer.total:.1f} s)"
@@ -154,15 +226,276 @@ def uncertainty(
     typer.echo("for scores to abstain and to detect by, add --validation held-out, or a file of labelled points")
 
 
-def _choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:
-    return (principal_plane if name is PlaneName.principal else coordinate_plane)(trajectory.inputs)
-
-
-def _map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:
-    names = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
-    return {name: getattr(m, name) for name in names}
-
-
 def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the arrays with floating-point ones cast to a type."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+
+
+def fitted_numbers(gp: LogitGP, losses: list[float]) -> dict[str, object]:
+    """Return the fitted hyperparameters of a GP, and its loss before and after the fit."""
+    noise: Tensor = gp.likelihood.noise
+    return {
+        "kernel_scale": gp.kernel.scale,
+        "outputscale": gp.covar_module.outputscale.detach().reshape(-1).tolist(),
+        "noise": noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist(),
+        "negative_log_likelihood": [losses[0], losses[-1]],
+    }
+
+
+def map_numbers(m: UncertaintyMap) -> dict[str, object]:
+    """Return the summary numbers of a map."""
+    return {
+        "largest_std": float(m.std.max()),
+        "largest_standard_error": m.standard_error,
+        "rank_correlation_of_std_with_distance": m.distance_correlation,
+        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
+    }
+
+
+def describe_map(m: UncertaintyMap) -> str:
+    """Return the summary of a map as text."""
+    correlation = "none" if m.distance_correlation is None else f"{m.distance_correlation:+.2f}"
+    return (
+        f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
+        f"its rank correlation with the distance to the training data: {correlation}\n"
+        f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %"
+    )
+
+
+def describe_plane(name: Literal["principal", "coordinates"], num_entries: int) -> str:
+    """Return which plane a map shows, and what the other coordinates are there, as the line above the picture.
+
+    Args:
+        name: The plane: of the first two principal directions, or of the first two coordinates.
+        num_entries: Number of coordinates of an input.
+    """
+    others = num_entries - 2
+    if name == "coordinates":
+        if not others:
+            return ""
+        are = "other one is" if others == 1 else f"other {others} are"
+        return f"Shown is the plane of the first two coordinates; the {are} 0. Training points are projected onto it."
+    if not others:
+        return "Shown are the two input coordinates, along the principal directions of the training inputs."
+    return (
+        f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
+        "through their mean.\nTraining points are projected onto it."
+    )
+
+
+def read_validation(
+    validation_source: str, points_file: Path | None, run: Path, trajectory: Trajectory, *, seed: int
+) -> tuple[ChosenPoints, ChosenPoints]:
+    """Read validation points, and the points that are scored: others, or half of them where none are named.
+
+    Args:
+        validation_source: Where the validation points are, as for `read_labelled`.
+        points_file: Where the others are; None for half of the validation points.
+        run: Folder of the run.
+        trajectory: The run.
+        seed: Of the division.
+
+    Raises:
+        ValueError: The validation points have no labels, or are too few, or a file is damaged.
+        OSError: A file cannot be read.
+    """
+    source = read_labelled(validation_source, run, trajectory)
+    if source.labels is None:
+        raise ValueError(f"validation points must have labels: {validation_source} has no `labels`.")
+    if points_file is None:
+        validation, points = source.halves(seed)
+    else:
+        validation, points = source, read_labelled(str(points_file), run, trajectory)
+        points = replace(points, labels=None) if points_file.is_dir() else points
+    if len(validation.X) < MIN_VALIDATION_POINTS:
+        half = "" if points_file is not None else " (half of those given, for without --points the rest are scored)"
+        raise ValueError(
+            f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}{half}. Name a "
+            "source of more, or record with a larger --num-test."
+        )
+    seen = count_seen(validation.X, trajectory)
+    if seen:
+        typer.echo(f"note: {seen} of {len(validation.X)} validation points are equal to training points")
+    return validation, points
+
+
+def parse_features(text: str | None) -> int | Literal["exact"] | None:
+    """Return what --features asks for: a number of sketched features, none of them, or the choice by the run's size.
+
+    Raises:
+        ValueError: It is neither a whole number above 0 nor "exact".
+    """
+    if text is None or text == "exact":
+        return None if text is None else "exact"
+    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
+        raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
+    return int(text)
+
+
+def _write_scores(
+    folder: Path,
+    model: UncertainClassifier,
+    points: ChosenPoints,
+    validation: ChosenPoints,
+    timer: Stopwatch,
+    *,
+    num_samples: int,
+    alpha: float,
+    dtype: torch.dtype,
+) -> dict[str, object]:
+    """Write and draw the scores of points. Return what they say on average, and where labels are known, how well."""
+    X, labels = points.X, points.labels
+    u = model.uncertainty(X, num_samples)
+    z = network_outputs(model.trajectory, X).to(torch.float64).softmax(1)
+    predicted, softmax = z.argmax(1), 1 - z.amax(1)
+    p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha))
+    error, far = torch.as_tensor(u.error), torch.as_tensor(u.out_of_distribution)
+    ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
+    timer.lap("score")
+    names = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
+    arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
+    arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
+    arrays |= {"sets": sets, "row": points.rows}
+    results: dict[str, object] = {
+        "num_points": len(X),
+        "mean_error_score": float(error.mean()),
+        "mean_set_size": float(sets.sum(1).double().mean()),
+        "share_beyond_95_percent_of_validation": float((far > ordinary.quantile(0.95)).double().mean()),
+    }
+    risks: dict[str, Tensor] = {}
+    if labels is not None:
+        arrays["labels"] = labels
+        wrong = predicted != labels
+        by_score, by_softmax = error_detection(error, wrong), error_detection(softmax, wrong)
+        risks = {"error score": by_score.risk, "softmax": by_softmax.risk}
+        results |= {
+            "network_accuracy": float((~wrong).double().mean()),
+            "accuracy": float((p.argmax(1) == labels).double().mean()),
+            "negative_log_likelihood": float(torch.nn.functional.nll_loss(p.log(), labels)),
+            "error_auroc": {"error score": by_score.auroc, "softmax": by_softmax.auroc},
+            "aurc": {"error score": by_score.aurc, "softmax": by_softmax.aurc},
+            "sets_with_the_true_class": float(sets.gather(1, labels[:, None]).double().mean()),
+        }
+    write_npz(folder / "scores.npz", arrays)
+    drawn = ScoredPoints(
+        X=X,
+        rows=points.rows,
+        error=error,
+        out_of_distribution=far,
+        predicted=predicted,
+        right=None if labels is None else predicted == labels,
+        risks=risks,
+    )
+    save_figure(scores_figure(drawn, ordinary), folder / "scores.png")
+    return results
+
+
+def _describe_model(model: UncertainClassifier) -> dict[str, object]:
+    process = model.process_
+    sketched = isinstance(process, SketchedLabelProcess)
+    of_labels = process.vectors
+    if isinstance(process, SketchedLabelProcess) and process.training_features is not None:
+        of_labels = process.training_features
+    return {
+        "process": f"{len(process.vectors)} sketched features" if sketched else "exact",
+        "num_condition": len(of_labels),  # the points of the run whose labels its loss takes
+        "noise": process.noise,
+        "outputscale": process.outputscale,
+        "stacking": {"network": model.stacking_.network, "process": model.stacking_.process},
+        "num_conformity_scores": len(model.conformity_scores_),
+    }
+
+
+def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
+    r: dict[str, Any] = results
+    a = r["stacking"]
+    lines = [
+        f"process on {r['num_condition']} labels ({r['process']}): noise {r['noise']:.2g}; "
+        f"weights {a['network']:.2g} of the network, {a['process']:.2g} of the process"
+    ]
+    sets = f"sets at {100 * (1 - alpha):g} %: {r['mean_set_size']:.2f} classes on average"
+    if "accuracy" in r:
+        pairs = [f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in r["error_auroc"].items()]
+        lines += [f"accuracy: network {r['network_accuracy']:.3f}, network and process {r['accuracy']:.3f}"]
+        lines += [f"finds the network's errors, area under the ROC curve: {', '.join(pairs)}"]
+        sets += f", {100 * r['sets_with_the_true_class']:.1f} % hold the true one"
+    if alpha * (r["num_conformity_scores"] + 1) < 1:
+        sets += f" (all classes: {r['num_conformity_scores']} points are too few for --alpha {alpha:g})"
+    beyond = 100 * r["share_beyond_95_percent_of_validation"]
+    return [*lines, sets, f"less like the training data than 95 % of the validation points: {beyond:.1f} %"]
+
+
+def _require_new_folder(run: Path, folder: Path) -> None:
+    """Raise if the fitted classifier cannot be written to a folder, before anything is computed."""
+    opt.require_outside(run, folder, "--save-model")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--save-model must be a new or empty folder: {folder} is a file or holds something.")
+
+
+def audit(
+    run: opt.RunFolder,
+    out: opt.Out = Path("audit"),
+    top: Annotated[int, opt.count("Labels printed and drawn, at most 60; the table holds all.", 1, 60)] = 20,
+    features: Features = None,
+    nodes: Annotated[
+        int | None,
+        opt.count(
+            "Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.", 1, 10**6
+        ),
+    ] = None,
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    network: opt.Network = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""
+    opt.validate_run(run, out, workers, scheduler)
+    timer, asked, along = Stopwatch(), parse_features(features), opt.parse_path(path)
+    trajectory = open_run(run, network)
+    labels = training_labels(trajectory, "audit")
+    folder = opt.make_folder(out)
+    with open_executor(workers, scheduler) as executor:
+        found = label_errors(
+            trajectory,
+            nodes=nodes,
+            features=asked,
+            seed=seed,
+            path=along,
+            memory_budget=opt.memory_bytes(memory),
+            progress=not quiet,
+            executor=executor,
+        )
+    rows = _audit_rows(found, labels)
+    with (folder / "labels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, _AUDIT_COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
+    others = int((found.predicted != labels[found.points]).sum())
+    config = {"run": run, "top": top, "features": features, "nodes": nodes, "path": path, "seed": seed}
+    config |= {"workers": workers, "scheduler": scheduler}
+    results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
+    write_json(folder / "audit.json", "audit", config, results, timer)
+    typer.echo(
+        f"{'rank':>5}{'index':>8}{'label':>7}{'expected':>10}{'score':>8}{'margin':>9}{'own label':>11}{'AUM':>9}"
+    )
+    for r in rows[:top]:
+        typer.echo(
+            f"{r['rank']:>5}{r['index']:>8}{r['label']:>7}{r['expected']:>10}{r['score']:>8.3f}{r['margin']:>9.2f}"
+            f"{r['own_label']:>11.2f}{r['aum']:>9.2f}"
+        )
+    typer.echo(f"another class than the label is expected at {others} of {len(rows)} training points")
+    typer.echo(f"written to {folder}: labels.csv, audit.json, audit.png ({timer.total:.1f} s)")
+
+
+def _audit_rows(found: LabelErrors, labels: Tensor) -> list[dict[str, object]]:
+    """Return one row per training point, the most suspicious label first."""
+    rows, place = [], {point: row for row, point in enumerate(found.points.tolist())}
+    values = (found.predicted, found.scores, found.margin, found.own_label, found.log_probability, found.aum)
+    for rank, i in enumerate(found.indices.tolist(), start=1):
+        own = (rank, i, int(labels[i]), *(value[place[i]].item() for value in values))
+        rows.append(dict(zip(_AUDIT_COLUMNS, own, strict=True)))
+    return rows

@@ -11,22 +11,10 @@ from typing import Any
 import typer
 
 from epk_gp.core.options import SupportsSubmit
-from epk_gp.distributed import pieces
-from epk_gp.storage.atomic_files import MAX_JSON_BYTES, parse_json, read_bytes
+from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
+from epk_gp.work import workers as of_job
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
-
-
-def require_one_executor(workers: int | None, scheduler: str | None) -> None:
-    """Raise if a command is to compute in two places.
-
-    Raises:
-        ValueError: Both options are given.
-    """
-    if workers is not None and scheduler is not None:
-        raise ValueError(
-            f"--workers and --scheduler must not stand together: got {workers} and {scheduler}. Pass one of them."
-        )
 
 
 @contextmanager
@@ -49,14 +37,17 @@ def open_executor(
         FileNotFoundError: There is no such scheduler file.
         ConnectionError: The scheduler does not answer.
         ChildProcessError: Workers died, or cannot go on.
-        ValueError: Both are given, or the address is none.
+        ValueError: The address is none.
     """
-    require_one_executor(workers, scheduler)
     if workers is None and scheduler is None:
         yield None
         return
     again = "Run the same command again" + (", which resumes from what was computed" if resumes else "")
-    executor: Any = _connect(scheduler) if scheduler is not None else _pool(workers)
+    executor: Any
+    if scheduler is None:
+        executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    else:
+        executor = _connect(scheduler)
     try:
         yield executor
     except Exception as error:
@@ -73,10 +64,6 @@ def open_executor(
             executor.close()
         else:
             executor.shutdown(cancel_futures=True)
-
-
-def _pool(workers: int | None) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _connect(scheduler: str) -> Any:
@@ -125,4 +112,4 @@ def _is_of_workers(error: Exception) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(pieces)
+    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(of_job)

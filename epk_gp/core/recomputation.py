@@ -46,10 +46,6 @@ class KeptStates(Protocol):
     def numbers(self) -> tuple[int, ...]:
         """Which states are kept, in ascending order: the first, the last, and others."""
 
-    @property
-    def eps(self) -> float:
-        """Relative rounding of the dtype in which they are kept; 0 where that is the dtype of the weights."""
-
     def __len__(self) -> int:
         """Count all states, S + 1."""
 
@@ -268,7 +264,7 @@ class Recomputation:
         first, last = self.stretch_of(step)
         start, end = (self.kept[state].to(w) for state in (first, last))
         share = JUMP_SHARE[dtype] + (self.run.unexplained or 0.0)
-        return share * float((end - start).norm()) + self.kept.eps * float(end.norm())
+        return share * float((end - start).norm())
 
     def _stretch(self, first: int, spec: TensorSpec) -> _Stretch:
         with self._lock:

@@ -4,7 +4,6 @@ A quiet call that will take more than half a minute can say so by a warning (`Sl
 """
 
 import html
-import os
 import sys
 import textwrap
 import time
@@ -13,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
-from tqdm.auto import tqdm as auto_tqdm
+from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 from epk_gp.core.plans import TensorSpec
@@ -264,9 +263,6 @@ if TYPE_CHECKING:
 else:
     ProgressBar = std_tqdm
 
-_TENTHS = 10
-_COLUMNS, _LINES = 80, 24  # of a terminal that does not tell its size: tqdm would draw nothing there
-_SHORT = 1.0  # seconds: a call that takes less writes its last line only
 _MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
 
 
@@ -275,8 +271,7 @@ def progress_bar(
 ) -> ProgressBar:
     """Return a progress bar, to be used in a `with` statement and advanced by `update(n)`.
 
-    On a terminal and in a notebook it is tqdm's bar with rate and remaining time. Where the standard error stream is
-    no terminal, as in a log, it is a `LogLines`.
+    It is tqdm's, on the standard error stream or in a notebook.
 
     Args:
         total: Number of items of the whole call.
@@ -286,17 +281,10 @@ def progress_bar(
         shown: Whether there is any output.
         advice: How the call is made faster: of a call without output, it stands in the warning that it will be long.
     """
-    stream = sys.stderr
     if not shown and advice is not None:
         return SlowCallNotice(total - initial, desc, advice)
-    if not shown or stream is None:
-        return auto_tqdm(total=total, initial=initial, disable=True)
-    if _in_notebook():
-        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial)
-    if stream.isatty():
-        width: dict[str, Any] = {"dynamic_ncols": True} if _has_width(stream) else {"ncols": _COLUMNS, "nrows": _LINES}
-        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial, file=stream, **width)
-    return LogLines(total, desc, unit=unit, initial=initial, file=stream)
+    hidden = not shown or sys.stderr is None
+    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
 
 
 def tracked(
@@ -328,81 +316,6 @@ def tracked(
 def write_line(line: str) -> None:
     """Write a line to the standard error stream, above a bar that is shown there."""
     std_tqdm.write(line, file=sys.stderr)
-
-
-@runtime_checkable
-class Writable(Protocol):
-    """A stream of text."""
-
-    def write(self, text: str, /) -> int:
-        """Write text."""
-        ...
-
-    def flush(self) -> None:
-        """Write what is held back."""
-        ...
-
-
-class LogLines(ProgressBar):
-    """Progress as plain lines for a log: one for each tenth, with rate and remaining time.
-
-    A call of less than a second writes its last line only.
-
-    Args:
-        total: Number of items of the whole call.
-        desc: What is counted.
-        unit: Name of an item.
-        initial: Number of items that were done before.
-        file: Stream that is written to; the standard error stream by default.
-        clock: Gives the time in seconds.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        desc: str,
-        *,
-        unit: str = "it",
-        initial: int = 0,
-        file: Writable | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock, self._begun, self._stream = clock, clock(), sys.stderr if file is None else file
-        self._size = max(1, total)
-        self._written = _TENTHS * initial // self._size  # tenths
-        super().__init__(total=total, desc=desc, unit=unit, initial=initial, file=self._stream)
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw nothing: there is no bar."""
-
-    def update(self, n: int | float | None = 1) -> bool | None:
-        """Count n more items, and write a line if another tenth is done."""
-        if self.disable:
-            return None
-        self.n += n or 0
-        tenth = int(_TENTHS * self.n // self._size)
-        seconds = self._clock() - self._begun
-        if tenth <= self._written or (seconds < _SHORT and self.n < self._size):
-            return None
-        self._written = tenth
-        self._stream.write(self._line(seconds) + "\n")
-        self._stream.flush()
-        return True
-
-    def close(self) -> None:
-        """Count no more."""
-        if not self.disable:
-            self.disable = True
-            self._decr_instances(self)  # type: ignore[attr-defined]
-
-    def _line(self, seconds: float) -> str:
-        done = self.n - self.initial
-        rate = done / seconds if seconds > 0 else 0.0
-        speed = "" if not rate else f", {rate:.3g} {self.unit}/s" if rate >= 1 else f", {1 / rate:.3g} s/{self.unit}"
-        is_last = self.n >= self._size
-        left = seconds if is_last else (self._size - self.n) / rate if rate else 0.0
-        words = f"took {self.format_interval(left)}" if is_last else f"{self.format_interval(left)} left"
-        return f"{self.desc}: {100 * self.n / self._size:.0f} %, {self.n:g} of {self._size}{speed}, {words}"
 
 
 class SlowCallWarning(UserWarning):
@@ -444,15 +357,3 @@ def _about(seconds: float) -> str:
     """Return a time in a few words, as in "4 minutes"."""
     unit, name = (1, "seconds") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
     return f"{seconds / unit:.0f} {name}"
-
-
-def _has_width(stream: Writable) -> bool:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns > 0  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False
-
-
-def _in_notebook() -> bool:
-    """Return whether tqdm found a notebook that can show its bars."""
-    return any(base.__name__ == "tqdm_notebook" for base in auto_tqdm.__mro__)

@@ -12,8 +12,8 @@ row of the batch: right indices win far more than half of them in one of the way
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -83,10 +83,20 @@ class ForwardPass:
         """Whether the network in evaluation mode, on the rows as seen, computes what the pass computed."""
         return self.modes is None and self.random_state is None and self.device_random_state is None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardPass":
+        """Return the pass with another tensor in the place of each of its own."""
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, SeenRows):
+                changed[name] = SeenRows(change(value.index), change(value.values))
+        return replace(self, **changed)
+
 
 @runtime_checkable
 class Passes(Protocol):
-    """The forward passes of a step: a tuple, or what unpacks them when they are indexed."""
+    """The forward passes of a step: a tuple, or what reads them when they are indexed."""
 
     def __len__(self) -> int:
         """Count the passes."""
@@ -108,7 +118,7 @@ class Step:
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch: a tuple, or unpacked when they are indexed. Empty
+        passes: The forward passes on consecutive rows of the batch: a tuple, or read when they are indexed. Empty
             if the network in evaluation mode, on X and y as recorded, computes the same.
         groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
             None where they are those of the step before.
@@ -120,6 +130,15 @@ class Step:
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Passes = ()
     groups: tuple[OptimizerGroup, ...] | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
+        """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
+        batch, passes = self.batch, self.passes
+        return replace(
+            self,
+            batch=None if batch is None else change(batch),
+            passes=tuple(forward.map(change) for forward in passes) if isinstance(passes, tuple) else passes,
+        )
 
 
 def describe_steps(steps: Sequence[Step], num_points: int) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """The trajectory: a read-only view of a recorded run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -143,7 +143,7 @@ class Trajectory(Displayed):
                 state[name] = tuple(value.clone() for value in state[name])
         if isinstance(self.updates, tuple):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
-        state["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
+        state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)
         return state
 
     @property

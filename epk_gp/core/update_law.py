@@ -32,7 +32,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
-from epk_gp.optimizers.preconditioners import COUPLED, LINEAR_RULES, PRECONDITIONERS, Memory, Part, part_of, with_eps
+from epk_gp.optimizers.preconditioners import LINEAR_RULES, PRECONDITIONERS, Memory, Part, part_of, with_eps
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import (
     FIELDS,
@@ -71,7 +71,7 @@ def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tup
     """
     found: dict[str, frozenset[str]] = {}
     for group in groups:
-        known = PRECONDITIONERS.get(group.rule) or COUPLED.get(group.rule)
+        known = PRECONDITIONERS.get(group.rule)
         if known is not None and known.replays and group.rule not in _MASKED:
             found |= {name: frozenset(known.fields(group.options)) for name in group.names}
     return tuple(found.get(name, frozenset()) for name in names)

@@ -85,7 +85,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     Raises:
         TypeError: `points` are not indices, `noise` is of another kind, or an option is not known.
         ValueError: An argument has an unknown value, `points` are out of range or repeated, targets="dirichlet" is
-            asked for without class labels, or there are nodes and a rule, or nodes of a Manhattan path.
+            asked for without class labels, or there are nodes and a rule.
     """
 
     def __init__(

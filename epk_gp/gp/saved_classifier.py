@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,8 @@ from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, LabelSettin
 from epk_gp.gp.stacking import Stacking
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import chords, straight
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
+from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksum,
@@ -33,15 +34,52 @@ from epk_gp.storage.atomic_files import (
     read_bytes,
     read_checksummed_json,
 )
-from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
-from epk_gp.storage.schema import HEADER_DEFAULTS, run_header
+from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
 FORMAT = "epk_gp uncertain classifier"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 1
 _ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 _NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
+
+
+class _Settings(Record):
+    """`LabelSettings`; chords by their length."""
+
+    nodes: Positive | None
+    features: Positive | Literal["exact"] | None
+    inputs_kernel: Literal["rbf"] | None
+    seed: int
+    power: Positive | None
+    chords_every: Positive = 1
+
+
+class _Process(Record):
+    """The numbers of a process."""
+
+    kind: Literal["exact", "sketched"]
+    noise: float
+    outputscale: float
+    negative_log_likelihood: float
+    lengthscale: float | None
+    power: Positive
+
+
+class _Description(Record):
+    """What the JSON file holds."""
+
+    format: str
+    version: int
+    run: RunDescription
+    digest: str
+    step_size: float
+    settings: _Settings
+    process: _Process
+    stacking: dict[str, int | float]
+    classes: list[Any] | None
+    tensor_bytes: Count
+    tensor_blake2b: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,10 +198,10 @@ def read_classifier(
         FileNotFoundError: A file is missing.
         ValueError: A file is damaged or of another version, or the network is another one.
     """
-    description = _read_description(Path(folder))
+    description, data = _read_files(Path(folder))
+    header = dict(description.run)
     with damage_named(folder):
-        data = _read_tensors(Path(folder), description)
-        header, scores = HEADER_DEFAULTS | description["run"], data["scores"]
+        scores = data["scores"]
         is_finite = data["states"].isfinite().all() and scores.isfinite().all()
         if not (is_finite and scores.ndim == 1 and len(scores) and (scores.diff() >= 0).all()):
             raise TypeError("a state or score is not finite, or the scores are not ascending")
@@ -171,10 +209,11 @@ def read_classifier(
     model = recorded_model(header, probes, net, output)
     with damage_named(folder):
         trajectory = _read_nodes(description, header, data, model)
-        settings = _read_settings(description["settings"])
-        process = _read_process(description["process"], data, trajectory, settings)
-        stacking, classes = Stacking(**description["stacking"]), description["classes"]
-        return SavedClassifier(settings, process, stacking, scores, data["posterior"], classes), trajectory
+        settings = _label_settings(description.settings)
+        process = _read_process(description.process, data, trajectory, settings)
+        stacking: Any = description.stacking
+        saved = SavedClassifier(settings, process, Stacking(**stacking), scores, data["posterior"], description.classes)
+        return saved, trajectory
 
 
 @contextmanager
@@ -206,9 +245,9 @@ def _describe_settings(settings: LabelSettings) -> dict[str, Any]:
     return described if settings.path.every == 1 else {**described, "chords_every": settings.path.every}
 
 
-def _read_settings(described: Mapping[str, Any]) -> LabelSettings:
-    settings = dict(described)
-    every = settings.pop("chords_every", 1)
+def _label_settings(described: _Settings) -> LabelSettings:
+    settings, every = dict(described), described.chords_every
+    del settings["chords_every"]
     return LabelSettings(**settings, path=straight() if every == 1 else chords(every))
 
 
@@ -220,53 +259,49 @@ def _describe_process(process: LabelProcess) -> dict[str, Any]:
 
 
 def _read_process(
-    description: Mapping[str, Any], data: Mapping[str, Tensor], trajectory: Trajectory, settings: LabelSettings
+    description: _Process, data: Mapping[str, Tensor], trajectory: Trajectory, settings: LabelSettings
 ) -> LabelProcess:
     common: dict[str, Any] = {name: data[name] for name in ("values", "vectors", "weights")}
-    common |= {name: description[name] for name in _NUMBERS}
-    if description["kind"] == "exact":
-        kernel = LabelKernel(
-            trajectory, description["lengthscale"], ComputeOptions(), settings.seed, description["power"]
-        )
+    common |= {name: getattr(description, name) for name in _NUMBERS}
+    if description.kind == "exact":
+        kernel = LabelKernel(trajectory, description.lengthscale, ComputeOptions(), settings.seed, description.power)
         return ExactLabelProcess(**common, kernel=kernel, inputs=data["inputs"], targets=data["process_targets"])
     features = InputFeatures(
-        trajectory, len(data["vectors"]), settings.seed, description["lengthscale"], power=description["power"]
+        trajectory, len(data["vectors"]), settings.seed, description.lengthscale, power=description.power
     )
     return SketchedLabelProcess(**common, features=features, training_features=None, targets=None)
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
-    file = folder / DESCRIPTION
+def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
+    """Read both files, checked against their checksums."""
+    file, tensors = folder / DESCRIPTION, folder / TENSORS
     if not file.is_file():
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
-    description = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
-    if description is None or description.get("format") != FORMAT:
+    entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+    if entries is None or entries.get("format") != FORMAT:
         raise ValueError(message)
-    if description.get("version") != FORMAT_VERSION:
+    if entries.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{file} must have version {FORMAT_VERSION}: it has {description.get('version')}. Read it with the version "
+            f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
             "of epk_gp that wrote it."
         )
-    return description
-
-
-def _read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
-    file, described = folder / TENSORS, dict(description)
-    expected, size = described.pop("tensor_blake2b"), description["tensor_bytes"]
-    if checksum_file(file, size, str(file), checksum_json(described)) != expected:
+    description = validated(_Description, entries, message)
+    del entries["tensor_blake2b"]
+    size = description.tensor_bytes
+    if checksum_file(tensors, size, str(tensors), checksum_json(entries)) != description.tensor_blake2b:
         raise ValueError(
-            f"{file} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
+            f"{tensors} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
             "from a copy."
         )
-    return load_tensors(read_bytes(file, size, str(file)), str(file))
+    return description, load_tensors(read_bytes(tensors, size, str(tensors)), str(tensors))
 
 
 def _read_nodes(
-    description: Mapping[str, Any], header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel
+    description: _Description, header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel
 ) -> Trajectory:
     """Build the run of nodes; its training data are a few points, by which the network is recognised."""
-    states, length = tuple(data["states"]), description["step_size"]
+    states, length = tuple(data["states"]), description.step_size
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
     trajectory = NodesWithoutData(
         model=model,
@@ -278,7 +313,7 @@ def _read_nodes(
         updates=(coefficients,) * (len(states) - 1),
         steps=tuple(Step(index=j, lr=length, batch=None) for j in range(len(states) - 1)),
         num_outputs=header["num_outputs"],
-        digest=description["digest"],
+        digest=description.digest,
         data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
         statistics=tuple(data["statistics"]) if "statistics" in data else None,
     )

@@ -1,10 +1,9 @@
 """A path kernel while it is being evaluated: what all tiles of a Gram block share."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import final
 
 import torch
 from jaxtyping import Float
@@ -22,7 +21,8 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
-from epk_gp.storage.stored import StoredStates
+from epk_gp.storage.states import StoredStates
+from epk_gp.work.sums import Sums
 
 _PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
 
@@ -31,8 +31,7 @@ class WeightPrefetcher:
     """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
 
     States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
-    and kept for a while: states on disk (a packed state is the difference from the one before: to read one again is to
-    unpack all before it), and states that go to another device.
+    and kept for a while: states on disk, and states that go to another device.
 
     Args:
         trajectory: The run.
@@ -73,68 +72,32 @@ class WeightPrefetcher:
             return row.pin_memory().to(self.reference.device, non_blocking=True)
 
 
-@final
-@dataclass(eq=False)
-class IntegrationCheck:
-    """Count integrals over a step whose status says that they are not the change of the outputs.
+def integral_counts(integral: Integral) -> Sums:
+    """Return how many integrals of some points over a step have each status, and their largest residual.
 
     Gram blocks have no certificate of their own: their nodes are those on which the adaptive rule integrated the
-    network's outputs. Sums stay on the device until `warn` reads them.
+    network's outputs. The counts stay on the device.
     """
-
-    total: int = 0
-    _found: dict[QuadratureStatus, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def add(self, integral: Integral) -> None:
-        """Count one step's integrals."""
-        self.total += len(integral.status)
-        for status in QuadratureStatus:
-            if status.is_supported:
-                continue
-            has_it = integral.status == status
-            count, residual = has_it.sum(), (integral.residual * has_it).nan_to_num(0.0).amax()
-            if status in self._found:
-                count, residual = count + self._found[status][0], residual.maximum(self._found[status][1])
-            self._found[status] = (count, residual)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the counts as tensors: numbers of integrals, and of each status its number and largest residual."""
-        rows = [(int(count), float(residual)) for count, residual in self._found.values()]
-        return {
-            "integrals": torch.tensor(self.total, dtype=torch.int64),
-            "integrals.status": torch.tensor([int(status) for status in self._found], dtype=torch.int64),
-            "integrals.count": torch.tensor([count for count, _ in rows], dtype=torch.int64),
-            "integrals.residual": torch.tensor([residual for _, residual in rows], dtype=torch.float64),
-        }
-
-    def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add the counts of a piece that was computed elsewhere (`state`)."""
-        self.total += int(state["integrals"])
-        found = (state[f"integrals.{name}"] for name in ("status", "count", "residual"))
-        for number, count, residual in zip(*found, strict=True):
-            status = QuadratureStatus(int(number))
-            if status in self._found:
-                before = self._found[status]
-                count, residual = count.to(before[0]) + before[0], residual.to(before[1]).maximum(before[1])
-            self._found[status] = (count, residual)
-
-    def warn(self) -> None:
-        """Emit one `CertificateWarning` if there is something to say."""
-        found = [(status, int(count), float(residual)) for status, (count, residual) in self._found.items()]
-        found = [entry for entry in found if entry[1]]
-        if not found:
-            return
-        reasons = ", ".join(f"{count} {status.name}" for status, count, _ in found)
-        message = (
-            f"the adaptive rule must integrate the outputs' change over each step: {sum(entry[1] for entry in found)} "
-            f"of {self.total} integrals of a point over a step did not ({reasons}; largest residual "
-            f"{max(entry[2] for entry in found):.2g}), so that nodes, and kernel values, are not exact. See "
-            "QuadratureStatus, and epk_gp.reconstruct for the certificate."
-        )
-        warn_uncertified(message)
+    has_it = integral.status[:, None] == torch.arange(len(QuadratureStatus), device=integral.status.device)
+    residuals = (integral.residual[:, None] * has_it).nan_to_num(0.0).amax(dim=0)
+    return Sums({"integrals": has_it.sum(dim=0)}, {"residuals": residuals.double()})
 
 
-Sums = dict[int, LeftFactor]  # by number of the layer
+def warn_of_integrals(sums: Sums) -> None:
+    """Emit one `CertificateWarning` if integrals (`integral_counts`) are not the change of the outputs."""
+    if "integrals" not in sums.added:
+        return
+    counts, residuals = sums.added["integrals"].tolist(), sums.largest["residuals"].tolist()
+    found = [status for status in QuadratureStatus if counts[status] and not status.is_supported]
+    if not found:
+        return
+    reasons = ", ".join(f"{counts[status]} {status.name}" for status in found)
+    warn_uncertified(
+        f"the adaptive rule must integrate the outputs' change over each step: {sum(counts[s] for s in found)} "
+        f"of {sum(counts)} integrals of a point over a step did not ({reasons}; largest residual "
+        f"{max(residuals[status] for status in found):.2g}), so that nodes, and kernel values, are not exact. See "
+        "QuadratureStatus, and epk_gp.reconstruct for the certificate."
+    )
 
 
 class KeptSums:
@@ -147,13 +110,13 @@ class KeptSums:
     def __init__(self) -> None:
         self.max_bytes = 0
         self._num_bytes = 0
-        self._sums: dict[Hashable, Sums] = {}
+        self._sums: dict[Hashable, dict[int, LeftFactor]] = {}
 
-    def get(self, key: Hashable) -> Sums | None:
+    def get(self, key: Hashable) -> dict[int, LeftFactor] | None:
         """Return the sums that are kept under a key, if there are any."""
         return self._sums.get(key)
 
-    def put(self, key: Hashable, sums: Sums) -> None:
+    def put(self, key: Hashable, sums: dict[int, LeftFactor]) -> None:
         """Keep sums if they fit."""
         num_bytes = sum(factor.nbytes for factor in sums.values())
         if self._num_bytes + num_bytes <= self.max_bytes:
@@ -190,7 +153,7 @@ class ExecutionContext:
         is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
         path: Along which test copies move.
         prefetcher: Reads weight states ahead of their use.
-        integrations: Counts what an adaptive rule could not integrate.
+        integrations: Counts of the integrals of an adaptive rule, since they were taken the last time.
         training_sums: Sums of the training side over chords that later tiles ask for again.
     """
 
@@ -204,12 +167,19 @@ class ExecutionContext:
     is_traced: bool = False
     path: WeightPath = straight()
     prefetcher: WeightPrefetcher = field(init=False)
-    integrations: IntegrationCheck = field(init=False, default_factory=IntegrationCheck)
+    integrations: Sums = field(init=False, default_factory=Sums)
     training_sums: KeptSums = field(init=False, default_factory=KeptSums)
 
     def __post_init__(self) -> None:
         """Make the reader of weight states; nothing is read yet."""
         object.__setattr__(self, "prefetcher", WeightPrefetcher(self.trajectory, self.reference))
+
+    def take_integrations(self) -> Sums:
+        """Return the counts of integrals, and count anew."""
+        found = Sums(dict(self.integrations.added), dict(self.integrations.largest))
+        self.integrations.added.clear()
+        self.integrations.largest.clear()
+        return found
 
     @property
     def reference(self) -> Float[Tensor, " 0"]:

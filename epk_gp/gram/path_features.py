@@ -178,8 +178,8 @@ def path_features(
 
     Raises:
         TypeError: The network cannot take X, or an argument is of the wrong kind.
-        ValueError: A number is too small, the head is unknown, the run is a path of averaged weights, or the path is a
-            Manhattan path, or one of chords without nodes.
+        ValueError: A number is too small, the head is unknown, the run is a path of averaged weights, or the path is
+            one of chords without nodes.
     """
     parsed = parse_options("path_features", ("accumulate",), **options)
     validate_count(num_probe, "num_probe", minimum=0)

@@ -1,7 +1,6 @@
 """The exact path kernel of a training run, its Gram blocks and its diagonal."""
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar, Unpack
@@ -15,18 +14,14 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.inputs import Inputs, Points, validate_points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.show import progress_bar
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
-from epk_gp.distributed.job import Place
-from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
-from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows
+from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows, warn_of_integrals
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.sums import Steps, jacobians_at_nodes, step_batches, test_nodes
-from epk_gp.gram.tiles import GramPieces, gram_tiles, ranges_of, tile_points
+from epk_gp.gram.tiles import GramWork, gram_tiles, tile_points
 from epk_gp.quadrature.paths import (
-    ManhattanPath,
     WeightPath,
     path_identity,
     require_integrable,
@@ -34,49 +29,61 @@ from epk_gp.quadrature.paths import (
     validate_path,
 )
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
+from epk_gp.work.run import run
+from epk_gp.work.sums import Piece, Place, Sums
 
 
 def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"]:
     """Compute the blocks of points with themselves."""
-    C, options = context.num_outputs, context.options
-    result = context.reference.new_zeros(len(a), C, C)
-    rows = diagonal_rows(context, a)
-    ranges = ranges_of(context)
-    if options.executor is None and options.checkpoint is None:
-        with progress_bar(
-            len(rows) * len(context.steps), "kernel diagonal", unit="step", shown=options.progress
-        ) as bar:
-            for (is_train, _), indices in rows.items():
-                for steps in (context.steps[steps] for steps in ranges):
-                    result[indices] += diagonal_of(context, steps, a.X[indices], is_train=bool(is_train))
-                    bar.update(len(steps))
-        return result
-    places = [(*part, number) for part in rows for number in range(len(ranges))]
-    num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
-    pieces = DiagonalPieces.of(context, a, a)
-    results = pieces.results("diagonal", places, options, lambda: _identity(context, a), num_bytes)
-    with closing(results), progress_bar(len(places), "kernel diagonal", unit="piece", shown=options.progress) as bar:
-        for place, found in zip(places, results, strict=True):
-            context.integrations.merge(found)
-            result[rows[place[:2]]] += found["total"].to(result)
-            bar.update()
+    work, integrations = DiagonalWork.of(context, a, a), Sums()
+    result = context.reference.new_zeros(len(a), context.num_outputs, context.num_outputs)
+    for piece, sums in run(work, context.options, "kernel diagonal"):
+        result[work.rows[piece.place[:2]]] += sums.added.pop("total")
+        integrations.merge(sums)
+    warn_of_integrals(integrations)
     return result
 
 
-class DiagonalPieces(GramPieces):
-    """The kernel of points with themselves as pieces for workers: some points of one copy, and a range of steps."""
-
-    def piece(self, place: Place) -> dict[str, Tensor]:
-        """Sum a range of the steps of some points."""
-        context, (is_train, part, number) = self.context(), place
-        indices = self._rows[is_train, part]
-        steps = context.steps[ranges_of(context)[number]]
-        total = diagonal_of(context, steps, self.a.X[indices], is_train=bool(is_train))
-        return {"total": total, **context.integrations.state()}
+class DiagonalWork(GramWork):
+    """The kernel of points with themselves in pieces: some points of one copy, and a range of steps."""
 
     @cached_property
-    def _rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
-        return diagonal_rows(self.context(), self.a)
+    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
+        """The points of each part."""
+        return diagonal_rows(self.context, self.a)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces, part by part."""
+        steps, name = self.context.steps, self.named("diagonal")
+        for place in self.rows:
+            total = "-".join(map(str, (name, *place)))
+            for number, own in enumerate(self.ranges):
+                yield Piece(
+                    f"{total}-{number}", (*place, number), len(steps[own]), "" if len(self.ranges) == 1 else total
+                )
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest part."""
+        of_point = self.context.num_outputs**2 * self.context.reference.itemsize
+        return max(map(len, self.rows.values()), default=0) * of_point
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        return fingerprint(
+            "diagonal", self.trajectory.digest, self.head, self.rule, self.step_weights, self.options.memory_budget,
+            self.a.X, self.a.is_train, *path_identity(self.path),
+        )  # fmt: skip
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Sum a range of the steps of some points."""
+        context, (is_train, part, number) = self.context, place
+        steps, X = context.steps[self.ranges[number]], self.a.X[self.rows[is_train, part]]
+        context.take_integrations()  # those of a piece that was stopped
+        sums = Sums({"total": diagonal_of(context, steps, X, is_train=bool(is_train))}, steps=len(steps))
+        sums.merge(context.take_integrations())
+        yield sums
 
 
 def diagonal_rows(context: ExecutionContext, a: Points) -> dict[Place, Int64[Tensor, " rows"]]:
@@ -109,13 +116,6 @@ def sum_over_layers(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total.add_(part)
     return total
-
-
-def _identity(context: ExecutionContext, a: Points) -> str:
-    return fingerprint(
-        "diagonal", context.trajectory.digest, context.head, context.rule, context.step_weights,
-        context.options.memory_budget, a.X, a.is_train, *path_identity(context.path),
-    )  # fmt: skip
 
 
 T = TypeVar("T")
@@ -190,25 +190,15 @@ class PathKernel:
         """
         return self._evaluate(a, b, options, is_per_class=True, is_traced=True)[0]
 
-    def block_part(
-        self, a: Points, b: Points, which: StepInterval | Share, options: ComputeOptions = ComputeOptions()
-    ) -> GramPart:
-        """Compute a part of what `block` computes; see `gram_block_part`."""
-        return self.with_context(a, b, options, lambda context: gram_part(context, a, b, which))
-
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
         options.require_unset("diagonal_blocks", "accumulate")
         self._validate(a, a)
         model = self.trajectory.model_for(a.X)
 
-        def compute(net: PlannedModel) -> Tensor:
-            context = self._context(net, options, is_per_class=False)
-            blocks = gram_diagonal(context, a)
-            context.integrations.warn()
-            return blocks
-
-        return with_plan(self.trajectory, model, compute)
+        return with_plan(
+            self.trajectory, model, lambda net: gram_diagonal(self._context(net, options, is_per_class=False), a)
+        )
 
     def pairs_input_gradients(
         self,
@@ -265,13 +255,9 @@ class PathKernel:
         self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> Tensor:
         """Compute a class-major block."""
-
-        def compute(context: ExecutionContext) -> Tensor:
-            block = gram_tiles(context, a, b)
-            context.integrations.warn()
-            return block
-
-        return self.with_context(a, b, options, compute, is_per_class=is_per_class, is_traced=is_traced)
+        return self.with_context(
+            a, b, options, lambda context: gram_tiles(context, a, b), is_per_class=is_per_class, is_traced=is_traced
+        )
 
     def with_context(
         self,
@@ -340,18 +326,11 @@ class PathKernel:
             raise TypeError(
                 f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
             )
-        if isinstance(self.path, ManhattanPath):
-            raise ValueError("derivatives in the points need the path straight() or chords(): got manhattan().")
 
     def _context(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> ExecutionContext:
         require_integrable(self.path, "the path kernel")
-        if isinstance(self.path, ManhattanPath) and not isinstance(self.rule, QuadratureRule):
-            raise ValueError(
-                "a Gram block along manhattan() needs the same nodes at all points, as in gauss_legendre(4): got "
-                f"{self.rule!r}."
-            )
         etas = _parse_step_weights(self.trajectory, self.step_weights)
         return ExecutionContext(
             self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced, self.path
@@ -399,43 +378,6 @@ def gram_block(
     """
     kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     return kernel.block(a, b, parse_options("gram_block", **options))
-
-
-def gram_block_part(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points,
-    which: StepInterval | Share,
-    *,
-    head: Head | None = None,
-    rule: Rule = gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: WeightPath = straight(),
-    **options: Unpack[ComputeSettings],
-) -> GramPart:
-    """Compute a part of what `gram_block` computes.
-
-    Several processes, on machines that share nothing, compute one part each and write it to a file (`write_gram_part`
-    of `epk_gp.gram.part_files`). `epk_gp.gram.block_parts.reduce_gram_parts` adds all of them, to the bytes that
-    `gram_block` returns with the same number of threads.
-
-    Args:
-        trajectory: Training run with S steps.
-        a: N points, each a training or a test copy.
-        b: M points.
-        which: The steps of the part, `StepInterval(0, 64)`, or its share of the work, `Share(3, 16)`.
-        head: As of `gram_block`, and the same for all parts. So are the arguments that follow.
-        rule: See `PathKernel`.
-        step_weights: eta_s >= 0; the learning rates (of the first parameter group) by default.
-        path: As of `gram_block`.
-        options: As of `gram_block`. With a checkpoint, a call that was killed resumes.
-
-    Raises:
-        TypeError, ValueError: As of `gram_block`; or the steps do not begin and end where ranges of steps do, or there
-            are more shares than pieces.
-    """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
-    return kernel.block_part(a, b, which, parse_options("gram_block_part", **options))
 
 
 def gram_block_per_class(

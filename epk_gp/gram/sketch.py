@@ -3,8 +3,7 @@
 import hashlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,23 +22,21 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import rows_per_pass, sketched_rows
-from epk_gp.core.show import progress_bar, tracked
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
-from epk_gp.distributed.job import Place
-from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import require_gradients_of_rows
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import (
     LayerwisePath,
-    ManhattanPath,
     WeightPath,
     path_identity,
     straight,
     stretch_of,
     validate_path,
 )
+from epk_gp.work.run import RunWork, run
+from epk_gp.work.sums import Piece, Place, Sums
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
@@ -71,7 +68,7 @@ def nodes_trajectory(
     Raises:
         TypeError: `trajectory` is no recorded run, `nodes` is not a whole number, or `path` is no path.
         ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path is
-            a Manhattan path, or one of chords over nodes.
+            one of chords over nodes.
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
@@ -120,14 +117,13 @@ def validate_path_of_nodes(path: WeightPath) -> None:
 
     Raises:
         TypeError: It is no path.
-        ValueError: It is a Manhattan or a layerwise path.
+        ValueError: It is a layerwise path.
     """
     validate_path(path)
-    if isinstance(path, ManhattanPath | LayerwisePath):
-        got = "manhattan()" if isinstance(path, ManhattanPath) else f"layerwise(every={path.every})"
+    if isinstance(path, LayerwisePath):
         raise ValueError(
-            f"a node is one state of all weights, on straight() steps or on chords(every=k): got {got}, along which "
-            "modules or operations move apart."
+            f"a node is one state of all weights, on straight() steps or on chords(every=k): got "
+            f"layerwise(every={path.every}), along which operations move apart."
         )
 
 
@@ -394,36 +390,24 @@ class PathSketch:
         K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
         result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
         of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
-        pieces = ProductPieces(self, a, b, options.memory_budget, plan=net.plan)
-        largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
-        computed = self._computed(pieces, options, largest**2 * K * net.itemsize)
-        bar = tracked(pieces.places, "kernel", unit="tile", shown=options.progress)
-        with closing(computed):
-            for (i, j), found in zip(bar, computed, strict=True):
-                (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
-                result[:, n[:, None], m] = block
-                of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
-                if same and i != j:
-                    result[:, m[:, None], n] = block.mT
+        work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
+        for piece, sums in run(work, options, "kernel"):
+            i, j = piece.place
+            n, m, block = work.rows[i], work.columns[j], sums.added["block"]
+            result[:, n[:, None], m] = block
+            of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
+            if same and i != j:
+                result[:, m[:, None], n] = block.mT
         return result, of_a, of_b
 
     def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
-        spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
-        result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
-        pieces = FeaturePieces(self, points, plan=net.plan)
-        num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
-        computed = self._computed(pieces, options, num_bytes)
-        with closing(computed), progress_bar(len(points), "features", unit="point", shown=options.progress) as bar:
-            for rows, found in zip(pieces.rows.values(), computed, strict=True):
-                result[rows] = found["features"].to(result)
-                bar.update(len(rows))
+        spec = net.model.spec
+        shape = (len(points), self.coefficients.shape[1], self.num_features)
+        result = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        work = FeatureWork(self, points, plan=net.plan)
+        for piece, sums in run(work, options, "features"):
+            result[work.rows[piece.place]] = sums.added["features"]
         return result
-
-    def _computed(
-        self, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
-    ) -> Generator[dict[str, Tensor], None, None]:
-        """Compute pieces here or by workers, and give them in their order."""
-        return pieces.results("points", pieces.places, options, lambda: self._identity(pieces), num_bytes)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -433,14 +417,13 @@ class PathSketch:
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
 
-    def _identity(self, pieces: "FeaturePieces | ProductPieces") -> str:
-        return fingerprint(
-            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *pieces.identity
-        )
+    def identity(self, *of_points: object) -> str:
+        """Return a fingerprint of what is computed of some points."""
+        return fingerprint(self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *of_points)
 
 
 @dataclass(frozen=True, eq=False)
-class FeaturePieces(PlannedPieces):
+class FeatureWork(RunWork):
     """Features as pieces for workers: some blocks of points, of one copy.
 
     Attributes:
@@ -456,20 +439,26 @@ class FeaturePieces(PlannedPieces):
         """The run, and inputs that go through its network."""
         return self.sketch.trajectory, self.points.X
 
-    def piece(self, place: Place) -> dict[str, Tensor]:
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the features of the points of a piece."""
         X = self.net.model.spec.cast(self.points.X[self.rows[place]])
-        return {"features": self._sketches[bool(place[0])].piece(X)}
+        yield Sums({"features": self._sketches[bool(place[0])].piece(X)}, steps=len(X))
+
+    def identity(self) -> str:
+        """Fingerprint of everything on which the features depend."""
+        return self.sketch.identity(self.points.X, self.points.is_train)
 
     @property
-    def identity(self) -> list[object]:
-        """What tells the points from others."""
-        return [self.points.X, self.points.is_train]
+    def pieces(self) -> list[Piece]:
+        """The pieces in their order; their steps are points."""
+        name = self.named("points")
+        return [Piece("-".join(map(str, (name, *place))), place, len(rows)) for place, rows in self.rows.items()]
 
     @property
-    def places(self) -> list[Place]:
-        """The pieces in their order."""
-        return list(self.rows)
+    def piece_bytes(self) -> int:
+        """Bytes of the features of the largest piece."""
+        of_point = self.sketch.coefficients.shape[1] * self.sketch.num_features * self.net.itemsize
+        return max(map(len, self.rows.values()), default=0) * of_point
 
     @cached_property
     def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
@@ -488,7 +477,7 @@ class FeaturePieces(PlannedPieces):
 
 
 @dataclass(frozen=True, eq=False)
-class ProductPieces(PlannedPieces):
+class ProductWork(RunWork):
     """Products as pieces for workers: some points of one copy on either side.
 
     Attributes:
@@ -508,26 +497,35 @@ class ProductPieces(PlannedPieces):
         """The run, and inputs that go through its network."""
         return self.sketch.trajectory, self.a.X
 
-    def piece(self, place: Place) -> dict[str, Tensor]:
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the products of the points of a piece, and those of each point with itself."""
         i, j = place
         (own, n), (other, m) = self._left[i], self._right[j]
         X = self.a.X[n]
         Y = X if self.a is self.b and i == j else self.b.X[m]
         block, left, right = node_products(own, X, other, Y)
-        return {"block": block, "left": left, "right": right.clone() if right is left else right}
+        yield Sums({"block": block, "left": left, "right": right.clone() if right is left else right}, steps=1)
+
+    def identity(self) -> str:
+        """Fingerprint of everything on which the products depend."""
+        a, b = self.a, self.b
+        return self.sketch.identity("products", self.memory_budget, a is b, a.X, b.X, a.is_train, b.is_train)
 
     @property
-    def identity(self) -> list[object]:
-        """What tells the points from others."""
-        a, b = self.a, self.b
-        return ["products", self.memory_budget, a is b, a.X, b.X, a.is_train, b.is_train]
-
-    @cached_property
-    def places(self) -> list[Place]:
+    def pieces(self) -> list[Piece]:
         """The pieces in their order; of a symmetric block, those on and above the diagonal."""
-        same = self.a is self.b
-        return [(i, j) for i in range(len(self.rows)) for j in range(i if same else 0, len(self.columns))]
+        same, name = self.a is self.b, self.named("points")
+        return [
+            Piece(f"{name}-{i}-{j}", (i, j))
+            for i in range(len(self.rows))
+            for j in range(i if same else 0, len(self.columns))
+        ]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece."""
+        largest = max((len(rows) for rows in (*self.rows, *self.columns)), default=0)
+        return largest**2 * self.sketch.coefficients.shape[1] * self.net.itemsize
 
     @cached_property
     def rows(self) -> list[Int64[Tensor, " rows"]]:

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
 from epk_gp.autodiff.representations import (
@@ -26,13 +25,12 @@ from epk_gp.autodiff.representations import (
     LayerJacobian,
     LeftFactor,
     NodeWeights,
-    to_flat_order,
 )
 from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage
-from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.context import ExecutionContext, integral_counts
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.quadrature.paths import ManhattanPath, moved_parts, stretches_of
+from epk_gp.quadrature.paths import stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 
 
@@ -46,8 +44,6 @@ def jacobians_at_nodes(
 ) -> Iterator[list[LayerJacobian]]:
     """Compute layer Jacobians at nodes (s, t), t of the way from w_s to the end of its stretch; small ones together.
 
-    On a Manhattan path they are dense, one for each module: that of test copies is taken where the module moves.
-
     Args:
         context: The kernel.
         nodes: Steps s and positions t, in the order of the steps. A stretch of the path has its first step; training
@@ -58,8 +54,6 @@ def jacobians_at_nodes(
     """
     steps = [s for s, _ in nodes]
     keep = 1 + max(steps, default=0) - min(steps, default=0)
-    if isinstance(context.path, ManhattanPath):
-        return _jacobians_by_module(context, nodes, X, keep, are_training=are_training)
     weights = (_weights_at(context, s, t, keep) for s, t in nodes)
     return layer_jacobians_at_weights(context.net, weights, X, context.head, cost, context.memory)
 
@@ -72,7 +66,7 @@ def feature_bytes(context: ExecutionContext) -> int:
 
 def _feature_bytes(context: ExecutionContext, cost: ContractionCost) -> int:
     net = context.net
-    key = (context.head, cost, isinstance(context.path, ManhattanPath), tuple(net.plan.bias_of), net.model.spec)
+    key = (context.head, cost, tuple(net.plan.bias_of), net.model.spec)
     measured = net.model.cache.feature_bytes
     if key not in measured:
         X = net.model.spec.cast(context.trajectory.inputs[:1])
@@ -123,7 +117,7 @@ def _adaptive_nodes(
 
 def _integrate(context: ExecutionContext, segment: WeightSegment, X: Tensor, rule: AdaptiveRule) -> Integral:
     integral = integrate(segment, X, rule, len(stretches_of(context.path, context.trajectory.num_steps)))
-    context.integrations.add(integral)
+    context.integrations.merge(integral_counts(integral))
     return integral
 
 
@@ -139,35 +133,6 @@ def _segment(context: ExecutionContext, s: int) -> WeightSegment:
     stretch = context.stretch(s)
     start, end = context.prefetcher.get(s, 1), context.prefetcher.get(stretch.stop, 1 + len(stretch))
     return WeightSegment(context.net, start, end - start, context.head, context.options.memory_budget)
-
-
-def _jacobians_by_module(
-    context: ExecutionContext, nodes: list[tuple[int, float]], X: Tensor, keep: int, *, are_training: bool
-) -> Iterator[list[LayerJacobian]]:
-    """Compute the dense Jacobians of the modules that move one after another, at nodes of straight steps."""
-    net, cost = context.net, context.cost
-    parts = [part for part in moved_parts(context.path, net.model) if part.start < net.model.num_weights]
-    columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
-
-    def weights() -> Iterator[Tensor]:
-        for s, t in nodes:
-            start = context.prefetcher.get(s, keep)
-            if are_training:
-                yield start
-                continue
-            end = context.prefetcher.get(s + 1, keep + 1)
-            for part in parts:
-                yield torch.cat([end[: part.start], torch.lerp(start[part], end[part], t), start[part.stop :]])
-
-    found = layer_jacobians_at_weights(net, weights(), X, context.head, cost, context.memory)
-    for _ in nodes:
-        written_out = None
-        blocks = list[LayerJacobian]()
-        for part in parts:
-            if written_out is None or not are_training:
-                written_out = to_flat_order(next(found), columns)
-            blocks.append(DenseJacobian(written_out[:, :, part].contiguous()))
-        yield blocks
 
 
 Steps = list[tuple[int, float]]

@@ -4,6 +4,7 @@ A normalisation in training mode moves its statistics by b' - b = m (stat - b), 
 the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,9 @@ from torch import Tensor, nn
 
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, TrainingReplay, passes_of
-from epk_gp.core.show import progress_bar
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.certification import PassProgress
 from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
@@ -35,7 +34,7 @@ from epk_gp.kernel_machine.terms import (
 )
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import LayerwisePath, num_segments, stretch_of
+from epk_gp.quadrature.paths import LayerwisePath, stretch_of, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
 
@@ -179,26 +178,19 @@ class StretchAverage:
         steps: The steps that the stretch stands for.
         of_weights: Phi, the averaged gradients in the weights.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integrals: Of each straight line of the stretch.
+        integral: Along the stretch.
     """
 
     steps: range
     of_weights: Float[Tensor, "K N P"]
     of_statistics: Float[Tensor, "K N Q"] | None
-    integrals: tuple[Integral, ...]
-
-    @property
-    def is_one_line_of_a_step(self) -> bool:
-        """Whether the integral of the one line is the change of the outputs in one step."""
-        return len(self.steps) == len(self.integrals) == 1
+    integral: Integral
 
 
 def average_over(
     problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
     """Average the gradients of some points over a stretch.
-
-    On a Manhattan path each weight has the average over the line on which it moves.
 
     Args:
         problem: The predictions.
@@ -207,25 +199,16 @@ def average_over(
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
-    P, K = problem.net.model.num_weights, problem.num_outputs
-    Phi, of_statistics, integrals = None, None, list[Integral]()
-    for line in integrate_stretch(problem, steps, rows, max_nodes):
-        integrals.append(line.integral)
-        if _wants_statistics(problem, steps, line, splits_statistics=splits_statistics):
-            of_statistics = averaged_statistics_jacobian(problem, line, rows)
-        if not line.moves_weights:
-            continue
-        average = averaged_jacobian(line.node_batches(), problem.columns)
-        if line.part.stop - line.part.start >= P:
-            Phi = average
-            continue
-        Phi = average.new_zeros(K, len(rows), P) if Phi is None else Phi
-        Phi[:, :, line.part] = average[:, :, line.part]
-    if Phi is None:
-        raise RuntimeError("a stretch of the path must move weights: this is a bug in epk_gp.")
-    if isinstance(problem.kernel.path, LayerwisePath):
-        integrals = [_measured(problem, rows, line, Phi, of_statistics)]
-    return StretchAverage(steps, Phi, of_statistics, tuple(integrals))
+    line = integrate_stretch(problem, steps, rows, max_nodes)
+    is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+    of_statistics = None
+    # a layerwise integral is not known without; that of one step is, but for how it is split
+    wants_statistics = is_layerwise or splits_statistics or len(steps) > 1
+    if wants_statistics and problem.trajectory.statistics is not None:
+        of_statistics = averaged_statistics_jacobian(problem, line, rows)
+    Phi = averaged_jacobian(line.node_batches(), problem.columns)
+    integral = _measured(problem, rows, line, Phi, of_statistics) if is_layerwise else line.integral
+    return StretchAverage(steps, Phi, of_statistics, integral)
 
 
 def _measured(
@@ -248,7 +231,7 @@ def _measured(
     total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
     rule = problem.kernel.rule
     if isinstance(rule, AdaptiveRule):
-        share = num_segments(problem.kernel.path, problem.net.model, problem.trajectory.num_steps)
+        share = len(stretches_of(problem.kernel.path, problem.trajectory.num_steps))
         of_outputs = rounding_of(integral.start, integral.end)
         status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
@@ -274,22 +257,11 @@ def statistics_change(
         rows: Which N of the points.
         of_weights: What its weights add.
     """
-    if average.is_one_line_of_a_step:
-        return problem.select_outputs(average.integrals[0].total, rows) - of_weights
+    if len(average.steps) == 1:
+        return problem.select_outputs(average.integral.total, rows) - of_weights
     before, after = (flat_state(problem.trajectory, s, problem.X) for s in (step, step + 1))
     change = (after - before)[problem.net.model.num_weights :]
     return torch.einsum("knq,q->nk", average.of_statistics, change)
-
-
-def _wants_statistics(
-    problem: AttributionProblem, steps: range, line: IntegratedLine, *, splits_statistics: bool
-) -> bool:
-    model = problem.net.model
-    if problem.trajectory.statistics is None or line.part.stop <= model.num_weights:
-        return False
-    if isinstance(problem.kernel.path, LayerwisePath):  # the integral is not known without
-        return True
-    return splits_statistics or len(steps) > 1 or line.part.start > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,10 +305,13 @@ def adjoint_pass(
     problem: AttributionProblem,
     groups: Int64[Tensor, " L"],
     emit: Emit,
-    progress: PassProgress,
     options: PassOptions,
-) -> None:
+    done: int = 0,
+    adjoint_state: Tensor | None = None,
+) -> Iterator[tuple[Integral | None, Tensor | None]]:
     """Go through the run from its last step to its first and emit every contribution.
+
+    Yields when a step is done: the integral, if a stretch has begun with it, and what the step before receives.
 
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
 
@@ -344,48 +319,42 @@ def adjoint_pass(
         problem: The predictions.
         groups: Group of each of the L parameters.
         emit: Called with every contribution; weight decay that is zero is left out.
-        progress: How far the pass is; what is done is left out.
-        options: Points at a time, what the steps leave unexplained, and whether statistics are split over samples.
+        options: Nodes at a time, what the steps leave unexplained, and whether statistics are split over samples.
+        done: Number of steps, from the last one, that are left out.
+        adjoint_state: What the last one of them left, which is overwritten.
     """
     trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    blocks = torch.arange(len(problem.X), device=problem.X.device).split(options.points_per_block)
-    S = trajectory.num_steps
-    work_items = len(blocks) * S
+    rows, S = torch.arange(len(problem.X), device=problem.X.device), trajectory.num_steps
     products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    shown, advice = problem.options.progress, progress.advice
-    with progress_bar(work_items, "attribution", unit="step", initial=progress.done, shown=shown, advice=advice) as bar:
-        for number, rows in enumerate(blocks):
-            stretch: StretchAverage | None = None
-            for position in range(max(0, progress.done - number * S), S):
-                step = trajectory.steps[S - 1 - position]
-                adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
-                uncounted: tuple[Integral, ...] = ()
-                if stretch is None or step.index not in stretch.steps:
-                    steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
-                    stretch = average_over(
-                        problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
-                    )
-                    # a pass that resumes within a chord has counted it
-                    uncounted = stretch.integrals if step.index == steps[-1] else ()
-                Phi = stretch.of_weights
-                w = flat_weights(trajectory.trained, step.index, problem.X)
-                u = step_coefficients(trajectory, step.index, problem.X)
-                change = flat_weights(trajectory, step.index + 1, problem.X)
-                of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
-                emit(WeightsContribution(step.index, rows, of_weights))
-                if trajectory.average is not None and len(stretch.steps) > 1:
-                    Phi = Phi.clone()  # it is overwritten
-                E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
-                adjoints = _StepAdjoints(step, rows, w, u, E, H)
-                _emit_weight_decay(problem, adjoints, groups, emit)
-                _emit_samples(problem, products, adjoints, groups, emit)
-                _emit_unexplained(problem, adjoints, groups, emit, options)
-                if trajectory.statistics is not None:
-                    total = statistics_change(problem, stretch, step.index, rows, of_weights)
-                    of_statistics = stretch.of_statistics if options.splits_statistics else None
-                    emit(_statistics_term(products, step, rows, total, of_statistics))
-                progress.advance(uncounted, adjoint_state, is_last=progress.done + 1 == work_items)
-                bar.update()
+    stretch: StretchAverage | None = None
+    for position in range(done, S):
+        step = trajectory.steps[S - 1 - position]
+        uncounted = None
+        if stretch is None or step.index not in stretch.steps:
+            steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
+            stretch = average_over(
+                problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
+            )
+            # a pass that resumes within a chord has counted it
+            uncounted = stretch.integral if step.index == steps[-1] else None
+        Phi = stretch.of_weights
+        w = flat_weights(trajectory.trained, step.index, problem.X)
+        u = step_coefficients(trajectory, step.index, problem.X)
+        change = flat_weights(trajectory, step.index + 1, problem.X)
+        of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
+        emit(WeightsContribution(step.index, rows, of_weights))
+        if trajectory.average is not None and len(stretch.steps) > 1:
+            Phi = Phi.clone()  # it is overwritten
+        E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
+        adjoints = _StepAdjoints(step, rows, w, u, E, H)
+        _emit_weight_decay(problem, adjoints, groups, emit)
+        _emit_samples(problem, products, adjoints, groups, emit)
+        _emit_unexplained(problem, adjoints, groups, emit, options)
+        if trajectory.statistics is not None:
+            total = statistics_change(problem, stretch, step.index, rows, of_weights)
+            of_statistics = stretch.of_statistics if options.splits_statistics else None
+            emit(_statistics_term(products, step, rows, total, of_statistics))
+        yield uncounted, adjoint_state
 
 
 def _emit_weight_decay(

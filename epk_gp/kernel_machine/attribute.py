@@ -18,7 +18,7 @@ from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.attribution_pass import AttributionPass, Groupings, run_pass
+from epk_gp.kernel_machine.attribution_pass import AttributionWork, Groupings, TermSums
 from epk_gp.kernel_machine.axes import (
     Axis,
     by_sample,
@@ -33,16 +33,19 @@ from epk_gp.kernel_machine.axes import (
     validate_axes,
 )
 from epk_gp.kernel_machine.certification import (
+    IntegrationRecord,
     certificate_entries,
     describe_findings,
     run_findings,
     sum_tolerance,
     warn_if_uncertified,
 )
-from epk_gp.kernel_machine.terms import AttributionProblem, make_problem, parse_problem
+from epk_gp.kernel_machine.terms import parse_problem
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.work.run import run
+from epk_gp.work.sums import Sums
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
@@ -268,7 +271,7 @@ def attribute(
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
             `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
-            then sets the tolerance of the certificate alone), and `manhattan()`.
+            then sets the tolerance of the certificate alone).
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
             the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
             time, and a larger budget is faster.
@@ -384,32 +387,39 @@ def _attribute(
     results = with_plan(
         trajectory,
         trajectory.model_for(X),
-        lambda net: _split(make_problem(net, kernel, X, classes, options), tuple(groupings), splits_statistics),
+        lambda net: _split(
+            AttributionWork(
+                kernel, X.detach(), classes, options.memory_budget, tuple(groupings), splits_statistics, plan=net.plan
+            ),
+            options,
+        ),
     )
     if results:  # all are sums of the same terms
         warn_if_uncertified("the attribution", results[0])
     return results
 
 
-def _split(
-    problem: AttributionProblem, groupings: Groupings, splits_statistics: bool
-) -> tuple[GroupedAttribution, ...]:
-    trajectory, X, kernel = problem.trajectory, problem.X, problem.kernel
+def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttribution, ...]:
+    problem, trajectory, X, kernel = work.problem, work.kernel.trajectory, work.X, work.kernel
     initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=kernel.head))
     network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=kernel.head))
-    work = AttributionPass(problem, groupings, splits_statistics)
-    found = run_pass(work, initial)
-    collectors, sizes, progress, mismatches = (
-        found.sums.collectors, found.sums.sizes, found.progress, found.residuals.mismatches
+    totals, rest = TermSums.of(problem, work.groupings, work.as_rows(initial)), Sums()
+    for piece, sums in run(work, options, "attribution", advice=problem.advice):
+        rows = work.blocks[piece.place[0]]
+        for name, total in totals.named.items():
+            total[rows] += sums.added.pop(name)
+        rest.merge(sums)
+    collectors, sizes, record, mismatches = (
+        totals.collectors, totals.sizes, IntegrationRecord.of(rest), work.residuals.mismatches
     )  # fmt: skip
-    record, steps, dtype = progress.record, max(1, trajectory.num_steps), mismatches.dtype
+    steps, dtype = max(1, trajectory.num_steps), mismatches.dtype
     ends = (work.as_rows(initial), work.as_rows(network))
     tolerance = sum_tolerance(kernel.rule, dtype, collectors[0].size_of_terms(*ends), steps)
 
     def of_points(rows: Tensor) -> Tensor:
         return rows.reshape(*initial.shape, *rows.shape[2:])
 
-    if found.is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
+    if work.is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
         for collector in collectors:
             collector.drop_unexplained_above(tolerance)
     return tuple(
@@ -424,13 +434,13 @@ def _split(
             network=network,
             axes=collector.axes,
             max_residual=record.max_residual,
-            evaluations=progress.evaluations / (work.num_rows * steps),
+            evaluations=record.evaluations / (work.num_rows * steps),
             residual_ratio=record.residual_ratio,
             max_step_mismatch=mismatches.largest,
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
-            statuses=dict(record.statuses),
+            statuses=record.statuses,
             accepted_share=trajectory.unexplained or 0.0,
             run_findings=run_findings(trajectory),
         )

@@ -1,28 +1,21 @@
 """One pass over a run that splits predictions along several groupings at once: here, or by workers, block by block."""
 
-from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.options import ComputeOptions, SupportsSubmit
 from epk_gp.core.recomputation import recomputation_of
-from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.step import fingerprint
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
-from epk_gp.distributed.planned_pieces import PlannedPieces
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, parameter_parts
-from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress
+from epk_gp.kernel_machine.certification import integral_sums
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     Collector,
@@ -33,27 +26,43 @@ from epk_gp.kernel_machine.terms import (
     make_problem,
 )
 from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
-from epk_gp.quadrature.paths import ChordPath, StraightPath, num_segments, path_identity
-from epk_gp.storage.partial_sums import PartialSums
-
-_BEGUN = "-begun"  # ends the name of a sum that is not whole yet
+from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.paths import ChordPath, StraightPath, path_identity, stretches_of
+from epk_gp.work.run import RunWork
+from epk_gp.work.sums import Piece, Place, Sums
 
 Groupings = tuple[tuple[Axis, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class AttributionPass:
-    """What a pass adds up, and how it divides its work.
+class AttributionWork(RunWork):
+    """A pass over the run that adds up all terms, in pieces: a block of points, and a range of steps.
 
     Attributes:
-        problem: The predictions.
+        kernel: The run's path kernel.
+        X: All inputs.
+        classes: One output per input, or None for all.
+        memory_budget: Bytes.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
     """
 
-    problem: AttributionProblem
+    kernel: PathKernel
+    X: Shaped[Tensor, "n ..."]
+    classes: Int64[Tensor, " n"] | None
+    memory_budget: int
     groupings: Groupings
     splits_statistics: bool
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
+
+    @cached_property
+    def problem(self) -> AttributionProblem:
+        """The predictions."""
+        return make_problem(self.net, self.kernel, self.X, self.classes, self.memory_budget)
 
     @cached_property
     def parts(self) -> Int64[Tensor, " L"]:
@@ -128,7 +137,7 @@ class AttributionPass:
         Adjoints go through the whole run. Without them, points that make few blocks are given several ranges, so that
         workers share the steps; as many as keep the sums of all within the memory budget.
         """
-        steps, budget = self.problem.trajectory.num_steps, self.problem.options.memory_budget
+        steps, budget = self.problem.trajectory.num_steps, self.memory_budget
         if not self.is_factored:
             return [slice(0, steps)]
         one = TermSums.of(self.problem, self.groupings, self._outputs_of_one)
@@ -136,39 +145,81 @@ class AttributionPass:
         most = min(MAX_RANGES // len(self.blocks), budget // num_bytes)
         return step_ranges(steps, most, self.problem.kernel.path.every)
 
-    @property
-    def new_record(self) -> IntegrationRecord:
-        """Where the integrals are counted."""
-        kernel, steps = self.problem.kernel, self.problem.trajectory.num_steps
-        return IntegrationRecord(kernel.rule, num_segments(kernel.path, self.problem.net.model, steps))
-
-    def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
+    @cached_property
+    def residuals(self) -> StepResiduals:
         """Replay the run, and compare its steps with the recorded ones."""
-        return StepResiduals(self.problem, initial, keeps=not self.is_factored)
+        return StepResiduals(self.problem, self._outputs_of_one, keeps=not self.is_factored)
 
-    def part(
-        self,
-        place: Place,
-        residuals: StepResiduals | None,
-        bar: ProgressBar | None = None,
-        begun: tuple[PartialSums | None, str] = (None, ""),
-    ) -> PassProgress:
-        """Sum the terms of a range of steps at the points of a block.
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces, block by block."""
+        of = (self.plan, self.is_factored, self.splits_outputs, self.rows_per_block)
+        name, steps, is_one = f"sums-{fingerprint(*of)}", range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
+        return [
+            Piece(f"{name}-{block}-{number}", (block, number), len(steps[r]), "" if is_one else f"{name}-{block}")
+            for block in range(len(self.blocks))
+            for number, r in enumerate(self.ranges)
+        ]
 
-        Args:
-            place: Which block, and which range.
-            residuals: What the steps leave unexplained; None where contributions are factored.
-            bar: A progress bar of steps.
-            begun: Where the sums are kept before they are whole, and their name there.
-        """
-        number, of_steps = place
-        problem, sums = self.of_block(number)
-        progress = PassProgress(begun[0], sums.tensors, self.new_record, begun[1], bar)
-        if self.is_factored:
-            self.pass_factors(problem, sums, progress, self.ranges[of_steps])
-        elif residuals is not None:
-            self.pass_adjoints(problem, sums, progress, residuals)
-        return progress
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the sums of a block."""
+        return self.num_bytes(min(self.num_rows, self.rows_per_block))
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Count the bytes of the sums of some rows."""
+        like = self._outputs_of_one.new_empty(num_rows, self.outputs_per_row, device="meta")
+        return sum(total.nbytes for total in TermSums.of(self.problem, self.groupings, like).tensors)
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        axes = [axis for grouping in self.groupings for axis in grouping]
+        kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in self.groupings]
+        kernel = self.kernel
+        return fingerprint(
+            kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, kinds, self.X, self.classes,
+            *(axis.group for axis in axes), [axis.names for axis in axes], self.splits_statistics,
+            *path_identity(kernel.path),
+        )  # fmt: skip
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Sum the terms of a range of steps at the points of a block."""
+        problem, totals = self.of_block(place[0])
+        sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
+        for name, total in totals.named.items():
+            if name in saved.added:
+                total.copy_(saved.added[name])
+        sums.added |= {name: saved.added[name] for name in saved.added if name not in totals.named}
+        yield sums
+        through = self._factored_terms if self.is_factored else self._adjoint_terms
+        num_stretches = len(stretches_of(self.kernel.path, self.kernel.trajectory.num_steps))
+        for integral, num_steps, adjoint in through(problem, totals, place[1], sums):
+            if integral is not None:
+                sums.merge(integral_sums(integral, self.kernel.rule, num_stretches))
+            sums.carried = {} if adjoint is None else {"adjoint": adjoint}
+            sums.steps += num_steps
+            yield sums
+
+    def _factored_terms(
+        self, problem: AttributionProblem, totals: "TermSums", number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through steps of plain gradient descent, and add every term to the totals."""
+        if self.layer_parts is None:
+            raise TypeError("a layer's factors must belong to one part of the network: this is a bug in epk_gp.")
+        steps = range(self.kernel.trajectory.num_steps)[self.ranges[number]][sums.steps :]
+        rest = slice(steps.start, steps.stop)
+        for integral, count in vanilla_gd_pass(problem, self.layer_parts, rest, totals.add, self.rows_per_block):
+            yield integral, count, None
+
+    def _adjoint_terms(
+        self, problem: AttributionProblem, totals: "TermSums", number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through the run from its last step, and add every term to the totals."""
+        splits = self.splits_statistics and any(collector.splits_samples for collector in totals.collectors)
+        options = PassOptions(self.rows_per_block, self.residuals, splits)
+        adjoint = sums.carried.get("adjoint")
+        for integral, state in adjoint_pass(problem, self.parts, totals.add, options, sums.steps, adjoint):
+            yield integral, 1, state
 
     def of_block(self, number: int) -> tuple[AttributionProblem, "TermSums"]:
         """Return the predictions at the points of a block, and their sums at zero."""
@@ -179,19 +230,6 @@ class AttributionPass:
             problem = whole.at(rows, None if whole.classes is None else whole.classes[rows])
         like = self._outputs_of_one.new_empty(len(rows), self.outputs_per_row)
         return problem, TermSums.of(problem, self.groupings, like)
-
-    def pass_factors(self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, steps: slice) -> None:
-        """Go through steps of plain gradient descent, and add every term to the sums."""
-        if self.layer_parts is None:
-            raise TypeError("a layer's factors must belong to one part of the network: this is a bug in epk_gp.")
-        vanilla_gd_pass(problem, self.layer_parts, steps, sums.add, progress, self.rows_per_block)
-
-    def pass_adjoints(
-        self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, residuals: StepResiduals
-    ) -> None:
-        """Go through the run from its last step, block by block, and add every term to the sums."""
-        splits = self.splits_statistics and any(collector.splits_samples for collector in sums.collectors)
-        adjoint_pass(problem, self.parts, sums.add, progress, PassOptions(self.rows_per_block, residuals, splits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,188 +250,13 @@ class TermSums:
         """What terms are added to, in a fixed order."""
         return [total for collector in self.collectors for total in collector.sums] + self.sizes.sums
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The same, by names."""
+        return {f"sum.{number}": total for number, total in enumerate(self.tensors)}
+
     def add(self, term: Contribution) -> None:
         """Add one term to every sum."""
         self.sizes.add(term)
         for collector in self.collectors:
             collector.add(term)
-
-
-@dataclass(frozen=True, eq=False)
-class PassResult:
-    """What a pass has found.
-
-    Attributes:
-        sums: The sums.
-        progress: Its certificate and number of evaluations.
-        residuals: The comparison of replayed with recorded steps.
-        is_factored: As `AttributionPass.is_factored`.
-    """
-
-    sums: TermSums
-    progress: PassProgress
-    residuals: StepResiduals
-    is_factored: bool
-
-
-def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult:
-    """Go through the run, here or by the workers of an executor.
-
-    Args:
-        work: What is to be done.
-        initial: The predictions at the initial weights.
-    """
-    options, sums = work.problem.options, TermSums.of(work.problem, work.groupings, work.as_rows(initial))
-    with nullcontext() if options.executor is None else threads_of_workers(options.executor):
-        # partial sums of another plan are other sums
-        name = f"sums-{fingerprint(work.problem.net.plan, work.is_factored, work.splits_outputs, work.rows_per_block)}"
-        identity = _identity(work)
-    stored = None if options.checkpoint is None else PartialSums(options.checkpoint, identity)
-    is_by_blocks = work.is_factored or work.splits_outputs
-    executor = options.executor if stored is None or is_by_blocks else _who_goes_on(work, stored, name)
-    residuals = None if work.is_factored or executor is not None else work.residuals(initial)
-    if residuals is None or work.splits_outputs:
-        progress = PassProgress(None, sums.tensors, work.new_record)
-        _add_blocks(work, progress, stored, executor, (name, identity), residuals)
-        residuals = work.residuals(initial) if residuals is None else residuals
-    else:
-        progress = PassProgress(stored, sums.tensors, work.new_record, name)
-        progress.advice = work.problem.advice
-        work.pass_adjoints(work.problem, sums, progress, residuals)
-    return PassResult(sums, progress, residuals, work.is_factored)
-
-
-def _who_goes_on(work: AttributionPass, stored: PartialSums, name: str) -> SupportsSubmit | None:
-    """Return who computes what a checkpoint lacks: block by block where workers have begun, else as was asked."""
-    work_items = len(work.blocks) * work.problem.trajectory.num_steps
-    if stored.has(name) and stored.load(name)[1] == work_items:
-        return None  # all is there, from a call without workers
-    has_pieces = any(stored.has(f"{name}-{number}") for number in range(len(work.blocks)))
-    return Here() if has_pieces and work.problem.options.executor is None else work.problem.options.executor
-
-
-def _add_blocks(
-    work: AttributionPass,
-    progress: PassProgress,
-    stored: PartialSums | None,
-    executor: SupportsSubmit | None,
-    names: tuple[str, str],
-    residuals: StepResiduals | None = None,
-) -> None:
-    """Add the sums of all blocks of rows, range by range: of workers, or from where a checkpoint has them, or here.
-
-    Args:
-        work: What is to be done.
-        progress: The sums of all points.
-        stored: The checkpoint.
-        executor: Whose workers compute; None for none.
-        names: The name of the sums on disk, and their identity.
-        residuals: What the steps leave unexplained, for adjoints that are computed here.
-    """
-    options, count, (name, identity) = work.problem.options, len(work.ranges), names
-    done = [0 if stored is None else stored.count(f"{name}-{block}") for block in range(len(work.blocks))]
-    # a piece that is all of a block has the block's name, and is its sum on disk
-    pieces = [
-        Piece(f"{name}-{block}" if count == 1 else f"{name}-{block}-{number}", (block, number))
-        for block, first in enumerate(done)
-        for number in range(first, count)
-    ]
-    if executor is None:
-        parts = _parts_here(work, pieces, stored, residuals)
-    else:
-        num_bytes = sum(total[: work.rows_per_block].nbytes for total in progress.sums)
-        own = replace(options, executor=executor)
-        parts = results_of(AttributionPieces.of(work), pieces, own, lambda: identity, num_bytes)
-    waiting, is_hidden = deque(pieces), executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "attribution", unit="piece", shown=not is_hidden) as bar:
-        for block, rows in enumerate(work.blocks):
-            span, used = slice(int(rows[0]), int(rows[-1]) + 1), list[str]()
-            total = PassProgress(None, [x[span] for x in progress.sums], work.new_record)
-            if stored is not None and done[block]:
-                total.add(stored.load(f"{name}-{block}")[0])
-            for number in range(done[block] + 1, count + 1):
-                total.add(next(parts))
-                used.append(waiting.popleft().name)
-                bar.update()
-                is_kept = count == 1 and executor is not None
-                if stored is not None and not is_kept and (number == count or stored.should_save):
-                    stored.save(f"{name}-{block}", total.state(), number)
-                    stored.remove([*(used if count > 1 else []), *(name + _BEGUN for name in used)])
-                    used.clear()
-            progress.merge(total.state())
-
-
-def _parts_here(
-    work: AttributionPass, pieces: Sequence[Piece], stored: PartialSums | None, residuals: StepResiduals | None
-) -> Generator[dict[str, Tensor], None, None]:
-    """Compute pieces one after another, but for those that workers of an earlier call have computed."""
-    S = work.problem.trajectory.num_steps
-    left = sum(len(range(S)[work.ranges[piece.place[1]]]) for piece in pieces)
-    shown = work.problem.options.progress
-    with progress_bar(left, "attribution", unit="step", shown=shown, advice=work.problem.advice) as bar:
-        for piece in pieces:
-            found = {} if stored is None else stored.load(piece.name)[0]
-            yield found or work.part(piece.place, residuals, bar, (stored, piece.name + _BEGUN)).state()
-
-
-@dataclass(frozen=True, eq=False)
-class AttributionPieces(PlannedPieces):
-    """An attribution as pieces for workers: a block of points, and a range of steps.
-
-    Attributes:
-        kernel: The run's path kernel.
-        X: All inputs.
-        classes: One output per input, or None for all.
-        options: How to compute, without an executor.
-        groupings: The axes of each result.
-        splits_statistics: Split what the moving statistics add over the samples.
-    """
-
-    kernel: PathKernel
-    X: Shaped[Tensor, "n ..."]
-    classes: Int64[Tensor, " n"] | None
-    options: ComputeOptions
-    groupings: Groupings
-    splits_statistics: bool
-
-    @classmethod
-    def of(cls, work: AttributionPass) -> "AttributionPieces":
-        """Return the pieces of a pass."""
-        problem = work.problem
-        options = replace(problem.options, executor=None, progress=False, checkpoint=None)
-        return cls(
-            problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics,
-            plan=problem.net.plan,
-        )  # fmt: skip
-
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
-        return self.kernel.trajectory, self.X
-
-    def piece(self, place: Place) -> dict[str, Tensor]:
-        """Sum the terms of a range of steps at the points of a block."""
-        return self.whole.part(place, None if self.whole.is_factored else self._residuals).state()
-
-    @cached_property
-    def whole(self) -> AttributionPass:
-        """The pass of all points."""
-        problem = make_problem(self.net, self.kernel, self.X, self.classes, self.options)
-        return AttributionPass(problem, self.groupings, self.splits_statistics)
-
-    @cached_property
-    def _residuals(self) -> StepResiduals:
-        problem = self.whole.problem
-        outputs = network_outputs(problem.trajectory, self.X[:1], state=0, head=self.kernel.head)
-        return self.whole.residuals(outputs)
-
-
-def _identity(work: AttributionPass) -> str:
-    axes = [axis for grouping in work.groupings for axis in grouping]
-    kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in work.groupings]
-    problem = work.problem
-    return fingerprint(
-        problem.trajectory.digest, problem.kernel.head, problem.kernel.rule, problem.options.memory_budget, kinds,
-        problem.X, problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
-        work.splits_statistics, *path_identity(problem.kernel.path),
-    )  # fmt: skip

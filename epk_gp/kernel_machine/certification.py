@@ -1,9 +1,8 @@
-"""Certificates: what quadrature and rounding may leave of a sum over the run, and how far a pass is."""
+"""Certificates: what quadrature and rounding may leave of a sum over the run."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
-from epk_gp.core.show import Entry, ProgressBar, certificate_entry, number, warn_uncertified
+from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.sums import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 
@@ -31,57 +30,51 @@ _TOLERANCES, _INTERVAL_ROUNDING = 8, 64
 # it is more than rounding: a gradient that is off by 1e-9 is still seen.
 _SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
 
-_KEPT_ROUNDING = 1e-5  # relative rounding of kept states from which on it is said: float32 has 1.2e-7, bfloat16 7.8e-3
+
+def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
+    """Return what integrals of some points over one stretch leave: residuals, statuses and numbers of evaluations.
+
+    Args:
+        integral: The integrals.
+        rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
+        num_steps: Stretches that share the rule's tolerance.
+    """
+    size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
+    rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
+    if integral.rounding is not None:
+        rounding = torch.maximum(rounding, integral.rounding)
+    allowed = integral.num_intervals * rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
+    largest = torch.stack([integral.residual.max(), (integral.residual / allowed).max()])
+    counts = torch.bincount(integral.status, minlength=len(QuadratureStatus))
+    added = {"statuses": counts, "evaluations": integral.evaluations.sum().double()}
+    return Sums(added, {"integration": largest.double()})
 
 
-@dataclass
+@dataclass(frozen=True)
 class IntegrationRecord:
     """What the integrals of a run left, over all points and steps.
 
     Attributes:
-        rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
-        num_steps: Steps that share the rule's tolerance.
         max_residual: Largest residual of a (point, step); NaN stays.
         residual_ratio: Largest ratio of a residual to what the rule's tolerance or rounding allows; NaN stays.
         statuses: Number of (point, step) pairs by the reason why their refinement ended.
+        evaluations: Gradients evaluated, over all points and steps.
     """
 
-    rule: Rule
-    num_steps: int
-    max_residual: float = 0.0
-    residual_ratio: float = 0.0
-    statuses: Counter[QuadratureStatus] = field(default_factory=Counter)
+    max_residual: float
+    residual_ratio: float
+    statuses: dict[QuadratureStatus, int]
+    evaluations: float
 
-    def add(self, integral: Integral) -> None:
-        """Count the integrals of some points over one step."""
-        residual = integral.residual
-        size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
-        rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
-        if integral.rounding is not None:
-            rounding = torch.maximum(rounding, integral.rounding)
-        allowed = integral.num_intervals * rounding.clamp(
-            min=_TOLERANCES * _tolerance(self.rule) / max(1, self.num_steps)
-        )
-        largest, ratio = torch.stack([residual.max(), (residual / allowed).max()]).tolist()
-        self.max_residual, self.residual_ratio = larger(self.max_residual, largest), larger(self.residual_ratio, ratio)
-        counts = torch.bincount(integral.status, minlength=len(QuadratureStatus)).tolist()
-        self.statuses.update({status: counts[status] for status in QuadratureStatus if counts[status]})
-
-    def merge(self, other: "IntegrationRecord") -> None:
-        """Add what the integrals of other points left."""
-        self.max_residual = larger(self.max_residual, other.max_residual)
-        self.residual_ratio = larger(self.residual_ratio, other.residual_ratio)
-        self.statuses.update(other.statuses)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the record as tensors, for a checkpoint."""
-        counts = (float(self.statuses[status]) for status in QuadratureStatus)
-        return {"integration": torch.tensor([self.max_residual, self.residual_ratio, *counts], dtype=torch.float64)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from the record of a checkpoint."""
-        self.max_residual, self.residual_ratio, *counts = state["integration"].tolist()
-        self.statuses = Counter({status: int(counts[status]) for status in QuadratureStatus if counts[status]})
+    @classmethod
+    def of(cls, sums: Sums) -> "IntegrationRecord":
+        """Read the record from sums that hold `integral_sums`, or none of a run without steps."""
+        if "integration" not in sums.largest:
+            return cls(0.0, 0.0, {}, 0.0)
+        counts = sums.added["statuses"].tolist()
+        statuses = {status: counts[status] for status in QuadratureStatus if counts[status]}
+        residual, ratio = sums.largest["integration"].tolist()
+        return cls(residual, ratio, statuses, float(sums.added["evaluations"]))
 
 
 @dataclass
@@ -152,33 +145,10 @@ class StepMismatches:
             )
         return findings
 
-    def merge(self, other: "StepMismatches") -> None:
-        """Add the differences of later steps, or of the same ones."""
-        self.largest = larger(self.largest, other.largest)
-        if other.worst_step >= 0 and (self.worst_step < 0 or not other.ratio <= self.ratio):
-            self.ratio, self.worst_step = larger(self.ratio, other.ratio), other.worst_step
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the differences as a tensor, for a file."""
-        return {"mismatches": torch.tensor([self.largest, self.ratio, self.worst_step], dtype=torch.float64)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the differences from a file."""
-        self.largest, self.ratio, worst_step = state["mismatches"].tolist()
-        self.worst_step = int(worst_step)
-
 
 def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
-    """Say what speaks against any result that names samples: their indices, or the precision of the kept states."""
-    findings = () if trajectory.identity_finding is None else (trajectory.identity_finding,)
-    recomputation = recomputation_of(trajectory)
-    if recomputation is None or recomputation.kept.eps <= _KEPT_ROUNDING:
-        return findings
-    return (
-        *findings,
-        f"the kept states of the run are rounded by up to {recomputation.kept.eps / 2:.1%} of each weight "
-        "(weights_dtype): what is said of samples holds at the rounded weights",
-    )
+    """Say what speaks against any result that names samples: that their indices may be others."""
+    return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
 def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
@@ -332,85 +302,3 @@ def warn_if_uncertified(name: str, result: Certified) -> None:
     findings = describe_findings(result)
     if findings:
         warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")
-
-
-class PassProgress:
-    """The state of a pass, resumed from where partial sums have it.
-
-    Args:
-        checkpoint: Where the state is kept; nowhere if None.
-        sums: What the pass adds to; filled with what the checkpoint holds.
-        record: What the integrals left; continued from the checkpoint.
-        name: Name of the sums on disk; it must tell ways of dividing the work apart.
-        bar: A progress bar of steps.
-
-    Attributes:
-        done: Number of work items that the sums hold.
-        adjoint_state: The adjoint that the next work item needs.
-        evaluations: Gradient evaluations so far.
-        advice: How a call is made faster, for one that finds out that it will be long; None where it says nothing.
-    """
-
-    def __init__(
-        self,
-        checkpoint: PartialSums | None,
-        sums: Sequence[Tensor],
-        record: IntegrationRecord,
-        name: str = "sums",
-        bar: ProgressBar | None = None,
-    ) -> None:
-        self.checkpoint, self.sums, self.name, self.bar = checkpoint, sums, name, bar
-        self.adjoint_state: Tensor | None = None
-        self.advice: str | None = None
-        self.record, self.evaluations = record, 0.0
-        stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
-        if not stored:
-            return
-        for i, total in enumerate(sums):
-            total.copy_(stored[f"sum.{i}"])
-        self.record.load(stored)
-        self.evaluations = float(stored["evaluations"])
-        self.adjoint_state = stored["carried"].to(sums[0]) if "carried" in stored else None
-
-    def advance(
-        self, integrals: Sequence[Integral], adjoint_state: Tensor | None, *, is_last: bool, num_steps: int = 1
-    ) -> None:
-        """Count one more work item, and save if it is time or the last one.
-
-        Args:
-            integrals: Those that were taken for it, and have not been counted.
-            adjoint_state: The adjoint that the next work item needs.
-            is_last: There is no work item after it.
-            num_steps: Steps of the run that it stands for.
-        """
-        self.done += 1
-        self.adjoint_state = adjoint_state
-        for integral in integrals:
-            self.record.add(integral)
-            self.evaluations += float(integral.evaluations.sum())
-        if self.bar is not None:
-            self.bar.update(num_steps)
-        if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
-            return
-        state = self.state()
-        if adjoint_state is not None:
-            state["carried"] = adjoint_state
-        self.checkpoint.save(self.name, state, self.done)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return sums and certificate as tensors."""
-        state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
-        return state | self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
-
-    def add(self, state: Mapping[str, Tensor]) -> None:
-        """Add what other steps add to the same sums, and its certificate (`state`)."""
-        for i, total in enumerate(self.sums):
-            total += state[f"sum.{i}"].to(total)
-        self.merge(state)
-
-    def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add the certificate and the evaluations of points that another pass went through (`state`)."""
-        other = replace(self.record, statuses=Counter())
-        other.load(state)
-        self.record.merge(other)
-        self.evaluations += float(state["evaluations"])

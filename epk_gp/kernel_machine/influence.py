@@ -16,7 +16,7 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
-from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw
@@ -33,10 +33,11 @@ from epk_gp.kernel_machine.axes import (
 )
 from epk_gp.kernel_machine.certification import mismatch_finding, run_findings, step_mismatches
 from epk_gp.kernel_machine.curvature import curvature_error
-from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
+from epk_gp.kernel_machine.influence_pass import InfluenceProblem, InfluenceWork
 from epk_gp.kernel_machine.retrain import require_replays, retrained_run
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 from epk_gp.kernel_machine.terms import validate_classes
+from epk_gp.work.run import run
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
 
@@ -82,8 +83,8 @@ class Smoothing:
         """Yield the weights of the samples of each run."""
         generator = torch.Generator().manual_seed(self.seed)
         share = torch.ones(num_samples, dtype=torch.float64)
-        for run in range(self.num_runs):
-            is_mirrored = run % 2 == 1
+        for draw in range(self.num_runs):
+            is_mirrored = draw % 2 == 1
             share = 1 - share if is_mirrored else torch.rand(num_samples, generator=generator, dtype=torch.float64)
             yield self.low + (self.high - self.low) * share.clamp(min=_SMALLEST)
 
@@ -303,10 +304,10 @@ def influence(
         own=None,
         factors=None,
         truncate=_truncation(trajectory, truncate),
-        options=parsed,
+        memory_budget=parsed.memory_budget,
     )
     if smoothing is None:
-        return _said(_differentiate(whole, outputs))
+        return _said(_differentiate(whole, outputs, parsed))
     found, doubts = [], list[str]()
     for index, weights in enumerate(_drawn(trajectory, smoothing)):
         run, difference = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -314,8 +315,8 @@ def influence(
         options_of_run = parsed
         if parsed.checkpoint is not None:
             options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{index}")
-        problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
-        found.append(_differentiate(problem, outputs))
+        problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights)
+        found.append(_differentiate(problem, outputs, options_of_run))
         doubts += [f"of run {index} {finding}" for finding in found[-1].findings]
         if not difference[1] <= REPLAY_TOLERANCE[run.dtype]:
             doubts.append(
@@ -387,35 +388,37 @@ def self_influence(
     )
     problem = InfluenceProblem(
         trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own, factors=None,
-        truncate=_truncation(trajectory, truncate), options=parsed,
+        truncate=_truncation(trajectory, truncate), memory_budget=parsed.memory_budget,
     )  # fmt: skip
-    return _said(_differentiate(problem, outputs)).values[:, 0, 0]
+    return _said(_differentiate(problem, outputs, parsed)).values[:, 0, 0]
 
 
-def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
+def _differentiate(problem: InfluenceProblem, outputs: Tensor, options: ComputeOptions) -> Influence:
     trajectory, X = problem.trajectory, problem.X
     outputs = outputs.reshape(1, 1) if problem.is_joint else outputs
 
     def compute(net: PlannedModel) -> Influence:
-        work = InfluencePass(problem, net)
-        sums = run_pass(work)
-        mismatches = step_mismatches(trajectory, work.law)
+        work = InfluenceWork(problem, plan=net.plan)
+        law, blocks = work.whole.law, [sums for _, sums in run(work, options, "influence")]
+        values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
+        mismatches = step_mismatches(trajectory, law)
         n, K = outputs.shape
         shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
-        held = work.law.held + (() if bool(sums["explained"]) else ("moving statistics",))
-        values = _ordered(sums["values"].reshape(n, K, *sums["values"].shape[1:]), problem.axes, problem.own is None)
+        is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
+        held = law.held + (("moving statistics",) if is_unexplained else ())
+        values = _ordered(values.reshape(n, K, *values.shape[1:]), problem.axes, problem.own is None)
         return Influence(
             outputs=outputs,
             values=values.reshape(n, K, *shape),
-            adjoint_norms=sums["norms"].reshape(n, K, -1),
+            adjoint_norms=norms.reshape(n, K, -1),
             axes=problem.axes,
             max_step_mismatch=mismatches.largest,
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             held=held,
-            curvature_error=curvature_error(trajectory, net, work.memory, X.device),
+            curvature_error=curvature_error(trajectory, net, work.whole.memory, X.device),
             doubts=tuple(mismatches.findings),
-            clipping=work.law.clipping,
+            clipping=law.clipping,
             run_findings=run_findings(trajectory),
         )
 

@@ -1,8 +1,7 @@
 """The pass over a run, from its last step back, that finds how outputs depend on the weights of samples."""
 
-from collections.abc import Generator
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,21 +13,14 @@ from epk_gp.autodiff.directional import statistics_jacobian
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.options import ComputeOptions
-from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
-from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.curvature import LossCurvature
 from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
-from epk_gp.storage.partial_sums import PartialSums
-
-_BEGUN = "-begun"  # ends the name of a sum that is not whole yet
+from epk_gp.work.run import RunWork
+from epk_gp.work.sums import Piece, Place, Sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +37,7 @@ class InfluenceProblem:
         own: The one training sample of each input whose weight counts, (n,); None for all samples.
         factors: What the derivative in each sample's weight is multiplied with, (M,); None for 1.
         truncate: Number of steps, from the last one back, that are gone through.
-        options: How to compute.
+        memory_budget: Bytes.
     """
 
     trajectory: Trajectory
@@ -56,13 +48,13 @@ class InfluenceProblem:
     own: Int64[Tensor, " n"] | None
     factors: Float[Tensor, " M"] | None
     truncate: int
-    options: ComputeOptions
+    memory_budget: int
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
         return fingerprint(
             "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own,
-            self.factors, self.truncate, self.options.memory_budget, *(axis.group for axis in self.axes),
+            self.factors, self.truncate, self.memory_budget, *(axis.group for axis in self.axes),
             [(axis.kind, axis.names) for axis in self.axes],
         )  # fmt: skip
 
@@ -109,7 +101,7 @@ class InfluencePass:
         self.problem, self.net = problem, net
         trajectory, X = problem.trajectory, problem.X
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        self.memory = net.memory_plan(problem.options.memory_budget)
+        self.memory = net.memory_plan(problem.memory_budget)
         n, K, _ = problem.cotangents.shape
         # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
         fitting = max(1, n) if problem.is_joint else self.memory.influence_points(K)
@@ -127,18 +119,12 @@ class InfluencePass:
         """What the optimizer kept before each step."""
         return MemoryTrace(self.law, self._replay())
 
-    def part(
-        self,
-        number: int,
-        bar: ProgressBar | None = None,
-        begun: tuple[PartialSums | None, str] = (None, ""),
-    ) -> dict[str, Tensor]:
-        """Go through the run with the rows of a block, and return its sums.
+    def part(self, number: int, saved: Sums) -> Iterator[Sums]:
+        """Go through the run with the rows of a block, and yield its sums after each step.
 
         Args:
             number: Which block.
-            bar: A progress bar of steps.
-            begun: Where the sums are kept before they are whole, and their name there.
+            saved: The sums of some steps, and the adjoints behind them; empty ones to begin with.
         """
         problem, rows = self.problem, self.blocks[number]
         S, points = problem.trajectory.num_steps, self._points(rows)
@@ -147,28 +133,19 @@ class InfluencePass:
         of_numbers = points.repeat_interleave(self.numbers_per_row) if problem.own is not None else None
         sums = _Sums(problem, of_numbers, count, adjoints.of_weights)
         sums.norms[:, S] = self._norm(adjoints)
-        stored, done = ({}, 0) if begun[0] is None else begun[0].load(begun[1])
-        if stored:
-            sums.load(stored)
-            adjoints = _Adjoints.load(stored, len(adjoints.of_memory), adjoints.of_weights)
-            explained = bool(stored["explained"])
-        else:
-            explained = True
+        unexplained = saved.largest.get("unexplained", torch.tensor(False)).clone()
+        if saved.added:
+            sums.load(saved.added)
+            adjoints = _Adjoints.load(saved.carried, len(adjoints.of_memory), adjoints.of_weights)
         run = self._replay()  # blocks may go through the run beside each other
-        curvature, trace = LossCurvature(self.net, run, self.memory), self.trace.reader(run)
-        if bar is not None:
-            bar.update(done)
+        curvature, trace, done = LossCurvature(self.net, run, self.memory), self.trace.reader(run), saved.steps
+        yield Sums(sums.state(), {"unexplained": unexplained}, adjoints.state(), done)
         for position in range(done, problem.truncate):
             index = S - 1 - position
             adjoints = self._back(index, adjoints, curvature, trace, sums)
             sums.norms[:, index] = self._norm(adjoints)
-            explained = explained and curvature.explains_statistics
-            if bar is not None:
-                bar.update()
-            if begun[0] is not None and begun[0].should_save:
-                state = {**sums.state(), **adjoints.state(), "explained": torch.tensor(explained)}
-                begun[0].save(begun[1], state, position + 1)
-        return {**sums.state(), "explained": torch.tensor(explained)}
+            unexplained |= not curvature.explains_statistics
+            yield Sums(sums.state(), {"unexplained": unexplained}, adjoints.state(), position + 1)
 
     def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
         """Return the adjoints of the trained weights and statistics."""
@@ -289,15 +266,14 @@ class _Sums:
 
 
 @dataclass(frozen=True, eq=False)
-class InfluencePieces(PlannedPieces):
-    """The pass as pieces for workers: a block of rows each.
+class InfluenceWork(RunWork):
+    """The pass in pieces: a block of rows each.
 
     Attributes:
-        problem: What is wanted, without an executor.
+        problem: What is wanted.
     """
 
     problem: InfluenceProblem
-    plan: DifferentiationPlan = field(kw_only=True)
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
@@ -309,46 +285,22 @@ class InfluencePieces(PlannedPieces):
         """The pass of all inputs."""
         return InfluencePass(self.problem, self.net)
 
-    def piece(self, place: Place) -> dict[str, Tensor]:
+    @property
+    def pieces(self) -> list[Piece]:
+        """The blocks."""
+        whole = self.whole
+        name = f"influence-{fingerprint(self.plan, whole.numbers_per_row, whole.rows_per_block)}"
+        return [Piece(f"{name}-{number}", (number,), self.problem.truncate) for number in range(len(whole.blocks))]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the sums of a block."""
+        return 8 * self.whole.rows_per_block * self.whole.numbers_per_row * self.problem.trajectory.num_points
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        return self.problem.identity()
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Go through the run with the rows of a block."""
-        return self.whole.part(place[0])
-
-
-def run_pass(work: InfluencePass) -> dict[str, Tensor]:
-    """Go through the run, here or by the workers of an executor, and return the sums of all inputs."""
-    problem, options = work.problem, work.problem.options
-    name = f"influence-{fingerprint(work.net.plan, work.numbers_per_row, work.rows_per_block)}"
-    pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
-    if options.executor is None:
-        parts = _parts_here(work, pieces)
-    else:
-        alone = replace(problem, options=replace(options, executor=None, progress=False, checkpoint=None))
-        num_bytes = work.rows_per_block * work.numbers_per_row * 8 * problem.trajectory.num_points
-        parts = results_of(InfluencePieces(alone, plan=work.net.plan), pieces, options, problem.identity, num_bytes)
-    is_hidden = options.executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "influence", unit="piece", shown=not is_hidden) as bar:
-        found = []
-        for part in parts:
-            found.append(part)
-            bar.update()
-    device = problem.X.device
-    sums = {name: torch.cat([part[name] for part in found]).to(device) for name in ("values", "norms")}
-    return {**sums, "explained": torch.stack([part["explained"] for part in found]).all()}
-
-
-def _parts_here(work: InfluencePass, pieces: list[Piece]) -> Generator[dict[str, Tensor], None, None]:
-    problem, options = work.problem, work.problem.options
-    stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
-    total = len(pieces) * problem.truncate
-    with progress_bar(total, "influence", unit="step", shown=options.progress) as bar:
-        for piece in pieces:
-            found = {} if stored is None else stored.load(piece.name)[0]
-            if found:
-                bar.update(problem.truncate)
-                yield found
-                continue
-            part = work.part(piece.place[0], bar, (stored, piece.name + _BEGUN))
-            if stored is not None:
-                stored.save(piece.name, part, 1)
-                stored.remove([piece.name + _BEGUN])
-            yield part
+        yield from self.whole.part(place[0], saved)

@@ -1,7 +1,6 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Unpack
@@ -19,11 +18,9 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.plans import integration_points, panel_points
-from epk_gp.core.show import Displayed, Entry, ProgressBar, Summary, count, kind_of, progress_bar
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained, network_outputs
-from epk_gp.distributed.job import Place
-from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import number_row, place_table, shown_places
@@ -33,80 +30,32 @@ from epk_gp.kernel_machine.certification import (
     certificate_entries,
     coarsest_dtype,
     describe_findings,
+    integral_sums,
     sum_tolerance,
     warn_if_uncertified,
 )
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.paths import (
     WeightPath,
-    lines_of_stretch,
-    num_segments,
     path_identity,
     require_integrable,
     straight,
     stretch_of,
+    stretches_of,
 )
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.work.run import RunWork, run
+from epk_gp.work.sums import Piece, Place, Sums
 
+_ALL = -1  # place of a piece that has all panels
 
-class ReconstructionSums:
-    """What steps add to the outputs of some points, and what their integrals left.
-
-    Args:
-        num_points: Number n of points.
-        num_outputs: Number C of outputs.
-        record: What the integrals left: nothing yet.
-        mismatches: The differences of steps from recorded ones: none yet.
-
-    Attributes:
-        total: What the steps add to the outputs, (n, C) float64.
-        sizes: Sum of its terms' absolute values, (n, C).
-        residuals: Sum of the residuals of each point, (n,).
-        evaluations: Gradients evaluated, over all points.
-    """
-
-    def __init__(
-        self, num_points: int, num_outputs: int, record: IntegrationRecord, mismatches: StepMismatches
-    ) -> None:
-        self.total = torch.zeros(num_points, num_outputs, dtype=torch.float64)
-        self.sizes, self.residuals = torch.zeros_like(self.total), torch.zeros(num_points, dtype=torch.float64)
-        self.record, self.mismatches, self.evaluations = record, mismatches, 0.0
-
-    def to(self, device: torch.device) -> "ReconstructionSums":
-        """Move the sums to a device."""
-        self.total, self.sizes, self.residuals = (x.to(device) for x in (self.total, self.sizes, self.residuals))
-        return self
-
-    def merge(self, other: "ReconstructionSums", rows: Int64[Tensor, " rows"]) -> None:
-        """Add what other steps add to some of the points."""
-        self.total[rows] += other.total
-        self.sizes[rows] += other.sizes
-        self.residuals[rows] += other.residuals
-        self.record.merge(other.record)
-        self.mismatches.merge(other.mismatches)
-        self.evaluations += other.evaluations
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything as tensors, for a file."""
-        numbers = torch.tensor([self.evaluations], dtype=torch.float64)
-        own = {"total": self.total, "sizes": self.sizes, "residuals": self.residuals, "evaluations": numbers}
-        return own | self.record.state() | self.mismatches.state()
-
-    def load(self, state: dict[str, Tensor]) -> "ReconstructionSums":
-        """Take everything from a file."""
-        self.total, self.sizes, self.residuals = (
-            state[name].to(self.total) for name in ("total", "sizes", "residuals")
-        )
-        self.evaluations = float(state["evaluations"])
-        self.record.load(state)
-        self.mismatches.load(state)
-        return self
+_OF_POINTS = ("total", "sizes", "residuals")  # what each point has for itself
 
 
 @dataclass(frozen=True, eq=False)
-class ReconstructionPieces(PlannedPieces):
-    """A reconstruction as pieces: a panel of points, and a range of steps.
+class ReconstructionWork(RunWork):
+    """A reconstruction: panels of points, and ranges of steps. One piece has all panels where no piece is kept.
 
     Ranges of steps begin where chords do. Steps with momentum, and those of averaged weights, cannot be replayed from
     the middle of a run: all of them are one range, and the points are divided into more panels.
@@ -114,85 +63,102 @@ class ReconstructionPieces(PlannedPieces):
     Attributes:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
-        options: How to compute, without an executor.
+        memory_budget: Bytes.
+        is_apart: Whether each panel goes along the run by itself.
     """
 
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
-    options: ComputeOptions
-
-    @classmethod
-    def of(cls, net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> "ReconstructionPieces":
-        """Return the pieces of a reconstruction."""
-        own = replace(options, executor=None, progress=False, checkpoint=None)
-        return cls(kernel, X, own, plan=net.plan)
+    memory_budget: int
+    is_apart: bool
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
         """The run, and inputs that go through its network."""
         return self.kernel.trajectory, self.X
 
-    def piece(self, place: Place) -> dict[str, Tensor]:
-        """Sum a range of steps at the points of a panel."""
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces, panel by panel."""
+        name, steps, is_one = self.named("steps"), range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
+        return [
+            Piece(f"{name}-{panel}-{number}", (panel, number), len(steps[r]), "" if is_one else f"{name}-{panel}")
+            for panel in (range(len(self.panels)) if self.is_apart else [_ALL])
+            for number, r in enumerate(self.ranges)
+        ]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the sums of a panel."""
+        return 8 * len(self.panels[0]) * (2 * self.kernel.trajectory.num_outputs + 1)
+
+    def identity(self) -> str:
+        """Fingerprint of everything on which the sums depend."""
+        kernel = self.kernel
+        return fingerprint(
+            "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, self.X,
+            *path_identity(kernel.path),
+        )  # fmt: skip
+
+    def rows(self, panel: int) -> Int64[Tensor, " rows"]:
+        """Return the points of a panel, or all."""
+        return torch.arange(len(self.X), device=self.X.device) if panel == _ALL else self.panels[panel]
+
+    def nothing(self, num_points: int) -> Sums:
+        """Return sums of no steps."""
+        zeros = self.X.new_zeros(num_points, self.kernel.trajectory.num_outputs, dtype=torch.float64)
+        return Sums({"total": zeros, "sizes": zeros.clone(), "residuals": zeros[:, 0].clone()})
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Walk along a range of steps, and sum what they add at the points of a panel."""
         panel, number = place
-        (sums,) = self.sum_steps(self.ranges[number], [self.panels[panel]])
-        return sums.state()
-
-    def new_sums(self, num_points: int) -> ReconstructionSums:
-        """Return sums of nothing."""
-        trajectory, rule = self.kernel.trajectory, self.kernel.rule
-        record = IntegrationRecord(rule, max(1, self._num_segments))
-        mismatches = StepMismatches(coarsest_dtype(trajectory, self._outputs))
-        return ReconstructionSums(num_points, trajectory.num_outputs, record, mismatches).to(self.X.device)
-
-    def sum_steps(
-        self, steps: slice, panels: Sequence[Tensor], bar: ProgressBar | None = None
-    ) -> list[ReconstructionSums]:
-        """Walk along some steps, and sum what they add at the points of each panel (row numbers)."""
         kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
-        found = [self.new_sums(len(rows)) for rows in panels]
+        X, panels = (self.X, self.panels) if panel == _ALL else (self.X[self.panels[panel]], [slice(None)])
+        sums = saved if saved.steps and not has_memory(trajectory) else self.nothing(len(X))
         path, start, change = PredictedPath(trajectory), None, None
-        for replayed in replayed_steps(trajectory, net.model, self.X, steps):
-            is_amplified = found[0].mismatches.add(trajectory, net.model, replayed)
+        begin = self.ranges[number].start + sums.steps
+        ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
+        largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
+        dtype, done = coarsest_dtype(trajectory, self._outputs), sums.steps
+        yield sums
+        for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
+            mismatches, index = StepMismatches(dtype), replayed.step.index
+            is_amplified = mismatches.add(trajectory, net.model, replayed)
+            ratios[index] = mismatches.ratio
+            largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
             if is_amplified:  # the rounding is a part of the sum
-                end = flat_weights(trajectory.trained, replayed.step.index + 1, self.X)
+                end = flat_weights(trajectory.trained, index + 1, self.X)
                 replayed = replace(replayed, d=end - replayed.w)
             w, d = _replayed_step(net, kernel, path, replayed)
             start, change = (w, d) if start is None or change is None else (start, change + d)
-            index = replayed.step.index
             if index == stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
-                self._integrate_stretch(start, change, found, panels)
+                self._integrate_stretch(start, change, sums, X, panels)
                 start, change = None, None
-            if bar is not None:
-                bar.update()
-        return found
+                sums.steps = done + index + 1 - begin
+                yield sums
 
     def _integrate_stretch(
         self,
         start: Float[Tensor, " PQ"],
         change: Float[Tensor, " PQ"],
-        found: Sequence[ReconstructionSums],
-        panels: Sequence[Tensor],
+        sums: Sums,
+        X: Shaped[Tensor, "m ..."],
+        panels: Sequence[Tensor | slice],
     ) -> None:
-        """Add what one stretch of the path adds at the points of each panel."""
-        kernel, net, half = self.kernel, self.net, self.options.memory_budget // 2  # the other half is the panel's
-        for _, w, d in lines_of_stretch(kernel.path, net.model, start, change):
-            segment = WeightSegment(net, w, d, kernel.head, half)
-            for sums, rows in zip(found, panels, strict=True):
-                integral = integrate(segment, self.X[rows], kernel.rule, self._num_segments)
-                sums.total += integral.total
-                sums.residuals += integral.residual
-                sums.sizes += integral.total.abs()
-                sums.record.add(integral)
-                sums.evaluations += float(integral.evaluations.sum())
+        """Add what one stretch of the path adds at some points, panel by panel."""
+        kernel, half = self.kernel, self.memory_budget // 2  # the other half is the panel's
+        segment, num_stretches = WeightSegment(self.net, start, change, kernel.head, half), len(self._stretches)
+        for rows in panels:
+            integral = integrate(segment, X[rows], kernel.rule, num_stretches)
+            for name, value in zip(_OF_POINTS, (integral.total, integral.total.abs(), integral.residual), strict=True):
+                sums.added[name][rows] += value
+            sums.merge(integral_sums(integral, kernel.rule, num_stretches))
 
     @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:
         """The points of each panel."""
         C, (n, *_), point = self.kernel.trajectory.num_outputs, self.X.shape, self.X[0].nbytes
-        size = integration_points(
-            self.options.memory_budget, self.kernel.rule.typical_nodes, point, C * self._outputs.itemsize
-        )
+        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, C * self._outputs.itemsize)
         if len(self.ranges) == 1:
             size = min(size, panel_points(n, point))
         return list(torch.arange(n, device=self.X.device).split(size))
@@ -205,46 +171,15 @@ class ReconstructionPieces(PlannedPieces):
             return [slice(0, trajectory.num_steps)]
         return step_ranges(trajectory.num_steps, every=self.kernel.path.every)
 
-    def identity(self) -> str:
-        """Fingerprint of everything on which the sums depend."""
-        kernel = self.kernel
-        return fingerprint(
-            "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.options.memory_budget, self.X,
-            *path_identity(kernel.path),
-        )  # fmt: skip
-
     @cached_property
-    def _num_segments(self) -> int:
+    def _stretches(self) -> list[range]:
         """Straight lines of the path, which share the rule's tolerance."""
-        return num_segments(self.kernel.path, self.net.model, self.kernel.trajectory.num_steps)
+        return stretches_of(self.kernel.path, self.kernel.trajectory.num_steps)
 
     @property
     def _outputs(self) -> Float[Tensor, "0 C"]:
         """Outputs of no points."""
         return torch.empty(0, self.kernel.trajectory.num_outputs, dtype=self.net.model.spec.dtype)
-
-
-def sum_over_steps(
-    net: PlannedModel, kernel: PathKernel, X: Shaped[Tensor, "n ..."], options: ComputeOptions
-) -> ReconstructionSums:
-    """Sum what all steps add to the outputs at n points."""
-    pieces = ReconstructionPieces.of(net, kernel, X, options)
-    total = pieces.new_sums(len(X))
-    if options.executor is None and options.checkpoint is None:
-        with progress_bar(kernel.trajectory.num_steps, "reconstruction", unit="step", shown=options.progress) as bar:
-            for steps in pieces.ranges:
-                for rows, sums in zip(pieces.panels, pieces.sum_steps(steps, pieces.panels, bar), strict=True):
-                    total.merge(sums, rows)
-        return total
-    places = [(panel, number) for number in range(len(pieces.ranges)) for panel in range(len(pieces.panels))]
-    num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
-    results = pieces.results("steps", places, options, pieces.identity, num_bytes)
-    with closing(results), progress_bar(len(places), "reconstruction", unit="piece", shown=options.progress) as bar:
-        for (panel, _), state in zip(places, results, strict=True):
-            rows = pieces.panels[panel]
-            total.merge(pieces.new_sums(len(rows)).load(state), rows)
-            bar.update()
-    return total
 
 
 def _replayed_step(
@@ -360,8 +295,8 @@ def reconstruct(
         X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken, or each chord's.
-        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations,
-            and for `manhattan()`. `layerwise()` is for attributions: without their samples there is nothing to sum.
+        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations.
+            `layerwise()` is for attributions: without their samples there is nothing to sum.
         options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
             `executor`; see `ComputeOptions`.
 
@@ -384,21 +319,29 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     trajectory, head = kernel.trajectory, kernel.head
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
-    sums, steps = sum_over_steps(net, kernel, X, options), max(1, trajectory.num_steps)
-    outputs = (initial + sums.total).to(initial.dtype)
-    terms = initial.abs().double() + network.abs() + sums.sizes
+    is_apart = options.executor is not None or options.checkpoint is not None
+    work = ReconstructionWork(kernel, X, options.memory_budget, is_apart, plan=net.plan)
+    sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)
+    for piece, found in run(work, options, "reconstruction"):
+        rows = work.rows(piece.place[0])
+        for name in _OF_POINTS:
+            sums.added[name][rows] += found.added.pop(name)
+        sums.merge(found)
+    record, outputs = IntegrationRecord.of(sums), (initial + sums.added["total"]).to(initial.dtype)
+    ratios = sums.largest["mismatch_ratios"]
+    terms = initial.abs().double() + network.abs() + sums.added["sizes"]
     return Reconstruction(
         outputs=outputs,
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=sums.record.max_residual,
-        total_residual=float(sums.residuals.max()),
-        evaluations=sums.evaluations / len(X) / steps,
-        max_step_mismatch=sums.mismatches.largest,
-        residual_ratio=sums.record.residual_ratio,
-        mismatch_ratio=sums.mismatches.ratio,
-        worst_step=sums.mismatches.worst_step,
+        max_residual=record.max_residual,
+        total_residual=float(sums.added["residuals"].max()),
+        evaluations=record.evaluations / len(X) / steps,
+        max_step_mismatch=float(sums.largest["mismatch"]),
+        residual_ratio=record.residual_ratio,
+        mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
+        worst_step=int(ratios.argmax()) if len(ratios) else -1,
         error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial), terms, steps),
-        statuses=dict(sums.record.statuses),
+        statuses=record.statuses,
     )

@@ -1,22 +1,22 @@
 """Retraining: a recorded run with other weights of its samples, many of them at once."""
 
 import hashlib
-from collections.abc import Generator, Iterator
-from contextlib import closing
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.averages import averaged_trajectory
 from epk_gp.core.checks import validate_finite, validate_integer
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
-from epk_gp.core.options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.options import MEMORY_BUDGET, ComputeSettings, parse_options
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
 from epk_gp.core.replay import passes_of
 from epk_gp.core.show import (
@@ -30,7 +30,6 @@ from epk_gp.core.show import (
     count,
     kind_of,
     number,
-    progress_bar,
     warn_uncertified,
 )
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
@@ -44,13 +43,11 @@ from epk_gp.core.trajectory import (
     validate_trajectory,
 )
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.certification import step_mismatches
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedStep, StackedTraining
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.kept import require_same_run
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.run import RunWork, run
+from epk_gp.work.sums import Piece, Place, Sums
 
 
 def retrained_run(
@@ -288,15 +285,18 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     validate_trajectory(trajectory)
     rows = _parse_weights(trajectory, weights)
     require_replays(trajectory)
-    problem = _Problem(trajectory, rows, _runs_at_once(trajectory, parsed.memory_budget), parsed)
+    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    work = RetrainingWork(trajectory, rows, _runs_at_once(net, trajectory, parsed.memory_budget), plan=net.plan)
+    states, found = list[Tensor](), Sums()
     with outside_autocast():
-        found = list(_results(problem))
-    states = torch.cat([part["states"] for part in found]).to(rows.device)
-    difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
-    holds_statistics = any(bool(part["holds_statistics"]) for part in found)
+        for _, sums in run(work, parsed, "retraining"):
+            states.append(sums.added.pop("states"))
+            found.merge(sums)
+    difference, ratio = found.largest["difference"].tolist()
+    holds_statistics = bool(found.largest["holds_statistics"])
     law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
     doubts = tuple(step_mismatches(trajectory, law).findings)
-    result = Retraining(trajectory, states, rows, difference, ratio, holds_statistics, doubts, law.clipping)
+    result = Retraining(trajectory, torch.cat(states), rows, difference, ratio, holds_statistics, doubts, law.clipping)
     if not result.certified:
         warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
     return result
@@ -328,8 +328,7 @@ def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "*m M"]) -> Fl
     return rows.to(device=trajectory.device, dtype=torch.float64)
 
 
-def _runs_at_once(trajectory: Trajectory, budget: int) -> int:
-    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+def _runs_at_once(net: PlannedModel, trajectory: Trajectory, budget: int) -> int:
     batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
     graph = net.model.signature.graph
     num_rows = max(batches, default=1) if graph is None else graph.num_nodes
@@ -337,71 +336,39 @@ def _runs_at_once(trajectory: Trajectory, budget: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
-    """What is trained again.
+class RetrainingWork(RunWork):
+    """What is trained again: a piece is some runs that are computed together. It begins anew if it is interrupted.
 
     Attributes:
         trajectory: The run.
         weights: The weights of the samples, (m, M).
         runs_at_once: Number of runs that are computed together.
-        options: How to compute.
     """
 
     trajectory: Trajectory
     weights: Float[Tensor, "m M"]
     runs_at_once: int
-    options: ComputeOptions
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and its inputs."""
+        return self.trajectory, self.trajectory.inputs
 
-    @cached_property
-    def blocks(self) -> list[Tensor]:
-        """The runs that are computed together, (m',) each."""
-        return list(torch.arange(len(self.weights)).split(self.runs_at_once))
+    @property
+    def pieces(self) -> list[Piece]:
+        """The runs that are computed together."""
+        count, name = math.ceil(len(self.weights) / self.runs_at_once), self.named("runs")
+        return [Piece(f"{name}-{number}", (number,), self.trajectory.num_steps) for number in range(count)]
 
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.trajectory)
-
-    def piece(self, place: Place) -> dict[str, Tensor]:
-        """Train the runs of a block."""
-        return StackedTraining(self.trajectory).end(self.weights[self.blocks[place[0]]])
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the weights of some runs."""
+        return 8 * self.trajectory.num_weights * min(self.runs_at_once, len(self.weights))
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the runs depend."""
         return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
 
-
-def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:
-    """Train all blocks, here or by workers."""
-    options, pieces = problem.options, [Piece(f"runs-{k}", (k,)) for k in range(len(problem.blocks))]
-    if options.executor is None:
-        parts = _parts_here(problem, pieces)
-    else:
-        alone = replace(problem, options=replace(options, executor=None, progress=False, checkpoint=None))
-        num_bytes = 8 * problem.trajectory.num_weights * len(problem.blocks[0])
-        parts = results_of(alone, pieces, options, problem.identity, num_bytes)
-    is_hidden = options.executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "retraining", unit="piece", shown=not is_hidden) as bar:
-        for part in parts:
-            yield part
-            bar.update()
-
-
-def _parts_here(problem: _Problem, pieces: list[Piece]) -> Generator[dict[str, Tensor], None, None]:
-    options = problem.options
-    stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
-    trainer = StackedTraining(problem.trajectory)
-    total = len(pieces) * problem.trajectory.num_steps
-    with progress_bar(total, "retraining", unit="step", shown=options.progress) as bar:
-        for piece in pieces:
-            found = {} if stored is None else stored.load(piece.name)[0]
-            if not found:
-                found = trainer.end(problem.weights[problem.blocks[piece.place[0]]], bar)
-                if stored is not None:
-                    stored.save(piece.name, found, 1)
-            else:
-                bar.update(problem.trajectory.num_steps)
-            yield found
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Train some runs."""
+        yield from StackedTraining(self.trajectory).end(self.weights.split(self.runs_at_once)[place[0]])

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.replay import PassData, passes_of
-from epk_gp.core.show import ProgressBar
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
+from epk_gp.work.sums import Sums
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.
@@ -74,37 +74,31 @@ class StackedTraining:
             self._maps = False  # it computes convolutions with weights of their own by copies
         self._holds_statistics = False  # whether moving statistics moved between the passes, as recorded
 
-    def end(self, weights: Float[Tensor, "m M"], bar: ProgressBar | None = None) -> dict[str, Tensor]:
-        """Train with these weights of the samples.
+    def end(self, weights: Float[Tensor, "m M"]) -> Iterator[Sums]:
+        """Train with these weights of the samples, and yield after every step; the last sums are the result.
+
+        They are `states`, the weights and moving statistics of all runs at the end, (m, P + Q), averaged as those of
+        the trajectory are; `difference`, by how much a run with all weights 1 misses the recorded weights, at most, and
+        by norms relative to the way that they went; and `holds_statistics`, whether moving statistics were moved by
+        other passes than those of the steps, which moves are as recorded.
 
         Args:
             weights: The weights.
-            bar: A progress bar of steps.
-
-        Returns:
-            `states`, the weights and moving statistics of all runs at the end, (m, P + Q), averaged as those of the
-            trajectory are; and `difference`, by how much a run with all weights 1 misses the recorded weights, at
-            most, and by norms relative to the way that they went; and `holds_statistics`, whether moving statistics
-            were moved by other passes than those of the steps, which moves are as recorded.
         """
         trajectory, P = self.trajectory, self.net.num_weights
         states = flat_state(self.law.trajectory, 0, trajectory.inputs).expand(len(weights) + 1, -1)
         averages = states[:, :P].clone() if trajectory.average is not None else None
-        for made in self.steps(weights):
+        for number, made in enumerate(self.steps(weights), 1):
             states = made.states
             if averages is not None and trajectory.average is not None:
                 share = float(trajectory.average.coefficients[made.step.index])
                 averages = torch.lerp(averages, states[:, :P], share)
-            if bar is not None:
-                bar.update()
+            yield Sums(steps=number)
         if averages is not None:
             states = torch.cat([averages, states[:, P:]], dim=1)
-        held = torch.tensor(self._holds_statistics)
-        return {
-            "states": states[1:].clone(),
-            "difference": self.difference(states[0], trajectory),
-            "holds_statistics": held,
-        }
+        difference, held = self.difference(states[0], trajectory), torch.tensor(self._holds_statistics)
+        largest = {"difference": difference, "holds_statistics": held}
+        yield Sums({"states": states[1:].clone()}, largest, steps=trajectory.num_steps)
 
     def difference(self, replayed: Float[Tensor, " PQ"], trajectory: Trajectory) -> Float[Tensor, " 2"]:
         """Return by how much a state misses the last one of a run, at most, and by norms relative to the way of that.

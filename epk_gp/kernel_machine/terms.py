@@ -13,7 +13,6 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
@@ -22,7 +21,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.paths import LayerwisePath, lines_of_stretch, num_segments
+from epk_gp.quadrature.paths import LayerwisePath, stretches_of
 from epk_gp.quadrature.status import QuadratureStatus
 
 
@@ -124,7 +123,7 @@ class AttributionProblem:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         classes: One output per input, or None for all C.
-        options: How to compute.
+        memory_budget: Bytes.
         net: The network in the computation's dtype, with its plan.
         cost: Decides the representations of layer Jacobians.
         columns: Place in the flat weights of each entry of dense layer Jacobians, (P,).
@@ -133,7 +132,7 @@ class AttributionProblem:
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
-    options: ComputeOptions
+    memory_budget: int
     net: PlannedModel
     cost: ContractionCost
     columns: Int64[Tensor, " P"]
@@ -151,7 +150,7 @@ class AttributionProblem:
     @property
     def memory(self) -> MemoryPlan:
         """Turns the budget into block sizes."""
-        return self.net.memory_plan(self.options.memory_budget)
+        return self.net.memory_plan(self.memory_budget)
 
     @property
     def advice(self) -> str:
@@ -206,7 +205,7 @@ def make_problem(
     kernel: PathKernel,
     X: Shaped[Tensor, "n ..."],
     classes: Int64[Tensor, " n"] | None,
-    options: ComputeOptions,
+    memory_budget: int,
 ) -> AttributionProblem:
     """Prepare an attribution; the arguments were validated by `parse_problem`."""
     cost = ContractionCost(
@@ -217,7 +216,7 @@ def make_problem(
     )
     columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
     classes = None if classes is None else classes.to(X.device)
-    return AttributionProblem(kernel, X.detach(), classes, options, net, cost, columns)
+    return AttributionProblem(kernel, X.detach(), classes, memory_budget, net, cost, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +227,6 @@ class IntegratedLine:
         problem: The predictions.
         rows: Which N of the points.
         segment: The line.
-        part: Which part of the state moves along it.
         integral: The nodes of each point, and what they sum up to.
         max_rows: Nodes evaluated at a time.
     """
@@ -236,14 +234,8 @@ class IntegratedLine:
     problem: AttributionProblem
     rows: Int64[Tensor, " N"]
     segment: WeightSegment
-    part: slice
     integral: Integral
     max_rows: int
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether any weights move along it."""
-        return bool(self.part.start < self.problem.net.model.num_weights)
 
     def node_batches(self) -> Iterator[NodeBatch]:
         """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
@@ -260,8 +252,8 @@ class IntegratedLine:
 
 def integrate_stretch(
     problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int
-) -> Iterator[IntegratedLine]:
-    """Choose the nodes of some points on a stretch of the path, line by line.
+) -> IntegratedLine:
+    """Choose the nodes of some points on a stretch of the path.
 
     Args:
         problem: The predictions.
@@ -272,19 +264,16 @@ def integrate_stretch(
     """
     X, net, kernel = problem.X[rows], problem.net, problem.kernel
     w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
-    share = num_segments(kernel.path, net.model, problem.trajectory.num_steps)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
-    for part, start, direction in lines_of_stretch(kernel.path, net.model, w, end - w):
-        segment = WeightSegment(net, start, direction, kernel.head, problem.options.memory_budget)
-        if isinstance(kernel.path, LayerwisePath):
-            yield _layerwise_line(problem, segment, part, rows, max(2, size - size % 2))
-        else:
-            integral = integrate(segment, X, kernel.rule, share)
-            yield IntegratedLine(problem, rows, segment, part, integral, size)
+    segment = WeightSegment(net, w, end - w, kernel.head, problem.memory_budget)
+    if isinstance(kernel.path, LayerwisePath):
+        return _layerwise_line(problem, segment, rows, max(2, size - size % 2))
+    integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, problem.trajectory.num_steps)))
+    return IntegratedLine(problem, rows, segment, integral, size)
 
 
 def _layerwise_line(
-    problem: AttributionProblem, segment: WeightSegment, part: slice, rows: Int64[Tensor, " N"], max_rows: int
+    problem: AttributionProblem, segment: WeightSegment, rows: Int64[Tensor, " N"], max_rows: int
 ) -> IntegratedLine:
     """Evaluate some points at both ends of a stretch, every operation with its mean derivative between them.
 
@@ -317,7 +306,7 @@ def _layerwise_line(
         num_intervals=ones,
         status=ones * QuadratureStatus.CONVERGED,
     )
-    return IntegratedLine(problem, rows, segment, part, integral, max_rows)
+    return IntegratedLine(problem, rows, segment, integral, max_rows)
 
 
 def averaged_statistics_jacobian(
@@ -325,7 +314,7 @@ def averaged_statistics_jacobian(
 ) -> Float[Tensor, "K N Q"]:
     """Average the outputs' gradients in the moving statistics over a line, at the nodes of those in the weights.
 
-    With Phi the gradients in the weights, averaged over the same nodes, of a line on which all of them move,
+    With Phi the gradients in the weights, averaged over the same nodes,
 
         <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = line.integral.total.
 
@@ -518,7 +507,7 @@ class StepResiduals:
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
         places = {state - 1: place for place, state in enumerate(ends)}
-        max_rows = weight_rows(problem.options.memory_budget, outputs.element_size(), model.num_weights)
+        max_rows = weight_rows(problem.memory_budget, outputs.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
         keeps_all = keeps and leaves_residuals(trajectory, outputs)

@@ -15,7 +15,6 @@ from epk_gp.autodiff.representations import LeftFactor
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
-from epk_gp.kernel_machine.certification import PassProgress
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     Emit,
@@ -26,6 +25,7 @@ from epk_gp.kernel_machine.terms import (
     integrate_stretch,
     leaves_residuals,
 )
+from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import stretches_of
 
 
@@ -88,10 +88,11 @@ def vanilla_gd_pass(
     layer_parts: Sequence[int],
     steps: slice,
     emit: Emit,
-    progress: PassProgress,
     points_per_block: int,
-) -> None:
+) -> Iterator[tuple[Integral, int]]:
     """Go through steps of a run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>.
+
+    Yields the integral of each stretch, and its number of steps, when it is done.
 
     In less than float64 the rounding of a step is what its integral leaves over the samples' contributions; that of a
     chord belongs to its last step.
@@ -101,7 +102,6 @@ def vanilla_gd_pass(
         layer_parts: The part of the network that each layer's Jacobian belongs to (`parts_of_layers`).
         steps: Which steps; they begin and end where chords do.
         emit: Called with every contribution.
-        progress: How far the pass is; what is done is left out.
         points_per_block: Largest number of points that are computed together.
 
     Raises:
@@ -112,8 +112,8 @@ def vanilla_gd_pass(
     layers_of_parts = [
         [layer for layer, part in enumerate(layer_parts) if part == number] for number in range(max(layer_parts) + 1)
     ]
-    for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps)[progress.done :]:
-        (line,) = integrate_stretch(problem, stretch, rows, points_per_block)
+    for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps):
+        line = integrate_stretch(problem, stretch, rows, points_per_block)
         total = problem.select_outputs(line.integral.total, rows)
         changes = total.new_zeros(len(stretch), *total.shape)
         for term in _sample_terms(line, stretch, layers_of_parts, points_per_block):
@@ -124,7 +124,7 @@ def vanilla_gd_pass(
             emit(WeightsContribution(s, rows, total if len(stretch) == 1 else change))
         if leaves_residuals(trajectory, total):
             emit(UnexplainedContribution(stretch[-1], rows, (total - changes.sum(dim=0)).unsqueeze(2)))
-        progress.advance([line.integral], None, is_last=False, num_steps=len(stretch))
+        yield line.integral, len(stretch)
 
 
 def vanilla_gd_points(problem: AttributionProblem) -> int:

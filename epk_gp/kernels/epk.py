@@ -133,7 +133,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         path: Along which test copies move. `chords(every=k)` evaluates them once for k steps: another kernel of the
-            run, positive semi-definite as well. Features are not sketched along Manhattan paths.
+            run, positive semi-definite as well.
         normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
@@ -155,8 +155,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     Raises:
         TypeError: `outputs`, `rule`, `path`, `normalize` or `active_dims` is of the wrong kind, or an option is
             unknown.
-        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, features are asked for
-            along a Manhattan path, or `active_dims` are not as many columns as the points need.
+        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, or
+            `active_dims` are not as many columns as the points need.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def kernel_sketch(kernel: PathKernel, features: int | None, nodes: int, seed: in
 
     Raises:
         TypeError: A number is not whole.
-        ValueError: A number is too small, the run is a path of averaged weights, or the kernel has a Manhattan path.
+        ValueError: A number is too small, or the run is a path of averaged weights.
     """
     if features is None:
         return None

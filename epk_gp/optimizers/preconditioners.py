@@ -13,7 +13,7 @@ schedules are common factors and drop out.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,7 +21,26 @@ from torch import Tensor
 
 Memory = tuple[Tensor, ...]
 Options = Mapping[str, Any]
-Scale = Callable[[Memory, Tensor, Tensor, Options], tuple[Tensor, Memory]]
+Fields = Callable[[Options], tuple[str, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a scale depends on beside what the optimizer keeps; flat tensors with any leading dimensions.
+
+    Attributes:
+        h: As above.
+        w: The weights before the step.
+        count: Number of the step, from 1 on; one number, or one per weight.
+        options: The options of the optimizer.
+        shape: Shape of the parameter, where its weights share what their scales are made of.
+    """
+
+    h: Tensor
+    w: Tensor
+    count: Tensor
+    options: Options
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -29,18 +48,21 @@ class Preconditioner:
     """The scale of an optimizer's coefficients.
 
     Attributes:
-        scale: Maps what the optimizer keeps before a step, h, the number of the step (from 1 on) and the options to the
-            scale, and to what is kept after the step; entry by entry, on tensors of any one shape.
+        scale: Maps what the optimizer keeps before a step and the step's inputs to the scale, and to what is kept
+            after the step.
         initial: Returns what each of the kept tensors holds before the first step.
         fields: Returns the names of the coefficients that are proportional to the scale.
         replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
             optimizer decides by signs: the derivative is right, steps on other gradients are not.
+        sizes: Returns the lengths of the kept tensors for a parameter's shape, where the scale of a weight depends on
+            other weights of its parameter; None where it is computed entry by entry.
     """
 
-    scale: Scale
+    scale: Callable[[Memory, Inputs], tuple[Tensor, Memory]]
     initial: Callable[[Options], tuple[float, ...]]
-    fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
+    fields: Fields = lambda options: ("lr", "momentum_lr")
     replays: bool = True
+    sizes: Callable[[torch.Size], tuple[int, ...]] | None = None
 
 
 def _sqrt(v: Tensor) -> Tensor:
@@ -53,7 +75,8 @@ def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
     return decay * kept + (1 - decay) * value
 
 
-def _adam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _adam(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, count, options = step.h, step.count, step.options
     v = _average(memory[0], h * h, options["betas"][1])
     used, memory = v, (v, *memory[1:])
     if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
@@ -62,24 +85,28 @@ def _adam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[T
     return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
 
 
-def _radam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _radam(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, count, options = step.h, step.count, step.options
     beta2 = options["betas"][1]
     v = _average(memory[0], h * h, beta2)
     rho = 2 / (1 - beta2) - 1 - 2 * count * beta2**count / (1 - beta2**count)
     return torch.where(rho > 5, 1 / (_sqrt(v) + options["eps"]), 1.0), (v,)
 
 
-def _adamax(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _adamax(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, options = step.h, step.options
     u = torch.maximum(options["betas"][1] * memory[0], h.abs() + options["eps"])
     return 1 / u, (u,)
 
 
-def _sparse_adam(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _sparse_adam(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, options = step.h, step.options
     v = _average(memory[0], h * h, options["betas"][1])
     return 1 / (_sqrt(v) + options["eps"]), (v,)
 
 
-def _rmsprop(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _rmsprop(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, options = step.h, step.options
     used = v = _average(memory[0], h * h, options["alpha"])
     mean = memory[1]
     if options["centered"]:
@@ -88,74 +115,26 @@ def _rmsprop(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Te
     return 1 / (_sqrt(used) + options["eps"]), (v, mean)
 
 
-def _adagrad(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _adagrad(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, options = step.h, step.options
     total = memory[0] + h * h
     return 1 / (_sqrt(total) + options["eps"]), (total,)
 
 
-def _adadelta(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+def _adadelta(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, options = step.h, step.options
     squares, deltas = memory
     squares = _average(squares, h * h, options["rho"])
     scale = ((deltas + options["eps"]) / (squares + options["eps"])).sqrt()
     return scale, (squares, _average(deltas, (scale * h) ** 2, options["rho"]))
 
 
-def _rprop(memory: Memory, h: Tensor, _: Tensor, __: Options) -> tuple[Tensor, Memory]:
-    return torch.where(h == 0, 1.0, 1 / h.abs()), memory
+def _rprop(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    return torch.where(step.h == 0, 1.0, 1 / step.h.abs()), memory
 
 
-_ADAM = Preconditioner(_adam, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
-_ONE = lambda options: (0.0,)  # noqa: E731
-
-PRECONDITIONERS: dict[str, Preconditioner] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "NAdam": _ADAM,
-    "RAdam": Preconditioner(_radam, _ONE),
-    "Adamax": Preconditioner(_adamax, _ONE),
-    "SparseAdam": Preconditioner(_sparse_adam, _ONE),
-    "RMSprop": Preconditioner(
-        _rmsprop,
-        lambda options: (0.0, 0.0),
-        # with momentum the optimizer divides the gradient before it enters the buffer
-        lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
-    ),
-    "Adagrad": Preconditioner(_adagrad, lambda options: (float(options["initial_accumulator_value"]),)),
-    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
-    "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
-}
-
-# The options that any scale or its fields depend on; of the betas it is the second.
-_SCALE_OPTIONS = (
-    *("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay"),
-    "initial_accumulator_value",
-)
-
-# Rules whose coefficients do not depend on the gradients.
-LINEAR_RULES = frozenset({"SGD", "ASGD"})
-
-
-@dataclass(frozen=True)
-class CoupledPreconditioner:
-    """The scale of an optimizer's coefficients where the weights of one parameter share it.
-
-    Attributes:
-        scale: Maps what the optimizer keeps, h, the weights, the number of the step, the options and the parameter's
-            shape to the scale, and to what is kept after the step; on flat tensors with any leading dimensions.
-        sizes: Returns the lengths of the kept tensors, for the parameter's shape; they hold 0 before the first step.
-        fields: As of a `Preconditioner`.
-        replays: As of a `Preconditioner`.
-    """
-
-    scale: Callable[[Memory, Tensor, Tensor, Tensor, Options, torch.Size], tuple[Tensor, Memory]]
-    sizes: Callable[[torch.Size], tuple[int, ...]]
-    fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
-    replays: bool = True
-
-
-def _adafactor(
-    memory: Memory, h: Tensor, w: Tensor, count: Tensor, options: Options, shape: torch.Size
-) -> tuple[Tensor, Memory]:
+def _adafactor(memory: Memory, step: Inputs) -> tuple[Tensor, Memory]:
+    h, w, count, options, shape = step.h, step.w, step.count, step.options, step.shape
     eps1, eps2 = map(float, options["eps"])
     share = count ** float(options["beta2_decay"])
     if len(shape) > 1:
@@ -178,34 +157,72 @@ def _root_mean_square(value: Tensor) -> Tensor:
     return _sqrt(value.square().mean(dim=-1, keepdim=True))
 
 
-COUPLED: dict[str, CoupledPreconditioner] = {
-    "Adafactor": CoupledPreconditioner(
+_ADAM = Preconditioner(_adam, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
+_ONE = lambda options: (0.0,)  # noqa: E731
+
+PRECONDITIONERS: dict[str, Preconditioner] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "NAdam": _ADAM,
+    "RAdam": Preconditioner(_radam, _ONE),
+    "Adamax": Preconditioner(_adamax, _ONE),
+    "SparseAdam": Preconditioner(_sparse_adam, _ONE),
+    "RMSprop": Preconditioner(
+        _rmsprop,
+        lambda options: (0.0, 0.0),
+        # with momentum the optimizer divides the gradient before it enters the buffer
+        lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
+    ),
+    "Adagrad": Preconditioner(_adagrad, lambda options: (float(options["initial_accumulator_value"]),)),
+    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
+    "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
+    "Adafactor": Preconditioner(
         _adafactor,
-        lambda shape: (
+        lambda options: (0.0, 0.0),
+        lambda options: ("lr",),
+        sizes=lambda shape: (
             (shape[:-1].numel(), shape.numel() // max(1, shape[-2])) if len(shape) > 1 else (max(1, shape.numel()),)
         ),
-        lambda options: ("lr",),
-    )
+    ),
 }
+
+# The options that any scale or its fields depend on; of the betas it is the second.
+_SCALE_OPTIONS = (
+    *("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay"),
+    "initial_accumulator_value",
+)
+
+# Rules whose coefficients do not depend on the gradients.
+LINEAR_RULES = frozenset({"SGD", "ASGD"})
 
 
 @dataclass(frozen=True, eq=False)
-class PreconditionedPart:
-    """Neighbouring weights, each of which a preconditioner scales by its own numbers alone.
+class Part:
+    """Weights that a preconditioner scales: neighbours, each by its own numbers alone, or those of one parameter.
 
     Attributes:
         preconditioner: The preconditioner.
         options: The options of its optimizer.
         columns: Which of the flat weights.
         parameters: Which of the L parameters.
-        is_coupled: Whether the scale of a weight depends on other weights.
+        shape: Shape of the parameter, if it is one.
     """
 
     preconditioner: Preconditioner
     options: Options
     columns: slice
     parameters: slice
-    is_coupled: ClassVar[bool] = False
+    shape: torch.Size
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the scale of a weight depends on other weights."""
+        return self.preconditioner.sizes is not None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the coefficients that are proportional to the scale."""
+        return self.preconditioner.fields(self.options)
 
     def scale(
         self, memory: Memory, h: Float[Tensor, "... p"], w: Float[Tensor, "... p"], count: Tensor
@@ -218,81 +235,34 @@ class PreconditionedPart:
             w: The weights before the step.
             count: Number of the step; one number, or one per weight.
         """
-        return self.preconditioner.scale(memory, h, count, self.options)
+        return self.preconditioner.scale(memory, Inputs(h, w, count, self.options, self.shape))
 
     def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
         """Return what the optimizer keeps of these weights before the first step."""
-        like = reference[..., self.columns]
-        return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
+        like, values = reference[..., self.columns], self.preconditioner.initial(self.options)
+        sizes = self.preconditioner.sizes
+        if sizes is None:
+            return tuple(torch.full_like(like, value) for value in values)
+        lengths = sizes(self.shape)
+        return tuple(like.new_full((*like.shape[:-1], n), value) for n, value in zip(lengths, values, strict=False))
 
     def kept(self, before: Memory, after: Memory, moved: Bool[Tensor, " p"]) -> Memory:
         """Return what the optimizer keeps if it passed over the weights that did not move."""
+        if self.is_coupled:
+            return after if bool(moved.any()) else before
         return tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
 
     def joined(self, following: "Part") -> "Part | None":
         """Return one part in place of this and the following one; None where they are not scaled as one."""
-        if self.columns.stop != following.columns.start or self.options is not following.options:
-            return None  # not side by side, or of another parameter group
+        if self.is_coupled or self.columns.stop != following.columns.start or self.options is not following.options:
+            return None  # not entry by entry, not side by side, or of another parameter group
         columns = slice(self.columns.start, following.columns.stop)
         return replace(self, columns=columns, parameters=slice(self.parameters.start, following.parameters.stop))
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the coefficients that are proportional to the scale."""
-        return self.preconditioner.fields(self.options)
-
-
-@dataclass(frozen=True, eq=False)
-class CoupledPart:
-    """The weights of one parameter, which share what their scales are made of; methods as of a `PreconditionedPart`.
-
-    Attributes:
-        preconditioner: The preconditioner.
-        options: The options of its optimizer.
-        columns: Which of the flat weights.
-        parameters: Which of the L parameters: one.
-        shape: Its shape.
-        is_coupled: Whether the scale of a weight depends on other weights.
-    """
-
-    preconditioner: CoupledPreconditioner
-    options: Options
-    columns: slice
-    parameters: slice
-    shape: torch.Size
-    is_coupled: ClassVar[bool] = True
-
-    def scale(
-        self, memory: Memory, h: Float[Tensor, "... p"], w: Float[Tensor, "... p"], count: Tensor
-    ) -> tuple[Tensor, Memory]:
-        """Return the scale of these weights, and what the optimizer keeps of them after the step."""
-        return self.preconditioner.scale(memory, h, w, count, self.options, self.shape)
-
-    def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
-        """Return what the optimizer keeps of these weights before the first step."""
-        leading = reference.shape[:-1]
-        return tuple(reference.new_zeros(*leading, size) for size in self.preconditioner.sizes(self.shape))
-
-    def kept(self, before: Memory, after: Memory, moved: Bool[Tensor, " p"]) -> Memory:
-        """Return what the optimizer keeps; it moves the whole parameter or passes over it."""
-        return after if bool(moved.any()) else before
-
-    def joined(self, following: "Part") -> "Part | None":
-        """Return None: two parameters share no scale."""
-        return None
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the coefficients that are proportional to the scale."""
-        return self.preconditioner.fields(self.options)
-
-
-Part = PreconditionedPart | CoupledPart
 
 
 def scale_options(rule: str, options: Options) -> dict[str, Any]:
     """Return the options that a rule's scale depends on."""
-    names = [name for name in _SCALE_OPTIONS if name in options and (rule in PRECONDITIONERS or rule in COUPLED)]
+    names = [name for name in _SCALE_OPTIONS if name in options and rule in PRECONDITIONERS]
     return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in names}
 
 
@@ -306,12 +276,8 @@ def part_of(rule: str, options: Options, columns: slice, number: int, shape: tor
         number: Which of the L parameters.
         shape: Its shape.
     """
-    parameters = slice(number, number + 1)
-    if rule in COUPLED:
-        return CoupledPart(COUPLED[rule], options, columns, parameters, shape)
-    if rule in PRECONDITIONERS:
-        return PreconditionedPart(PRECONDITIONERS[rule], options, columns, parameters)
-    return None
+    own = PRECONDITIONERS.get(rule)
+    return None if own is None else Part(own, options, columns, slice(number, number + 1), shape)
 
 
 def with_eps(options: Options, eps: float) -> Options:

@@ -1,24 +1,31 @@
 """Drawings of maps over a plane."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.patheffects as effects
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.contour import ContourSet
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from scipy.interpolate import RectBivariateSpline, RegularGridInterpolator
 from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
+from torch import Tensor
 
-from epk_gp.plots.common import Numbers, as_numpy, class_name, plain, require_shape
-from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL
+from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.plots.common import Numbers, as_numpy, class_labels, class_name, plain, require_names, require_shape
+from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL, new_figure, styled
 
+_MAX_POINTS = 600  # training points drawn on the maps of a figure
+_MOST_COLUMNS = 6  # of a legend of one row
+_COORDINATES = ("$x_1$", "$x_2$")
 _FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
 _LEVELS = 12  # shades, about
 _BLUR = 0.012  # of the side: the width over which the steps of a boundary between nodes are rounded off
@@ -84,7 +91,7 @@ def uncertainty_map(
     require_shape("values", z, (len(y), len(x)))
     classes = None if labels is None else as_numpy("labels", labels)
     borders = None if boundary is None else _Borders(x, y, as_numpy("boundary", boundary))
-    _require_names(names, classes, None if borders is None else borders.classes)
+    require_names(names, classes, None if borders is None else borders.classes)
     if regions is None:
         fine = _interpolated(x, y, z)
     elif borders is None:
@@ -168,6 +175,66 @@ def map_handles(
     ]
     line = Line2D([], [], color=INK, linewidth=1.2, label="decision boundary of the network")
     return [*handles, line] if boundary else handles
+
+
+@styled
+def map_figure(
+    m: UncertaintyMap,
+    labels: Shaped[Tensor, "M ..."],
+    axis_names: tuple[str, str] = _COORDINATES,
+    *,
+    plane: str = "",
+    names: Sequence[str] | None = None,
+) -> Figure:
+    """Draw the misclassification probability, its standard deviation, the entropy and the kernel over a plane.
+
+    Args:
+        m: The map.
+        labels: Targets of the training points, which give their colours if they are classes.
+        axis_names: Names of the two directions.
+        plane: Which plane is shown, and what the other coordinates are there.
+        names: Names of the classes, in order.
+    """
+    panels = (
+        (1 - m.probability, "probability that the network's class is wrong", "probability", m.network_class),
+        (m.std, "standard deviation of that probability", "standard deviation", None),
+        (m.entropy, "entropy of the expected probabilities", "nats", None),
+        (m.kernel, "kernel value k(x, x)", "relative to the training points' mean", None),
+    )
+    stride = math.ceil(len(m.training) / _MAX_POINTS)
+    classes = class_labels(labels)
+    shown = None if classes is None else classes[::stride]
+    figure = new_figure(7.1 if plane else 6.8)
+    axes = figure.subplots(2, 2, sharex=True, sharey=True)
+    for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
+        uncertainty_map(
+            ax,
+            m.x,
+            m.y,
+            values,
+            title=title,
+            points=m.training[::stride],
+            labels=shown,
+            boundary=m.boundary_classes,
+            regions=regions,
+            colorbar_label=unit,
+            limits=(0.0, float(values.max())),  # white is 0: a map of almost equal values is all of one shade
+            names=names,
+            legend=False,
+        )
+        ax.set(xlabel="", ylabel="")
+    words = [name if name in _COORDINATES else plain(name) for name in axis_names]
+    for ax in axes[1]:
+        ax.set_xlabel(words[0])
+    for ax in axes[:, 0]:
+        ax.set_ylabel(words[1])
+    if plane:
+        figure.suptitle(plain(plane), x=0.01, ha="left", fontsize=SMALL)
+    if shown is not None:
+        handles = map_handles(shown, names=names)
+        columns = len(handles) if len(handles) <= _MOST_COLUMNS else math.ceil(len(handles) / 2)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
+    return figure
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
@@ -282,14 +349,6 @@ def _require_even(name: str, grid: np.ndarray) -> None:
 
 def _describe(grid: np.ndarray) -> str:
     return f"{len(grid)} coordinates that are not" if grid.ndim == 1 else f"shape {grid.shape}"
-
-
-def _require_names(names: Sequence[str] | None, *of_classes: np.ndarray | None) -> None:
-    largest = max((int(classes.max()) for classes in of_classes if classes is not None and classes.size), default=-1)
-    if names is not None and largest >= len(names):
-        raise ValueError(
-            f"names must name each class: got {len(names)} names for classes up to {largest}. Add the others."
-        )
 
 
 def _draw_boundary(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:

@@ -1,14 +1,31 @@
-"""Drawings of a run as a whole: reliability, detection of other inputs, targets, and the kernel matrix."""
+"""Pictures of a run as a whole: reliability, other inputs, targets, the kernel matrix, and the kernel machine."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from epk_gp.plots.common import Numbers, as_numpy, plain, require_shape
-from epk_gp.plots.style import COLORMAP, EXACT, GREY, OUT_OF_DISTRIBUTION, SIGNED, SMALL
+from epk_gp.core.losses import Head
+from epk_gp.kernel_machine.reconstruct import Reconstruction
+from epk_gp.plots.common import OUTPUT_NAMES, Numbers, as_numpy, plain, require_shape, short
+from epk_gp.plots.style import (
+    COLORMAP,
+    EXACT,
+    GREY,
+    OUT_OF_DISTRIBUTION,
+    PALETTE,
+    REST,
+    SIGNED,
+    SMALL,
+    new_figure,
+    styled,
+)
 
+_IDENTITY = "identity"
+_MARKERS = "osD^v"
 _ROOM = 40  # characters of all groups' names that stand beside each other below a matrix
 
 
@@ -159,3 +176,127 @@ def spectrum(ax: Axes, values: Float[Numbers, " n"]) -> Axes:
     ax.semilogy(ranks[drawn], shares[drawn], color=EXACT, marker=".", markersize=4, linewidth=1)
     ax.set(xlabel="number of the eigenvalue", ylabel="share of the sum")
     return ax
+
+
+def reconstruction_differences(
+    ax: Axes,
+    network: Float[Numbers, "*shape"],
+    machine: Float[Numbers, "*shape"],
+    *,
+    label: str = "kernel machine",
+) -> Axes:
+    """Draw kernel machine minus network, to scale, against the network's outputs: an exact machine lies on the line 0.
+
+    Call it once per rule to compare rules in one figure, the coarsest first.
+
+    Args:
+        ax: Axes to draw into.
+        network: Outputs of the trained network, of any shape.
+        machine: Outputs of the kernel machine, in the same order.
+        label: Label of `machine` in the legend, such as the name of the quadrature rule.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: The two shapes differ, or there is no output, or an output is not finite.
+    """
+    x, y = compared_outputs(network, machine)
+    if not any(line.get_gid() == _IDENTITY for line in ax.lines):
+        ax.axhline(0, color=GREY, linewidth=1, zorder=1, gid=_IDENTITY)
+    scatter_outputs(ax, x, y - x, f"{label}: largest {short(np.abs(y - x).max())}")
+    ax.set(xlabel="network output", ylabel="kernel machine − network")
+    ax.legend(loc="best", fontsize=SMALL)
+    return ax
+
+
+def reconstruction_errors(
+    ax: Axes,
+    network: Float[Numbers, "*shape"],
+    machine: Float[Numbers, "*shape"],
+    *,
+    label: str = "kernel machine",
+) -> Axes:
+    """Draw the size of the kernel machine's errors on a logarithmic axis, against the network's outputs.
+
+    The band at the bottom is what float64 cannot represent: half a unit in the last place of the largest output. An
+    error of exactly 0 is drawn inside the band. Call it once per rule to compare rules in one figure.
+
+    Args:
+        ax: Axes to draw into.
+        network: Outputs of the trained network, of any shape.
+        machine: Outputs of the kernel machine, in the same order.
+        label: Label of `machine` in the legend, such as the name of the quadrature rule.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: The two shapes differ, or there is no output, or an output is not finite.
+    """
+    x, y = compared_outputs(network, machine)
+    error = np.abs(y - x)
+    floor = np.finfo(np.float64).eps / 2 * max(float(np.abs(x).max()), np.finfo(np.float64).tiny)
+    if not any(patch.get_gid() == _IDENTITY for patch in ax.patches):
+        words = "below the rounding of float64"
+        ax.axhspan(floor / 30, floor, color=REST, linewidth=0, zorder=0, gid=_IDENTITY, label=words)
+    scatter_outputs(ax, x, error.clip(min=floor / 5), f"{label}: largest {short(error.max())}")
+    ax.set(yscale="log", xlabel="network output", ylabel="|kernel machine − network|")
+    ax.set_ylim(floor / 30, None)
+    few_decades(ax)
+    ax.legend(loc="center right", fontsize=SMALL)
+    return ax
+
+
+def few_decades(ax: Axes) -> None:
+    """Mark every few decades of a logarithmic ordinate, written as 1e−6."""
+    ax.yaxis.set_major_locator(LogLocator(numticks=7))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def compared_outputs(network: Numbers, machine: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outputs of network and kernel machine in one row each.
+
+    Raises:
+        ValueError: The two shapes differ, or there is no output, or an output is not finite.
+    """
+    x, y = as_numpy("network", network), as_numpy("machine", machine)
+    if x.shape != y.shape:
+        raise ValueError(
+            f"network and machine must have one shape: got {x.shape} and {y.shape}. Pass the same points and outputs."
+        )
+    if x.size == 0:
+        raise ValueError("network must hold at least one output: got none. Pass one test point or more.")
+    return x.ravel(), y.ravel()
+
+
+def scatter_outputs(ax: Axes, x: np.ndarray, y: np.ndarray, label: str) -> None:
+    """Draw points with the next colour and mark; the last ones to come are on top."""
+    index = len(ax.collections)
+    ax.scatter(
+        x, y, s=16, color=PALETTE[index % len(PALETTE)], marker=_MARKERS[index % 5], alpha=0.75, linewidth=0, zorder=2,
+        label=plain(label),
+    )  # fmt: skip
+
+
+@styled
+def reconstruction_figure(machines: Sequence[tuple[str, Reconstruction]], head: Head | None = None) -> Figure:
+    """Draw what kernel machines leave of the network's outputs: in full, and its size on a logarithmic axis.
+
+    Args:
+        machines: Name and kernel machine, from the coarsest rule to the finest.
+        head: What the outputs are, for the names of the axes.
+    """
+    words = "output" if head is None else OUTPUT_NAMES[head]
+    figure = new_figure(3.7)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    for name, machine in machines:
+        reconstruction_differences(left, machine.network, machine.outputs, label=name)
+        reconstruction_errors(right, machine.network, machine.outputs, label=name)
+    left.set(title="kernel machine − network, to scale", xlabel=f"{words} of the network", ylabel="")
+    right.set(title="its size, on a logarithmic axis", xlabel=f"{words} of the network", ylabel="")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    for ax in (left, right):
+        ax.get_legend().remove()
+    return figure

@@ -4,16 +4,9 @@ Any path from w_0 through recorded states to w_S gives an exact kernel machine (
 terms of a prediction differ, their sum does not (docs/theory.md, section 11).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from epk_gp.core.checks import validate_count
-from epk_gp.core.model import FunctionalModel
 
 
 @dataclass(frozen=True)
@@ -50,19 +43,6 @@ class ChordPath:
 
 
 @dataclass(frozen=True)
-class ManhattanPath:
-    """Every step moves the weights of one module after another, in the order of the network's parameters.
-
-    Moving statistics are moved last, all together. A step costs as much as one straight step for each module.
-    """
-
-    @property
-    def every(self) -> int:
-        """Steps that one stretch of the path stands for."""
-        return 1
-
-
-@dataclass(frozen=True)
 class LayerwisePath:
     """No path of the weights: between every k-th state, every operation's inputs move on a straight line of their own.
 
@@ -89,7 +69,7 @@ class LayerwisePath:
         validate_count(self.every, "every")
 
 
-WeightPath = StraightPath | ChordPath | ManhattanPath | LayerwisePath
+WeightPath = StraightPath | ChordPath | LayerwisePath
 
 
 def straight() -> StraightPath:
@@ -110,11 +90,6 @@ def chords(every: int) -> ChordPath:
     return ChordPath(every)
 
 
-def manhattan() -> ManhattanPath:
-    """Weights move one module at a time; see `ManhattanPath`."""
-    return ManhattanPath()
-
-
 def layerwise(every: int = 1) -> LayerwisePath:
     """Derivatives averaged operation by operation between every k-th state; see `LayerwisePath`.
 
@@ -132,7 +107,7 @@ def validate_path(path: object) -> None:
     """Raise if an object is not a path.
 
     Raises:
-        TypeError: The object is neither straight steps, nor chords, nor a Manhattan or a layerwise path.
+        TypeError: The object is neither straight steps, nor chords, nor a layerwise path.
     """
     if not isinstance(path, WeightPath):
         raise TypeError(f"path must be a path such as epk_gp.straight() or epk_gp.chords(every=20): got {path!r}.")
@@ -161,51 +136,6 @@ def stretch_of(path: WeightPath, step: int, num_steps: int) -> range:
     return range(first, min(first + path.every, num_steps))
 
 
-def moved_parts(path: WeightPath, model: FunctionalModel) -> list[slice]:
-    """List the parts of a state, weights and moving statistics behind them, that are moved one after another.
-
-    One part is the whole state, unless the path is a Manhattan path: there each module's own parameters are one, which
-    follow one another in the flat weights, and the moving statistics are the last.
-    """
-    P, Q = model.num_weights, model.num_statistics
-    if not isinstance(path, ManhattanPath):
-        return [slice(0, P + Q)]
-    named = zip(model.names, model.sizes, strict=True)
-    parts, first = [], 0
-    for _, members in groupby(named, key=lambda entry: entry[0].rpartition(".")[0]):
-        last = first + sum(size for _, size in members)
-        parts.append(slice(first, last))
-        first = last
-    return [*parts, slice(P, P + Q)] if Q else parts
-
-
-def num_segments(path: WeightPath, model: FunctionalModel, num_steps: int) -> int:
-    """Count the straight lines that the path consists of."""
-    return len(moved_parts(path, model)) * len(stretches_of(path, num_steps))
-
-
-def lines_of_stretch(
-    path: WeightPath, model: FunctionalModel, start: Float[Tensor, " n"], change: Float[Tensor, " n"]
-) -> Iterator[tuple[slice, Float[Tensor, " n"], Float[Tensor, " n"]]]:
-    """Yield the straight lines of a stretch: which part of the state moves, where from, and how far.
-
-    Args:
-        path: The path.
-        model: The network.
-        start: The state at the start of the stretch, (P,) or (P + Q,).
-        change: What the stretch adds to it.
-    """
-    parts = moved_parts(path, model)
-    for part in parts:
-        if len(parts) == 1:
-            yield part, start, change
-            return
-        direction = torch.zeros_like(change)
-        direction[part] = change[part]
-        yield part, start, direction
-        start = start + direction
-
-
 def require_integrable(path: WeightPath, what: str) -> None:
     """Raise if a path has no line on which something could be integrated.
 
@@ -218,6 +148,6 @@ def require_integrable(path: WeightPath, what: str) -> None:
     """
     if isinstance(path, LayerwisePath):
         raise ValueError(
-            f"{what} integrates along a path of the weights, straight(), chords(every=k) or manhattan(): got "
+            f"{what} integrates along a path of the weights, straight() or chords(every=k): got "
             f"layerwise(every={path.every}), which is for attributions."
         )

@@ -10,16 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.step import SeenRows, Step, fingerprint_step
+from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.kept import read_chunks, stored_run
-from epk_gp.storage.matrices import matrix_bytes
-from epk_gp.storage.pass_tables import PassTables
-from epk_gp.storage.passes import ContentInMemory, PackedPasses, pack_passes, packed_bytes, packed_steps, validate_pass
+from epk_gp.storage.chunks import matrix_bytes
+from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.stored import StoredStates, stored_steps
+from epk_gp.storage.states import StoredStates, read_chunks, stored_run
 from epk_gp.storage.training_state import WEIGHTS, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
@@ -49,8 +47,8 @@ class TensorArena:
         return block[used:end].view(value.shape).copy_(value.detach())
 
 
-# Bytes of a step from which on it is hashed and packed in a thread of its own, beside the next step of the training:
-# 1 ms for each MB that is hashed, 5 ms for each that is packed. Fewer are not worth the change of threads.
+# Bytes of a step from which on it is hashed in a thread of its own, beside the next step of the training: 1 ms for each
+# MB. Fewer are not worth the change of threads.
 _IN_BACKGROUND = 1 << 18
 
 
@@ -69,24 +67,11 @@ class StepResult:
     statistics: Float[Tensor, " Q"] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Finished:
-    """What is made of a step after it was recorded.
-
-    Attributes:
-        digest: Digest of the run up to the step.
-        passes: Its packed passes; None if it has none, or they are packed already.
-    """
-
-    digest: str
-    passes: tuple[PassTables, Tensor] | None
-
-
 class RunHistory:
     """The steps recorded so far, and the results of those that are in memory.
 
-    A step is hashed, and its passes are packed, after it was appended: at once if it is small, else in another thread
-    until the next one is appended, or until anything is asked that depends on it.
+    A step is hashed after it was appended: at once if it is small, else in another thread until the next one is
+    appended, or until anything is asked that depends on it.
     """
 
     def __init__(
@@ -102,8 +87,7 @@ class RunHistory:
         self._digests = {len(self._steps) - 1: digest}
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: tuple[int, Future[_Finished]] | None = None
-        self._is_in_thread = False  # whether another thread is at the pending step
+        self._pending: tuple[int, Future[str]] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -112,13 +96,8 @@ class RunHistory:
 
     @property
     def steps(self) -> list[Step]:
-        """Learning rate, batch and forward passes of each step; the passes are packed, in memory or on disk."""
-        self.settle()
+        """Learning rate, batch and forward passes of each step; the passes lie in memory or on disk."""
         return self._steps
-
-    def packed_steps(self, first: int) -> list[Step]:
-        """Return the steps from number `first` on, but for the last one if it is still packed in another thread."""
-        return self._steps[first : self.num_steps - 1] if self._is_in_thread else self.steps[first:]
 
     @property
     def last(self) -> StepResult:
@@ -137,47 +116,40 @@ class RunHistory:
         update: UpdateCoefficients,
         statistics: Float[Tensor, " Q"] | None = None,
     ) -> None:
-        """Add a step and copies of its results.
+        """Add copies of a step and of its results.
 
         Raises:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
         """
         self.settle()
-        if not isinstance(step.passes, PackedPasses):
-            for forward in step.passes:
-                validate_pass(forward)
+        for forward in step.passes:
+            validate_pass(forward)
         copy_in, index = self._arena.copy_in, self.num_steps
         after = None if statistics is None else copy_in(statistics)
         update = update.map(copy_in)
         result = StepResult(copy_in(end), update, after)
-        step = step if step.batch is None else replace(step, batch=copy_in(step.batch))
-        finish = partial(_finish, self._digests[index - 1], step, result, update)
-        job: Future[_Finished] = Future()
-        self._is_in_thread = _num_bytes(step, result, update) >= _IN_BACKGROUND
-        if self._is_in_thread:
+        on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
+        step = replace(step, passes=on_cpu).map(copy_in)
+        hashing = partial(fingerprint_step, self._digests[index - 1], step, update, result.end, after)
+        job: Future[str] = Future()
+        if sum(value.nbytes for value in (result.end, *update.tensors())) + pass_bytes(step.passes) >= _IN_BACKGROUND:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
-            job = self._thread.submit(finish)
+            job = self._thread.submit(hashing)
         else:
-            job.set_result(finish())
+            job.set_result(hashing())
         self._results[index], self._pending = result, (index, job)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self._steps.append(step)
 
     def settle(self) -> None:
-        """Wait until the last step is hashed and packed."""
+        """Wait until the last step is hashed."""
         if self._pending is None:
             return
         index, job = self._pending
         if index < self.num_steps:
-            finished = job.result()
-            step = self._steps[index]
-            if finished.passes is not None:
-                tables, content = finished.passes
-                step = packed_steps([step], tables, ContentInMemory(self._arena.copy_in(content)))[0]
-            self._digests[index] = finished.digest
-            self._steps[index] = step
-        self._pending, self._is_in_thread = None, False
+            self._digests[index] = job.result()
+        self._pending = None
 
     def replace_steps(self, first: int, steps: Sequence[Step]) -> None:
         """Put steps that are on disk in the place of the same steps in memory, from number `first` on."""
@@ -226,20 +198,6 @@ class RunHistory:
             self._thread = None
 
 
-def _finish(before: str, step: Step, result: StepResult, update: UpdateCoefficients) -> _Finished:
-    packed = pack_passes([step]) if step.passes and not isinstance(step.passes, PackedPasses) else None
-    return _Finished(fingerprint_step(before, step, update, result.end, result.statistics), packed)
-
-
-def _num_bytes(step: Step, result: StepResult, update: UpdateCoefficients) -> int:
-    """Return how many bytes of a step are to be hashed or packed."""
-    tensors = [result.end, *update.tensors()]
-    if not isinstance(step.passes, PackedPasses):
-        for part in (part for forward in step.passes for part in vars(forward).values()):
-            tensors += [part] if isinstance(part, Tensor) else vars(part).values() if isinstance(part, SeenRows) else []
-    return sum(value.nbytes for value in tensors)
-
-
 class CommitSchedule:
     """The commits of one run.
 
@@ -285,9 +243,8 @@ class CommitSchedule:
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
-        packed = self._history.packed_steps(self._num_counted)
-        self._pass_bytes += sum(packed_bytes(step) for step in packed)
-        self._num_counted += len(packed)
+        self._pass_bytes += sum(pass_bytes(step.passes) for step in self._history.steps[self._num_counted :])
+        self._num_counted = self._num_completed
         if self._writer.schema.thins:
             self._history.thin(self._num_completed, self._writer.schema)
         waiting = self._num_completed - self.num_committed
@@ -308,7 +265,7 @@ class CommitSchedule:
         matrices = 0 if update is None else matrix_bytes(update)
         diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
         statistics = 0 if result.statistics is None else result.statistics.nbytes
-        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.stored_dtype.itemsize
+        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.dtype.itemsize
         return (count - first) * (diagonals + statistics) + states
 
     def commit(self) -> None:

@@ -35,9 +35,9 @@ from epk_gp.recording.optimizer import GroupWatch
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import Clip, TrainingSetup, make_setup, parse_step_rules, validate_end
 from epk_gp.recording.validation import parse_batch, parse_batch_weight
-from epk_gp.storage.kept import with_computed_states
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
+from epk_gp.storage.states import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
 
@@ -71,11 +71,7 @@ def open_folder(
         ValueError: The run that is resumed is damaged, or another one.
     """
     net, model = setup.net, setup.model
-    full = (
-        setup.header()
-        | thinning_header(storage, folder)
-        | {"compression": storage.compression, "check_every": setup.rules.check_every}
-    )
+    full = setup.header() | thinning_header(storage, folder) | {"check_every": setup.rules.check_every}
     full["modules"] = module_names(net)
     if resume and is_run(folder):
         recorded, writer = resume_run(folder, full, net, setup.loss, training, output=model.signature.output)

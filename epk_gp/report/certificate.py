@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from epk_gp.kernel_machine.attribute import CertifiedTerms
@@ -30,37 +30,22 @@ class Certificate:
     @classmethod
     def of(cls, result: CertifiedTerms) -> "Certificate":
         """Return the certificate of one attribution."""
-        return cls(
-            max_error=result.max_error,
-            error_tolerance=result.error_tolerance,
-            max_residual=result.max_residual,
-            residual_ratio=result.residual_ratio,
-            max_step_mismatch=result.max_step_mismatch,
-            mismatch_ratio=result.mismatch_ratio,
-            worst_step=result.worst_step,
-            evaluations=result.evaluations,
-            statuses=result.statuses,
-            unexplained_share=result.unexplained_share,
-            run_findings=result.run_findings,
-        )
+        return cls(**{field.name: getattr(result, field.name) for field in fields(cls)})
 
     def merged(self, other: "Certificate") -> "Certificate":
         """Return the certificate of both: an error stands beside the tolerance that it was held against."""
         shares = [c.max_error / c.error_tolerance for c in (self, other)]
         sums = self if larger(*shares) is shares[0] else other
         steps = self if larger(self.mismatch_ratio, other.mismatch_ratio) is self.mismatch_ratio else other
+        names = ("max_residual", "residual_ratio", "max_step_mismatch", "evaluations", "unexplained_share")
         return Certificate(
             max_error=sums.max_error,
             error_tolerance=sums.error_tolerance,
-            max_residual=larger(self.max_residual, other.max_residual),
-            residual_ratio=larger(self.residual_ratio, other.residual_ratio),
-            max_step_mismatch=larger(self.max_step_mismatch, other.max_step_mismatch),
             mismatch_ratio=steps.mismatch_ratio,
             worst_step=steps.worst_step,
-            evaluations=larger(self.evaluations, other.evaluations),
             statuses=Counter(self.statuses) + Counter(other.statuses),
-            unexplained_share=larger(self.unexplained_share, other.unexplained_share),
             run_findings=self.run_findings or other.run_findings,
+            **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
 
     @property

@@ -1,206 +1,229 @@
-"""The content of a report, as the page takes it: numbers, texts and pictures."""
+"""The content of a report, as the page takes it: numbers, texts and pictures; and the same content with less detail."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.core.losses import Head
-from epk_gp.core.show import count
-from epk_gp.quadrature.paths import ChordPath, LayerwisePath, ManhattanPath, StraightPath
-from epk_gp.report.card import run_card
-from epk_gp.report.certainty import Certainty, band, certainty, scores_of
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.influence import Influence
+from epk_gp.provenance import versions
 from epk_gp.report.certificate import describe_certificate
-from epk_gp.report.divisions import Divisions, divide
-from epk_gp.report.explanations import Asked, Explanations, explain
-from epk_gp.report.fixed_point import significant
-from epk_gp.report.inputs import Appearance, appearance, describe_cut, show
-from epk_gp.report.kernel import reason_without_kernel
-from epk_gp.report.overview import expected_classes, overview, samples_of_overview
+from epk_gp.report.explanations import Divisions, Explanations, is_margin, shorten, significant
+from epk_gp.report.overview import expected_classes, samples_of_overview
+from epk_gp.report.points import Appearance, Certainty
 from epk_gp.report.request import ReportRequest
-from epk_gp.report.views import is_margin, shorten
 
-VERSION = 1
+VERSION = 1  # of the content that the page's scripts read
+
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
-_PATHS = {
-    StraightPath: "straight steps",
-    ChordPath: "straight lines, each over {steps}",
-    ManhattanPath: "one module after another, in each step",
-    LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
-}
+_MAX_PARAMETERS = 60  # more are counted, not listed
+_UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options that are no arithmetic
+_SAMPLES_NAMED = "samples named"  # the row of the card after which it says what is left out
+
+Rows = list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Detail:
-    """How much of the views a report holds.
+def report_content(
+    request: ReportRequest,
+    title: str | None,
+    divisions: Divisions,
+    found: Explanations,
+    sure: Certainty,
+    look: Appearance,
+    *,
+    overview: dict[str, Any],
+    influence: Influence | None,
+    suspects: LabelErrors | None,
+    how: Rows,
+) -> dict[str, Any]:
+    """Return all that a report can hold; `how` says how it was made."""
+    points = [_point(request, number, found, sure, look) for number in range(len(request.points))]
+    content: dict[str, Any] = {
+        "version": VERSION,
+        "title": title or f"Report of run {request.trajectory.digest[:12]}",
+        "quantum": found.quantum,
+        "outputs": {
+            "head": request.head,
+            "name": _OUTPUT_NAMES[request.head],
+            "classes": list(request.class_names),
+            "are_classes": request.is_classifier,
+            "probabilities_of": sure.source,
+        },
+        "layers": list(divisions.layers),
+        "ranges": [list(ends) for ends in divisions.ranges],
+        "card": run_card(request.trajectory, how),
+        "certificate": describe_certificate(
+            found.certificate, len(found.outputs), found.largest_rounding * found.quantum, influence
+        ),
+        "samples": {"count": request.trajectory.num_points, "shown": {}},
+        "points": points,
+        "overview": overview,
+    }
+    expected = expected_classes(suspects)
+    content["samples"]["shown"] = {
+        str(index): _sample(request, look, index, expected) for index in sorted(_named(content))
+    }
+    return content
 
-    Attributes:
-        pairs: Whether it holds the views of one layer and one range of steps.
+
+def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
+    """Return a content without the views of one layer and one range, which says so in its card.
+
+    Args:
+        content: All that a report can hold.
         top: Number of samples named of either sign, in all views but those of all layers and steps.
+        most: This number in the content.
     """
+    left = "the views of one layer and one range of steps are left out"
+    if top < most:
+        left += f", and the views of one layer or one range name {top} samples of either sign"
+    *sections, report = content["card"]
+    place = 1 + [name for name, _ in report["rows"]].index(_SAMPLES_NAMED)
+    row = ["left out to keep the file small", f"{left}; the sums of the rest still add up"]
+    rows = [*report["rows"][:place], row, *report["rows"][place:]]
+    points = []
+    for point in content["points"]:
+        kept = {}
+        for output, explanation in point["explanations"].items():
+            views = {key: view for key, view in explanation["views"].items() if is_margin(key)}
+            views |= {key: shorten(view, top) for key, view in views.items() if key != "*|*"}
+            kept[output] = explanation | {"views": views}
+        points.append(point | {"explanations": kept})
+    less = content | {"card": [*sections, report | {"rows": rows}], "points": points}
+    named = _named(less)
+    shown = {index: sample for index, sample in content["samples"]["shown"].items() if int(index) in named}
+    return less | {"samples": content["samples"] | {"shown": shown}}
 
-    pairs: bool
-    top: int
+
+def _named(content: dict[str, Any]) -> set[int]:
+    """Return every training sample that a view or the overview names."""
+    explained = (explanation for point in content["points"] for explanation in point["explanations"].values())
+    views = (view for explanation in explained for view in explanation["views"].values())
+    named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
+    return named | samples_of_overview(content["overview"])
 
 
-class ReportContent:
-    """Everything that a report can hold, from which documents of less detail are made.
-
-    Raises:
-        TypeError, ValueError: As `write_report`.
-    """
-
-    def __init__(self, request: ReportRequest) -> None:
-        settings = request.settings
-        self.request = request
-        self.look: Appearance = appearance(request.trajectory, settings.names, settings.decode)
-        self.divisions: Divisions = divide(request.trajectory, by_layers=settings.by_layers)
-        asked = Asked(
-            trajectory=request.trajectory,
-            X=request.X[request.points.to(request.X.device)],
-            rows=request.rows,
-            classes=request.classes,
-            head=request.head,
-            rule=settings.rule,
-            path=settings.path,
-            labels=request.training_labels,
-            top=settings.top,
-            influence=request.influence,
-            options=settings.options,
-        )
-        self.found: Explanations = explain(asked, self.divisions)
-        self.sure: Certainty = certainty(request)
-        self.band = band(request)
-        self.overview = overview(request, self.sure)
-        self._suspected = expected_classes(settings.suspects)
-        self._shown = lru_cache(maxsize=None)(self._show_sample)
-
-    def details(self) -> list[Detail]:
-        """Return how much a report may hold, from all of it to the least."""
-        top, coarser = self.request.settings.top, []
-        while top > 1:
-            top //= 2
-            coarser.append(Detail(pairs=False, top=top))
-        top = self.request.settings.top
-        return [Detail(pairs=True, top=top), Detail(pairs=False, top=top), *coarser]
-
-    def at(self, detail: Detail) -> dict[str, Any]:
-        """Return the content with so much detail."""
-        request, found = self.request, self.found
-        points = [self._point(number, detail) for number in range(len(request.points))]
-        named = _named(points) | samples_of_overview(self.overview)
-        return {
-            "version": VERSION,
-            "title": request.settings.title or f"Report of run {request.trajectory.digest[:12]}",
-            "quantum": found.quantum,
-            "outputs": {
-                "head": request.head,
-                "name": _OUTPUT_NAMES[request.head],
-                "classes": list(request.class_names),
-                "are_classes": request.is_classifier,
-                "probabilities_of": self.sure.source,
-            },
-            "layers": list(self.divisions.layers),
-            "ranges": [list(ends) for ends in self.divisions.ranges],
-            "card": run_card(request.trajectory, self._describe(detail)),
-            "certificate": describe_certificate(
-                found.certificate,
-                len(found.outputs),
-                found.largest_rounding * found.quantum,
-                request.settings.influence,
-            ),
-            "samples": {
-                "count": request.trajectory.num_points,
-                "shown": {str(index): self._shown(index) for index in sorted(named)},
-            },
-            "points": points,
-            "overview": self.overview,
-        }
-
-    def _point(self, number: int, detail: Detail) -> dict[str, Any]:
-        request = self.request
-        n = int(request.points[number])
-        p = None if self.sure.probabilities is None else self.sure.probabilities[n].tolist()
-        known = None if request.true_classes is None else int(request.true_classes[n])
-        scores = scores_of(self.sure, n)
-        outputs = {output: content for row, output, content in self.found.outputs if row == number}
-        return {
-            "name": f"point {n}",
-            "label": known,
-            "predicted": int(request.predicted[n]),
-            "values": None if request.is_classifier else self._values(n),
-            "input": show(self.look, request.X[n]),
-            "probabilities": None if p is None else [significant(value) for value in p],
-            "band": None if self.band is None else _pairs(self.band[:, number].T.tolist()),
-            "scores": scores,
-            "explanations": {str(c): content | {"views": _kept(content, detail)} for c, content in outputs.items()},
-        }
-
-    def _values(self, n: int) -> list[list[float]]:
-        """Return what a regression predicts of each output; and its target and the difference, where it is known."""
-        f, y = self.request.network[n].double(), self.request.y
+def _point(
+    request: ReportRequest, number: int, found: Explanations, sure: Certainty, look: Appearance
+) -> dict[str, Any]:
+    n = int(request.points[number])
+    values = None
+    if not request.is_classifier:  # what is predicted of each output, its target and the difference
+        f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
-        return [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
-
-    def _describe(self, detail: Detail) -> list[tuple[str, str]]:
-        request, settings, found = self.request, self.request.settings, self.found
-        rows = [
-            ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
-            ("outputs explained", _describe_outputs(settings.outputs, request)),
-            ("head", request.head),
-            ("path of integration", _PATHS[type(settings.path)].format(steps=count(settings.path.every, "step"))),
-            ("quadrature", settings.rule.name),
-            ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
-            ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
-            ("samples named", f"the {settings.top} that raised and the {settings.top} that lowered an output most"),
-        ]
-        full = self.details()[0]
-        if detail != full:
-            left = "the views of one layer and one range of steps are left out"
-            if detail.top < full.top:
-                left += f", and the views of one layer or one range name {detail.top} samples of either sign"
-            rows.append(("left out to keep the file small", f"{left}; the sums of the rest still add up"))
-        missing = reason_without_kernel(self.request)
-        if missing is not None:
-            rows.append(("matrix of the path kernel", f"left out: {missing}"))
-        cut = describe_cut(self.look)
-        return rows if cut is None else [*rows, ("shown of an input", cut)]
-
-    def _show_sample(self, index: int) -> dict[str, Any]:
-        labels, num_outputs = self.request.training_labels, self.request.trajectory.num_outputs
-        label = None if labels is None else int(labels[index])
-        known = label is not None and 0 <= label < num_outputs  # the loss leaves others out, as -100
-        shown = show(self.look, self.request.trajectory.inputs[index], is_sample=True)
-        target, expected = self.request.training_targets, self._suspected.get(index, label)
-        return shown | {
-            "label": label if known else None,
-            "target": None if target is None else [significant(value, 4) for value in target[index].tolist()],
-            "suspected": None if expected == label else expected,
-        }
+        values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
+    band = None if sure.band is None else sure.band[:, number].T.tolist()
+    return {
+        "name": f"point {n}",
+        "label": None if request.true_classes is None else int(request.true_classes[n]),
+        "predicted": int(request.predicted[n]),
+        "values": values,
+        "input": look.show(request.X[n]),
+        "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
+        "band": None if band is None else [[significant(low), significant(high)] for low, high in band],
+        "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
+        "explanations": {str(c): content for row, c, content in found.outputs if row == number},
+    }
 
 
-def _kept(content: dict[str, Any], detail: Detail) -> dict[str, Any]:
-    views = {key: view for key, view in content["views"].items() if detail.pairs or is_margin(key)}
-    return {key: view if key == "*|*" else shorten(view, detail.top) for key, view in views.items()}
+def _sample(request: ReportRequest, look: Appearance, index: int, expected: dict[int, int]) -> dict[str, Any]:
+    labels, targets, num_outputs = request.training_labels, request.training_targets, request.trajectory.num_outputs
+    label = None if labels is None else int(labels[index])
+    suspected = expected.get(index, label)
+    return look.show(request.trajectory.inputs[index], is_sample=True) | {
+        "label": label if label is not None and 0 <= label < num_outputs else None,  # the loss leaves others out: -100
+        "target": None if targets is None else [significant(value, 4) for value in targets[index].tolist()],
+        "suspected": None if suspected == label else suspected,
+    }
 
 
-def _named(points: Iterable[dict[str, Any]]) -> set[int]:
-    """Return every training sample that a view names."""
-    views = (
-        view for point in points for content in point["explanations"].values() for view in content["views"].values()
-    )
-    return {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
+def run_card(trajectory: Trajectory, how: Rows) -> list[dict[str, Any]]:
+    """Return the run card: what was trained, on what, and how, and how the report was made, as names with text."""
+    identity = [
+        ("digest of the run", trajectory.digest),
+        ("digest of the data", trajectory.data_digest),
+        ("type of the weights", _dtype(trajectory.dtype)),
+        *versions().items(),
+    ]
+    sections = {
+        "Network": _network(trajectory),
+        "Data": _data(trajectory),
+        "Training": _training(trajectory),
+        "Identity": identity,
+        "This report": how,
+    }
+    return [{"title": title, "rows": [list(row) for row in rows]} for title, rows in sections.items()]
 
 
-def _pairs(values: list[list[float]]) -> list[list[float]]:
-    return [[significant(low), significant(high)] for low, high in values]
+def _network(trajectory: Trajectory) -> Rows:
+    model = trajectory.model
+    rows = [("network", type(model.module).__name__), ("weights", f"{trajectory.num_weights:,}")]
+    if model.statistics:
+        rows.append(("moving statistics", f"{model.num_statistics:,} in {len(model.statistics)} tensors"))
+    rows.append(("outputs", str(trajectory.num_outputs)))
+    parameters = list(zip(model.names, model.shapes, model.sizes, strict=True))
+    for name, shape, size in parameters[:_MAX_PARAMETERS]:
+        rows.append((name, f"{' × '.join(map(str, shape)) or 'one number'}, {size:,} weights"))
+    if rest := parameters[_MAX_PARAMETERS:]:
+        rows.append((f"{len(rest)} more tensors", f"{sum(size for _, _, size in rest):,} weights"))
+    frozen = [p.numel() for name, p in model.module.named_parameters() if name not in model.names]
+    if frozen:
+        rows.append(("frozen, not trained", f"{sum(frozen):,} weights in {len(frozen)} tensors"))
+    return rows
 
 
-def _describe_outputs(outputs: object, request: ReportRequest) -> str:
-    if not request.is_classifier or outputs == "all":
-        return "all"
-    if outputs == "predicted":
-        return "the network's class of each point" + (
-            "" if request.y is None else ", and the true one where it differs"
-        )
-    return f"the {outputs} most probable classes of each point"
+def _data(trajectory: Trajectory) -> Rows:
+    layout, targets = trajectory.model.signature.layout, trajectory.targets
+    rows = [("training samples", f"{trajectory.num_points:,}")]
+    if layout is None:
+        rows.append(("input", _kind(trajectory.inputs)))
+    else:
+        rows += [(f"input {t.key}", f"shape {t.shape}, {_dtype(t.dtype)}") for t in layout.tensors]
+    rows.append(("target", _kind(targets)))
+    if targets.ndim == 1 and not targets.is_floating_point():
+        classes, counts = targets.unique(return_counts=True)
+        rows.append(("classes", f"{len(classes)}, with {int(counts.min())} to {int(counts.max())} samples each"))
+    return rows
+
+
+def _training(trajectory: Trajectory) -> Rows:
+    run, M = trajectory.trained, trajectory.num_points
+    rows = [("loss", str(run.loss)), ("update rule", run.update_rule)]
+    for number, group in enumerate(run.optimizer_groups, start=1):
+        said = {key: v for key, v in group.options.items() if key not in _UNSAID and v is not None and v is not False}
+        options = ", ".join(f"{key}={value}" for key, value in said.items())
+        name = "optimizer" if len(run.optimizer_groups) == 1 else f"optimizer, group {number}"
+        rows.append((name, f"{group.rule or 'update rule of one’s own'}: {options}"))
+    rows.append(("steps", f"{run.num_steps:,}"))
+    rows.append(("samples per step", _range([M if step.batch is None else len(step.batch) for step in run.steps])))
+    rows.append(("learning rate", _range([step.lr for step in run.steps])))
+    passes = [forward for step in run.steps for forward in step.passes]
+    if passes:
+        drew = sum(forward.random_state is not None or forward.device_random_state is not None for forward in passes)
+        seen = sum(forward.inputs is not None for forward in passes)
+        words = f"{len(passes):,}; {drew:,} drew random numbers, {seen:,} saw other rows than the data's"
+        rows.append(("recorded forward passes", words))
+    if trajectory.average is not None:
+        rows.append(("explained weights", "an average of the weights over the run"))
+    if run.unexplained is not None:
+        rows.append(("unexplained", f"up to {run.unexplained:g} of a step is accepted as unexplained"))
+    return rows
+
+
+def _kind(values: Tensor) -> str:
+    return f"shape {' × '.join(map(str, values.shape[1:])) or 'one number'}, {_dtype(values.dtype)}"
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _range(values: Sequence[int] | Sequence[float]) -> str:
+    low, high = min(values, default=math.nan), max(values, default=math.nan)
+    if math.isnan(low):
+        return "none"
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

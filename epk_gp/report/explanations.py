@@ -1,60 +1,78 @@
-"""Explained outputs: one pass over the run for as many points as fit into memory, kept as views in fixed point."""
+"""Explained outputs: their terms by samples, layers and ranges of steps, as views whose sums are exact.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+All numbers of a report are multiples of its quantum. Rounded are the contributions of each sample, layer and range;
+every other number of a view is a sum of these, so that views agree with each other exactly. What they miss of the
+output is "rounding": a few quanta, or, where the certificate does not hold, also what the sum misses, in the last range
+of steps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.axes import Axis, by_layer, by_sample, by_step
 from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.report.certificate import Certificate
-from epk_gp.report.divisions import Divisions
-from epk_gp.report.fixed_point import significant
-from epk_gp.report.views import RealTerms, SampleFacts, all_views, is_margin
+from epk_gp.report.request import ReportRequest
 
+LARGEST = 2**53  # below it every whole number is a double, as JavaScript has them
+NUM_RANGES = 8  # of steps, of about equal length
+MAX_LAYERS = 12  # more modules are joined: by their names, or else neighbours
+ALL = "*"  # in the key of a view: all layers, or all ranges of steps
+
+# Absolute contributions to one output may sum to so many times those to the first output that is explained.
+_MARGIN = 1000
+_FINEST = -15  # power of ten
 _BYTES = 24  # of a sample, layer and range of steps: the sum, what is added to it, and its multiple of the quantum
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What is explained, and how.
+class Divisions:
+    """What a report splits contributions by.
 
     Attributes:
-        trajectory: The run, with M training samples.
-        X: The n points whose outputs are explained.
-        rows: The point of each of the k explained outputs, ascending.
-        classes: The index of each of them.
-        head: What the outputs are.
-        rule: How each step's integral is taken.
-        path: Along which the points are integrated.
-        labels: Classes of the training samples; None where they have none.
-        top: Number of samples that a view names of either sign.
-        influence: Derivatives of each output in the samples' weights; None where they were not computed.
-        options: How to compute.
+        axes: Training samples, layers where they are told apart, and ranges of steps, in this order.
+        layers: Names of the L layers.
+        ranges: First step and last step plus one of the R ranges.
     """
 
-    trajectory: Trajectory
-    X: Shaped[Tensor, "n ..."]
-    rows: Int64[Tensor, " k"]
-    classes: Int64[Tensor, " k"]
-    head: Head
-    rule: Rule
-    path: WeightPath
-    labels: Int64[Tensor, " M"] | None
-    top: int
-    influence: Sequence[Float[Tensor, " M"] | None]
-    options: ComputeOptions
+    axes: tuple[Axis, ...]
+    layers: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """The terms of one output of one point as multiples of a quantum, over M samples, L layers and R ranges of steps.
+
+    Attributes:
+        samples: (M, L, R).
+        decay: (L, R).
+        statistics: (R,); they belong to no layer.
+        unexplained: (L, R).
+        running: The output before training, and with the terms of each range added, (R + 1,): under momentum a batch
+            acts in later steps too, and its terms count to its own range. The last one is the trained network's output.
+    """
+
+    samples: Int64[Tensor, "M L R"]
+    decay: Int64[Tensor, "L R"]
+    statistics: Int64[Tensor, " R"]
+    unexplained: Int64[Tensor, "L R"]
+    running: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,72 +93,252 @@ class Explanations:
     largest_rounding: int
 
 
-def explain(asked: Asked, divisions: Divisions) -> Explanations:
-    """Attribute the outputs that are asked for.
+def explain(
+    request: ReportRequest,
+    divisions: Divisions,
+    influence: Sequence[Float[Tensor, " M"] | None],
+    *,
+    rule: Rule,
+    path: WeightPath,
+    top: int,
+    options: ComputeOptions,
+) -> Explanations:
+    """Attribute the outputs of a report, in passes over the run for as many as fit into the memory budget.
 
     Raises:
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
+    trajectory, X, labels = request.trajectory, request.explained, request.training_labels
     found: list[tuple[int, int, dict[str, Any]]] = []
     certificates: list[Certificate] = []
     quantum, largest = 0.0, 0
-    for chosen in _chunks(asked, divisions):
-        parts = _attribute(asked, divisions, chosen)
+    cells = trajectory.num_points * (len(divisions.layers) + 1) * len(divisions.ranges)
+    for chosen in torch.arange(len(request.rows)).split(max(1, options.memory_budget // (_BYTES * cells))):
+        folder = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
+        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
+            (parts,) = attribute_many(
+                trajectory,
+                X[request.rows[chosen].to(X.device)],
+                [divisions.axes],
+                head=request.head,
+                rule=rule,
+                path=path,
+                classes=request.classes[chosen],
+                memory_budget=options.memory_budget,
+                progress=options.progress,
+                checkpoint=folder,
+                executor=options.executor,
+            )
         certificates.append(Certificate.of(parts))
+        with_layers = [
+            values if len(parts.axes) == 3 else values.unsqueeze(3)
+            for values in (
+                parts.values,
+                parts.decay,
+                parts.statistics,
+                parts.statistics_of_no_sample,
+                parts.unexplained,
+            )
+        ]
         for number, k in enumerate(chosen.tolist()):
-            row, output = int(asked.rows[k]), int(asked.classes[k])
-            terms = _terms(parts, number)
-            quantum = quantum or terms.quantum
-            rounded = terms.rounded(quantum)
-            facts = SampleFacts(asked.labels, asked.trajectory.num_outputs, asked.influence[k])
-            views = all_views(rounded, facts, asked.top)
+            samples, decay, statistics, of_no_sample, unexplained = (values[number, 0] for values in with_layers)
+            real = (samples, decay[0], statistics[:, 0].sum(dim=0) + of_no_sample[0, 0], unexplained[0])
+            initial, network = float(parts.initial[number, 0]), float(parts.network[number, 0])
+            size = sum(float(term.double().abs().sum()) for term in real)
+            quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
+            terms = rounded_terms(real, initial, network, quantum)
+            views = all_views(terms, top, labels, trajectory.num_outputs, influence[k])
             largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
-            ends = {"initial": rounded.running[0], "network": rounded.running[-1], "running": list(rounded.running)}
-            amplification = significant(float(parts.amplification[number, 0]), 3)
-            found.append((row, output, ends | {"amplification": amplification, "views": views}))
+            content = {
+                "initial": terms.running[0],
+                "network": terms.running[-1],
+                "running": list(terms.running),
+                "amplification": significant(float(parts.amplification[number, 0]), 3),
+                "views": views,
+            }
+            found.append((int(request.rows[k]), int(request.classes[k]), content))
     return Explanations(quantum, tuple(found), reduce(Certificate.merged, certificates), largest)
 
 
-def _chunks(asked: Asked, divisions: Divisions) -> Iterator[Int64[Tensor, " m"]]:
-    """Divide the outputs into parts whose contributions fit into the memory budget, at least one output each."""
-    cells = asked.trajectory.num_points * (len(divisions.layers) + 1) * len(divisions.ranges)
-    size = max(1, asked.options.memory_budget // (_BYTES * cells))
-    return iter(torch.arange(len(asked.rows)).split(size))
+def rounded_terms(
+    real: tuple[Float[Tensor, "M L R"], Float[Tensor, "L R"], Float[Tensor, " R"], Float[Tensor, "L R"]],
+    initial: float,
+    network: float,
+    quantum: float,
+) -> Terms:
+    """Round terms, in the order of `Terms`, and the output before and after training to multiples of a quantum.
+
+    Raises:
+        ValueError: The terms are too large for it.
+    """
+    samples, decay, statistics, unexplained = real
+    of_ranges = (samples.sum(dim=(0, 1)), decay.sum(dim=0), statistics, unexplained.sum(dim=0))
+    running = torch.stack([values.double() for values in of_ranges]).sum(dim=0).cumsum(dim=0) + initial
+    ends = [initial, *running[:-1].tolist(), network]
+    samples, decay, statistics, unexplained = (to_units(term, quantum) for term in real)
+    return Terms(samples, decay, statistics, unexplained, tuple(round(value / quantum) for value in ends))
 
 
-def _attribute(asked: Asked, divisions: Divisions, chosen: Tensor) -> GroupedAttribution:
-    options, first = asked.options, int(chosen[0])
-    if options.checkpoint is not None:
-        options = replace(options, checkpoint=Path(options.checkpoint) / f"outputs-{first}")
-    with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
-        (parts,) = attribute_many(
-            asked.trajectory,
-            asked.X[asked.rows[chosen].to(asked.X.device)],
-            [divisions.axes],
-            head=asked.head,
-            rule=asked.rule,
-            path=asked.path,
-            classes=asked.classes[chosen],
-            memory_budget=options.memory_budget,
-            progress=options.progress,
-            checkpoint=options.checkpoint,
-            executor=options.executor,
+def all_views(
+    terms: Terms,
+    top: int,
+    labels: Int64[Tensor, " M"] | None = None,
+    num_classes: int = 0,
+    influence: Float[Tensor, " M"] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return all views by their keys, "layer|range"; "*" stands for all layers or all ranges.
+
+    Args:
+        terms: The terms.
+        top: Number of samples that a view names of either sign.
+        labels: Classes of the training samples; None where they have none.
+        num_classes: C.
+        influence: Derivatives of the output in the samples' weights, of the whole training: they stand in the view of
+            all layers and ranges alone.
+    """
+    L, R = terms.decay.shape
+    return {
+        "|".join(ALL if i is None else str(i) for i in (layer, r)): _view(
+            terms, layer, r, top, labels, num_classes, influence if layer is None and r is None else None
         )
-    return parts
+        for layer, r in product((None, *range(L)), (None, *range(R)))
+    }
 
 
-def _terms(parts: GroupedAttribution, number: int) -> RealTerms:
-    """Select one output: its axes are samples, layers where they are told apart, and ranges of steps."""
-    terms = (parts.values, parts.decay, parts.statistics, parts.statistics_of_no_sample, parts.unexplained)
-    whole = len(parts.axes) == 2  # a layer axis of length 1 then
-    samples, decay, statistics, of_no_sample, unexplained = (
-        (term.unsqueeze(3) if whole else term)[number, 0] for term in terms
-    )
-    return RealTerms(
-        samples=samples,
-        decay=decay[0],
-        statistics=statistics[:, 0].sum(dim=0) + of_no_sample[0, 0],
-        unexplained=unexplained[0],
-        initial=float(parts.initial[number, 0]),
-        network=float(parts.network[number, 0]),
-    )
+def is_margin(key: str) -> bool:
+    """Whether a view is one of all layers or of all ranges of steps."""
+    return ALL in key.split("|")
+
+
+def shorten(view: dict[str, Any], top: int) -> dict[str, Any]:
+    """Return a view that names at most so many samples of either sign: the others are in the sums of the rest."""
+    shortened = dict(view)
+    for side in ("raised", "lowered"):
+        kept, moved = view[side][:top], view[side][top:]
+        count, total = view[f"rest_{side}"]
+        shortened |= {side: kept, f"rest_{side}": [count + len(moved), total + sum(value for _, value, _ in moved)]}
+    return shortened
+
+
+def _view(
+    terms: Terms,
+    layer: int | None,
+    r: int | None,
+    top: int,
+    labels: Tensor | None,
+    num_classes: int,
+    influence: Tensor | None,
+) -> dict[str, Any]:
+    """Return the view of one layer and one range of steps; None stands for all of them."""
+    layers, ranges = (slice(None) if i is None else slice(i, i + 1) for i in (layer, r))
+    cells = terms.samples[:, layers, ranges]
+    samples = cells.sum(dim=(1, 2))
+    raised, rest_raised = _ranked(samples, top, influence)
+    lowered, rest_lowered = _ranked(-samples, top, influence)
+    decay, unexplained = int(terms.decay[layers, ranges].sum()), int(terms.unexplained[layers, ranges].sum())
+    statistics = int(terms.statistics[ranges].sum()) if layer is None else 0
+    total = terms_sum = int(samples.sum()) + decay + unexplained + statistics
+    if layer is None:  # the change of the output, against which the terms are held; that of one layer is none's output
+        first, last = (0, -1) if r is None else (r, r + 1)
+        total = terms.running[last] - terms.running[first]
+    by_label = None
+    if labels is not None:  # those that the loss leaves out, as -100, are no classes, and their samples have no terms
+        known = (labels >= 0) & (labels < num_classes)
+        by_label = torch.zeros(num_classes, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
+    return {
+        "raised": raised,
+        "lowered": [[index, -value, effect] for index, value, effect in lowered],
+        "rest_raised": rest_raised,
+        "rest_lowered": [rest_lowered[0], -rest_lowered[1]],
+        "labels": by_label,
+        "layers": cells.sum(dim=(0, 2)).tolist() if layer is None else None,
+        "ranges": cells.sum(dim=(0, 1)).tolist() if r is None else None,
+        "decay": decay,
+        "statistics": statistics,
+        "unexplained": unexplained,
+        "rounding": total - terms_sum,
+        "total": total,
+    }
+
+
+def _ranked(samples: Tensor, top: int, influence: Tensor | None) -> tuple[list[list[Any]], list[int]]:
+    """Return the largest positive entries, with their index and influence, and number and sum of the other ones."""
+    positive = samples.clamp(min=0)
+    values, order = positive.topk(min(top, len(samples)))
+    named = [
+        [index, value, None if influence is None else significant(float(influence[index]))]
+        for index, value in zip(order.tolist(), values.tolist(), strict=True)
+        if value > 0
+    ]
+    count, total = int((positive > 0).sum()), int(positive.sum())
+    return named, [count - len(named), total - sum(value for _, value, _ in named)]
+
+
+def divide(trajectory: Trajectory, *, by_layers: bool = True) -> Divisions:
+    """Return how the contributions of a run are split in its report; `by_layers` tells layers apart."""
+    S = trajectory.num_steps
+    count = max(1, min(NUM_RANGES, S))
+    edges = [round(S * r / count) for r in range(count + 1)]
+    samples, steps = by_sample(trajectory), by_step(trajectory, edges[1:-1])
+    if not by_layers:
+        return Divisions((samples, steps), ("the network",), tuple(pairwise(edges)))
+    layers = _layer_axis(trajectory)
+    return Divisions((samples, layers, steps), layers.names, tuple(pairwise(edges)))
+
+
+def _layer_axis(trajectory: Trajectory) -> Axis:
+    """Join the parameters of a module, and many modules by the beginning of their names, or else neighbours."""
+    axis = by_layer(trajectory)
+    depth = max(len(name.split(".")) for name in axis.names)
+    names = list(axis.names)
+    while len(set(names)) > MAX_LAYERS and depth > 1:
+        depth -= 1
+        names = [".".join(name.split(".")[:depth]) for name in axis.names]
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) <= MAX_LAYERS:
+        kinds = [type(trajectory.model.module.get_submodule(name)).__name__ for name in distinct]
+        titles = [f"{name} ({kind})" if name else kind for name, kind in zip(distinct, kinds, strict=True)]
+        place = {name: k for k, name in enumerate(distinct)}
+    else:
+        place = {name: MAX_LAYERS * k // len(distinct) for k, name in enumerate(distinct)}
+        members = [[name for name in distinct if place[name] == k] for k in range(MAX_LAYERS)]
+        titles = [m[0] if len(m) == 1 else f"{m[0]} to {m[-1]}" for m in members]
+    return Axis("parameter", torch.tensor([place[name] for name in names])[axis.group], tuple(titles))
+
+
+def choose_quantum(size: float) -> float:
+    """Return the smallest power of ten in which sums of terms are exact in JavaScript.
+
+    Args:
+        size: Sum of the absolute terms of one output; those of another one may sum to a thousand times as much.
+
+    Raises:
+        ValueError: The size is not finite, or so large that its sums are not exact in whole numbers.
+    """
+    largest = LARGEST / _MARGIN
+    if not size <= largest:
+        raise ValueError(
+            f"the absolute terms of an output must sum to at most {largest:.0e} to be shown: got {size}. Look for "
+            "outputs that are not finite, or train on targets of another unit."
+        )
+    return float(f"1e{max(_FINEST, math.ceil(math.log10(max(size, 1e-300) / largest)))}")
+
+
+def to_units(values: Float[Tensor, "*shape"], quantum: float) -> Int64[Tensor, "*shape"]:
+    """Round to multiples of a quantum.
+
+    Raises:
+        ValueError: The absolute values sum to more than is exact in JavaScript.
+    """
+    units = values.detach().cpu().double() / quantum
+    if not float(units.abs().sum()) < LARGEST:
+        raise ValueError(
+            f"the terms of one output must sum to less than {LARGEST * quantum:.2g}, which its size lets one expect: "
+            f"their absolute values sum to {float(units.abs().sum()) * quantum:.2g}. Explain this point by itself."
+        )
+    return units.round().to(torch.int64)
+
+
+def significant(value: float, digits: int = 5) -> float:
+    """Round a number that is no part of a sum to a few significant digits, which keeps the file small."""
+    return float(f"{value:.{digits}g}")

@@ -1,57 +1,84 @@
-"""The run as a whole: accuracy over the points, figures with their tables, suspicious labels, the map."""
+"""The run as a whole: accuracy over the points, figures with their tables, suspicious labels, and the map."""
 
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from io import BytesIO
 from typing import Any
 
+import matplotlib
 import torch
 from jaxtyping import Float, Int64
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.analysis.calibration import calibration, reliability_bins
-from epk_gp.analysis.detection import ood_metrics, roc_curve
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
+from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
+from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
+from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.scores import score_histogram
-from epk_gp.plots.style import new_figure, styled
-from epk_gp.plots.summaries import reliability_diagram, roc, target_scatter
-from epk_gp.report.certainty import Certainty
-from epk_gp.report.fixed_point import significant
-from epk_gp.report.kernel import kernel_figures
-from epk_gp.report.map import map_entry
-from epk_gp.report.pictures import figure_entry
-from epk_gp.report.request import ReportRequest
+from epk_gp.plots.style import INK, figure_style, new_figure, styled
+from epk_gp.plots.summaries import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
+from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.report.explanations import significant
+from epk_gp.report.points import Certainty
+from epk_gp.report.request import OtherInputs, Process, ReportRequest
 
+REPORT_INK = "#1a1a1a"  # text: the page replaces it by its own colour in the dark theme
 MIN_RELIABILITY = 20  # points: of fewer, a bin holds one or two, whose share of right ones says nothing
+MAX_OUTPUTS = 100  # of a kernel matrix: each output of each sample costs a backward pass at each node
+COARSE = 12  # cells per side of a map for which the samples behind are computed
+
 _BINS = 10  # of the confidence
 _SCORE_BINS = 20  # of a histogram's table
 _ROC_ROWS = 20  # of the table behind a curve
+_EIGENVALUES = 20  # in the table
 _MAX_SUSPECTS = 30
-_HEIGHT = 3.4  # inches of a figure
+_BEHIND = 3  # samples behind a cell of a map
+_MAX_POINTS = 400  # training samples that are drawn in a map
+_AXES = ("first direction of the plane", "second direction of the plane")
+
+# Matplotlib's settings are those of the process: threads that write reports draw one after the other.
+_DRAWING = threading.RLock()
 
 
-def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
-    """Return what a report says of all points and of the run."""
-    true, X = request.true_classes, request.X
-    accuracy = None if true is None else float((request.predicted == true).double().mean())
+def overview(
+    request: ReportRequest,
+    sure: Certainty,
+    *,
+    posterior: Process | None,
+    outside: OtherInputs | None,
+    suspects: LabelErrors | None,
+    uncertainty_map: UncertaintyMap | None,
+    kernel_points: int,
+    options: ComputeOptions,
+) -> dict[str, Any]:
+    """Return what a report says of all points and of the run; results are those that `write_report` takes."""
+    true, p = request.true_classes, sure.probabilities
     figures = []
-    if true is not None and sure.probabilities is not None and len(X) >= MIN_RELIABILITY:
-        figures.append(_reliability(sure, sure.probabilities, true))
+    if true is not None and p is not None and len(true) >= MIN_RELIABILITY:
+        figures.append(_reliability(sure.source, p, true))
     if request.y is not None and not request.is_classifier:
         figures.append(_targets(request.y.double(), request.network.double()))
-    if request.outside is not None and isinstance(request.settings.posterior, UncertainClassifier):
-        found = torch.as_tensor(request.settings.posterior.uncertainty(request.outside, 2).out_of_distribution).cpu()
-        if sure.out_of_distribution is not None:
-            figures += _detection(sure.out_of_distribution.double(), found.double())
-    figures += kernel_figures(request)
-    suspects, labels = request.settings.suspects, request.training_labels
-    listed = None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names)
-    m = request.settings.uncertainty_map
+    if outside is not None and sure.out_of_distribution is not None and isinstance(posterior, UncertainClassifier):
+        scores = torch.as_tensor(posterior.uncertainty(outside, 2).out_of_distribution).cpu()
+        figures += _detection(sure.out_of_distribution.double(), scores.double())
+    if reason_without_kernel(request, kernel_points) is None:
+        figures += _kernel(request, kernel_points, options)
+    labels = request.training_labels
     return {
-        "accuracy": accuracy,
-        "count": len(X),
+        "accuracy": None if true is None else float((request.predicted == true).double().mean()),
+        "count": len(request.X),
         "figures": figures,
-        "suspects": listed,
-        "map": None if m is None else map_entry(request, m),
+        "suspects": None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names),
+        "map": None if uncertainty_map is None else _map(request, uncertainty_map, options),
     }
 
 
@@ -62,19 +89,12 @@ def samples_of_overview(content: dict[str, Any]) -> set[int]:
     return named | {index for cell in behind for index in cell}
 
 
-def _reliability(sure: Certainty, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
+def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
     found = calibration(probabilities, true, bins=_BINS)
     bins = reliability_bins(probabilities, true, bins=_BINS)
     filled = bins.count > 0
     columns = (bins.confidence[filled], bins.accuracy[filled], bins.count[filled])
-
-    @styled
-    def draw() -> Figure:
-        figure = new_figure(_HEIGHT, 5.0)
-        reliability_diagram(figure.subplots(), *columns)
-        return figure
-
-    whose = {"network": "network alone", "process": "process alone"}.get(sure.source, "network and process together")
+    whose = {"network": "network alone", "process": "process alone"}.get(source, "network and process together")
     sentence = (
         f"Probabilities of the {whose} at {len(true)} points. On average over the points, confidence and share of "
         f"right predictions differ by {found.ece:.3f} (expected calibration error, {_BINS} bins); "
@@ -83,63 +103,45 @@ def _reliability(sure: Certainty, probabilities: Float[Tensor, "n C"], true: Int
     )
     rows = [
         [f"{k / _BINS:.1f} to {(k + 1) / _BINS:.1f}", int(n), significant(float(c), 3), significant(float(a), 3)]
-        for k, n, c, a in zip(filled.nonzero()[:, 0].tolist(), columns[2], columns[0], columns[1], strict=True)
+        for k, c, a, n in zip(filled.nonzero()[:, 0].tolist(), *columns, strict=True)
     ]
     head = ("confidence", "points", "mean confidence", "share right")
-    return figure_entry("reliability", "Is it right as often as it says?", sentence, draw, (head, rows))
+    title = "Is it right as often as it says?"
+    return _figure("reliability", title, sentence, lambda ax: reliability_diagram(ax, *columns), head, rows)
 
 
 def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str, Any]:
     errors = network - y
-
-    @styled
-    def draw() -> Figure:
-        figure = new_figure(_HEIGHT, 5.0)
-        target_scatter(figure.subplots(), y.flatten(), network.flatten())
-        return figure
-
     rmse, spread = float(errors.square().mean().sqrt()), float((y - y.mean(dim=0)).square().mean().sqrt())
     sentence = (
         f"Outputs against known targets at {len(y)} points: root mean squared error {rmse:.4g}, where the targets' own "
         f"standard deviation is {spread:.4g}."
     )
-    columns = zip(range(y.shape[1]), y.T, network.T, errors.T, strict=True)
     rows = [
         [c, *(significant(float(v), 4) for v in (t.mean(), f.mean(), e.square().mean().sqrt(), e.abs().max()))]
-        for c, t, f, e in columns
+        for c, (t, f, e) in enumerate(zip(y.T, network.T, errors.T, strict=True))
     ]
     head = ("output", "mean target", "mean output", "root mean squared error", "largest error")
-    return figure_entry("targets", "How close are the outputs?", sentence, draw, (head, rows))
+    title = "How close are the outputs?"
+    return _figure(
+        "targets", title, sentence, lambda ax: target_scatter(ax, y.flatten(), network.flatten()), head, rows
+    )
 
 
 def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> list[dict[str, Any]]:
     found, curve = ood_metrics(inside, outside), roc_curve(inside, outside)
-
-    @styled
-    def histogram() -> Figure:
-        figure = new_figure(_HEIGHT, 5.0)
-        named = {"points of the report": inside, "points from outside": outside}
-        score_histogram(figure.subplots(), named, label="out-of-distribution score")
-        return figure
-
-    @styled
-    def draw_curve() -> Figure:
-        figure = new_figure(_HEIGHT, 4.4)
-        roc(figure.subplots(), curve.inside, curve.outside)
-        return figure
-
+    named = {"points of the report": inside, "points from outside": outside}
     edges = torch.linspace(0, 1, _SCORE_BINS + 1, dtype=torch.float64)
     counts = [torch.histogram(scores.clamp(0, 1), bins=edges).hist.long().tolist() for scores in (inside, outside)]
     rows = [
         [f"{float(a):.2f} to {float(b):.2f}", *pair]
-        for a, b, pair in zip(edges[:-1], edges[1:], zip(*counts, strict=True), strict=True)
+        for a, b, *pair in zip(edges[:-1], edges[1:], *counts, strict=True)
         if any(pair)
     ]
     sentence = (
         f"The score of {len(inside)} points of the report and of {len(outside)} from outside. A point from outside has "
         f"the larger score with probability {found.auroc:.3f} (AUROC; 0.5 is chance)."
     )
-    head = ("score", "points of the report", "points from outside")
     chosen = torch.linspace(0, len(curve.inside) - 1, min(_ROC_ROWS, len(curve.inside))).round().long().unique()
     of_curve = [
         ["none" if threshold == torch.inf else significant(float(threshold), 3), *(f"{float(v):.3f}" for v in shares)]
@@ -149,10 +151,24 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
         f"A threshold that lets 95 % of the points of the report pass misses {100 * found.fpr95:.1f} % of those from "
         "outside."
     )
-    roc_head = ("score from", "share of the report's points", "share of points from outside")
     return [
-        figure_entry("outside", "Does it tell other inputs?", sentence, histogram, (head, rows)),
-        figure_entry("roc", "Every threshold", roc_sentence, draw_curve, (roc_head, of_curve)),
+        _figure(
+            "outside",
+            "Does it tell other inputs?",
+            sentence,
+            lambda ax: score_histogram(ax, named, label="out-of-distribution score"),
+            ("score", *named),
+            rows,
+        ),
+        _figure(
+            "roc",
+            "Every threshold",
+            roc_sentence,
+            lambda ax: roc(ax, curve.inside, curve.outside),
+            ("score from", "share of the report's points", "share of points from outside"),
+            of_curve,
+            width=4.4,
+        ),
     ]
 
 
@@ -179,3 +195,196 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     )
     head = ["label", "expected", "score", "margin from the others", "margin over training"]
     return {"sentence": sentence, "head": head, "rows": rows}
+
+
+def reason_without_kernel(request: ReportRequest, count: int) -> str | None:
+    """Return why a report has no matrix of the path kernel between so many samples; None if it has one."""
+    run = request.trajectory
+    if count < 2 or run.num_points < 2:
+        return "fewer than two samples were asked for" if count < 2 else "there is one training sample only"
+    if run.num_outputs > MAX_OUTPUTS:
+        return f"the network has more than {MAX_OUTPUTS} outputs, each of which costs a backward pass"
+    if run.average is not None:
+        return "the path of averaged weights has no path kernel"
+    if not float(run.step_sizes.sum()) > 0:
+        return "the learning rates of the first parameter group sum to 0"
+    return None
+
+
+def _kernel(request: ReportRequest, count: int, options: ComputeOptions) -> list[dict[str, Any]]:
+    """Return the path kernel between training samples of all classes, and its spectrum."""
+    run, labels = request.trajectory, request.training_labels
+    if labels is None:
+        chosen = torch.linspace(0, run.num_points - 1, min(count, run.num_points)).round().long().unique()
+    else:  # evenly over the classes, in their order
+        present = labels[(labels >= 0) & (labels < run.num_outputs)].unique()
+        each = max(1, count // len(present))
+        chosen = torch.cat([(labels == c).nonzero()[:each, 0] for c in present])[:count]
+    groups = None if labels is None else labels[chosen]
+    by_nodes = run.num_steps > NUM_NODES
+    points = Points(run.inputs[chosen.to(run.inputs.device)], is_train=not by_nodes)
+    kernel = PathKernel(nodes_trajectory(run, NUM_NODES) if by_nodes else run, request.head, left_endpoint())
+    budget = ComputeOptions(memory_budget=options.memory_budget)
+    K = kernel.trace_block(points, points, budget).double().cpu()
+    diagonal = K.diagonal()
+    if not bool((diagonal > 0).all()):  # a sample whose gradient is 0 throughout has no direction
+        return []
+    cosines = K / (diagonal[:, None] * diagonal).sqrt()
+    how = f"by the midpoint rule with {NUM_NODES} nodes along the path" if by_nodes else "at the start of each step"
+    sentence = (
+        f"Path kernel between {len(chosen)} of {run.num_points} training samples, "
+        f"{'in the order of the data' if groups is None else 'by class'}, as the cosine of the "
+        f"angle between them: the sum over the outputs under {request.head}, {how}. Dark: training moves both alike."
+    )
+
+    def draw(ax: Axes) -> None:
+        kernel_matrix(ax, cosines, groups, names=[name.removeprefix("class ") for name in request.class_names])
+        if groups is not None:
+            ax.set(xlabel="class", ylabel="class")
+
+    found = gram_spectrum(K)
+    total = float(found.values.clamp(min=0).sum())
+    values = [
+        [n, significant(v, 4), significant(v / total, 3)]
+        for n, v in enumerate(found.values[:_EIGENVALUES].tolist(), start=1)
+    ]
+    words = (
+        f"Eigenvalues of the same matrix, not divided by its diagonal. {found.num_principal} of {len(chosen)} hold "
+        f"95 % of their sum; the effective rank, the exponential of their entropy, is {found.effective_rank:.1f}."
+    )
+    title, table = "Which samples does training treat alike?", _cosine_table(cosines, groups, request.class_names)
+    head = ("number", "eigenvalue", "share of the sum")
+    return [
+        _figure("kernel", title, sentence, draw, *table, height=4.4, width=5.2),
+        _figure(
+            "spectrum", "How many directions does it use?", words, lambda ax: spectrum(ax, found.values), head, values
+        ),
+    ]
+
+
+def _cosine_table(
+    cosines: Float[Tensor, "k k"], groups: Int64[Tensor, " k"] | None, names: tuple[str, ...]
+) -> tuple[list[str], list[list[Any]]]:
+    """Average the cosines between classes; without classes, describe their distribution."""
+    off = ~torch.eye(len(cosines), dtype=torch.bool)
+    if groups is None:
+        levels = torch.linspace(0, 1, 5, dtype=cosines.dtype)
+        quantiles = torch.quantile(cosines[off], levels).tolist()
+        rows = [[q, significant(v, 3)] for q, v in zip(levels.tolist(), quantiles, strict=True)]
+        return ["quantile", "cosine of two samples"], rows
+    present = groups.unique().tolist()
+    of_classes: list[list[Any]] = []
+    for c in present:
+        pairs = [(off & (groups[:, None] == c) & (groups == d)) for d in present]
+        means = (significant(float(cosines[p].mean()), 3) if bool(p.any()) else "" for p in pairs)
+        of_classes.append([names[c], *means])
+    return ["mean cosine with", *(names[c] for c in present)], of_classes
+
+
+def _map(request: ReportRequest, m: UncertaintyMap, options: ComputeOptions) -> dict[str, Any]:
+    """Return the map of uncertainty over a plane, with the training samples behind each spot."""
+    count, wrong = min(COARSE, len(m.x), len(m.y)), 1 - m.probability
+    drawn = torch.arange(0, len(m.training), math.ceil(len(m.training) / _MAX_POINTS))
+    labels = None if request.training_labels is None else request.training_labels[drawn]
+
+    def draw(ax: Axes) -> None:
+        uncertainty_map(
+            ax,
+            m.x,
+            m.y,
+            wrong,
+            title="",
+            points=m.training[drawn],
+            labels=labels,
+            boundary=m.boundary_classes,
+            regions=m.network_class,
+            colorbar_label="probability that the network's class is wrong",
+            limits=(0.0, float(wrong.max())),
+            names=request.class_names,
+            legend=False,
+        )
+        shades_of(ax).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
+        ax.set(xlabel=_AXES[0], ylabel=_AXES[1])
+        if labels is not None:
+            handles = map_handles(labels, names=request.class_names)
+            ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+
+    with _DRAWING:
+        figure = _drawn(draw, 5.2, 5.6)
+        left, bottom, width, height = figure.axes[0].get_position().bounds
+        picture = svg(figure)
+    sentence = (
+        "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
+        f"standard error is {m.standard_error:.2g}. Behind each cell of a grid of {count} × {count} stand the "
+        f"{_BEHIND} drawn training samples that training treats most like its middle: those with the largest cosine of "
+        f"the path kernel, by the midpoint rule with {NUM_NODES} nodes along the path."
+    )
+    return {
+        "title": "Where is it sure?",
+        "sentence": sentence,
+        "extent": [float(m.x[0]), float(m.x[-1]), float(m.y[0]), float(m.y[-1])],
+        "axes": list(_AXES),
+        "shape": list(m.probability.shape),
+        "svg": picture,
+        "area": [significant(v, 6) for v in (left, 1 - bottom - height, left + width, 1 - bottom)],
+        "predicted": m.network_class.flatten().tolist(),
+        "wrong": [significant(v, 3) for v in wrong.clamp(min=0).flatten().tolist()],
+        "coarse": [count, count],
+        "behind": _behind(request, m, drawn, count, options),
+    }
+
+
+def _behind(
+    request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"], count: int, options: ComputeOptions
+) -> list[list[int]]:
+    """Return the drawn samples with the largest cosine to each cell's middle, row by row from the first coordinates."""
+    run = request.trajectory.trained
+    middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    x, y = (axis[0] + middles.to(axis) * (axis[-1] - axis[0]) for axis in (m.x, m.y))
+    cells = Points(lift(m.plane, grid_coordinates(x, y)).to(run.inputs), is_train=False)
+    samples = Points(run.inputs[drawn.to(run.inputs.device)], is_train=False)
+    kernel = PathKernel(nodes_trajectory(run, NUM_NODES), request.head, left_endpoint())
+    budget = ComputeOptions(memory_budget=options.memory_budget)
+    K = kernel.trace_block(cells, samples, budget).cpu()
+    norms = kernel.diagonal_blocks(samples, budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
+    cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
+    nearest: list[list[int]] = drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist()
+    return nearest
+
+
+def _figure(
+    name: str,
+    title: str,
+    sentence: str,
+    draw: Callable[[Axes], object],
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    height: float = 3.4,
+    width: float = 5.0,
+) -> dict[str, Any]:
+    """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
+    with _DRAWING:
+        picture = svg(_drawn(draw, height, width))
+    table = {"head": list(head), "rows": [list(row) for row in rows]}
+    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": table}
+
+
+@styled
+def _drawn(draw: Callable[[Axes], object], height: float, width: float) -> Figure:
+    figure = new_figure(height, width)
+    draw(figure.subplots())
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as an SVG element: text as text, no background, nothing that changes from run to run."""
+    buffer = BytesIO()
+    with _DRAWING, figure_style(), matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue().decode()
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # equal ids in several figures; none of them is referred to
+    text = re.sub(r"\s*\n\s*", "\n", text)
+    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # hundredths of a point
+    return text.replace(INK, REPORT_INK).strip()

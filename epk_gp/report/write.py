@@ -1,33 +1,68 @@
 """The report of a run as one HTML file: explained predictions, their certificate, and the run as a whole."""
 
+import base64
+import hashlib
+import json
 import os
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxtyping import Shaped
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.core.checks import validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.show import count
+from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.certification import warn_if_uncertified
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.quadrature.paths import WeightPath, straight
-from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.report.certificate import Certificate
-from epk_gp.report.content import ReportContent
-from epk_gp.report.divisions import divide
-from epk_gp.report.inputs import Decode
-from epk_gp.report.page import page
-from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, ReportSettings, parse_request
-from epk_gp.storage.atomic_files import atomic_write
+from epk_gp.quadrature.paths import (
+    ChordPath,
+    LayerwisePath,
+    StraightPath,
+    WeightPath,
+    straight,
+    validate_path,
+)
+from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+from epk_gp.report.content import lessen, report_content
+from epk_gp.report.explanations import divide, explain
+from epk_gp.report.overview import overview, reason_without_kernel
+from epk_gp.report.points import Decode, appearance, certainty
+from epk_gp.report.request import (
+    ExplainedOutputs,
+    OtherInputs,
+    Process,
+    ReportRequest,
+    influence_on,
+    parse_request,
+    validate_results,
+)
+from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
+
+# The scripts in the order in which they are joined; all are parts of one function.
+SCRIPTS = (
+    "elements", "numbers", "sums", "state", "inputs", "bars", "terms", "point_list", "steps_chart", "outputs",
+    "prediction", "figures", "plane_map", "overview", "run_card", "main",
+)  # fmt: skip
+STYLES = ("theme", "layout", "tables", "pictures", "print")
+
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
+_PATHS = {
+    StraightPath: "straight steps",
+    ChordPath: "straight lines, each over {steps}",
+    LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
+}
 
 
 def write_report(
@@ -99,20 +134,27 @@ def write_report(
             out.
         OSError: The file cannot be written.
     """
-    parsed = parse_options("write_report", ("accumulate",), **options)
-    settings = ReportSettings(
-        title=title,
-        head=head,
-        rule=rule,
-        path=path,
-        outputs=outputs,
-        explained=explained,
-        class_names=class_names,
-        names=names,
-        decode=decode,
-        top=top,
-        by_layers=by_layers,
-        influence=influence,
+    parsed, place = parse_options("write_report", ("accumulate",), **options), Path(file)
+    if place.is_dir():
+        raise IsADirectoryError(f"file must be the name of a file, as in report.html: {place} is a folder.")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"file must lie in a folder that exists: {place.parent} does not.")
+    validate_rule(rule)
+    validate_path(path)
+    validate_count(top, "top")
+    validate_count(kernel_points, "kernel_points", minimum=0)
+    request = parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names)
+    outside = None if outside is None else parse_inputs(trajectory, outside, "outside")
+    validate_results(request, posterior, outside, suspects, uncertainty_map)
+    look, divisions = appearance(trajectory, names, decode), divide(trajectory, by_layers=by_layers)
+    effects = influence_on(request, influence)
+    require_room(request, 1 + len(divisions.layers) + len(divisions.ranges), MAX_BYTES)
+
+    found = explain(request, divisions, effects, rule=rule, path=path, top=top, options=parsed)
+    sure = certainty(request, posterior)
+    of_all = overview(
+        request,
+        sure,
         posterior=posterior,
         outside=outside,
         suspects=suspects,
@@ -120,59 +162,40 @@ def write_report(
         kernel_points=kernel_points,
         options=parsed,
     )
-    written = Path(file)
-    warn_if_uncertified("the report", write_as_asked(written, trajectory, X, y, settings))
-    return written
-
-
-def write_as_asked(
-    file: Path, trajectory: Trajectory, X: Inputs, y: Shaped[Tensor, "n ..."] | None, settings: ReportSettings
-) -> Certificate:
-    """Write a report and return its certificate, which is not looked at here; arguments as `write_report`.
-
-    Raises:
-        TypeError, ValueError, OSError: As `write_report`.
-    """
-    _require_place(file)
-    request = parse_request(trajectory, X, y, settings)
-    require_room(request, MAX_BYTES)
-    content = ReportContent(request)
-    atomic_write(file, document(content, MAX_BYTES).encode())
-    return content.found.certificate
-
-
-def document(content: ReportContent, most: int) -> str:
-    """Return the page with as much detail as fits.
-
-    Views of one layer and one range of steps are left out first; then the samples that views of one layer or one range
-    name are halved, until the file is small enough.
-
-    Args:
-        content: Everything that the report can hold.
-        most: Bytes that it may have.
-
-    Raises:
-        ValueError: Even the least detail is too much.
-    """
-    for detail in content.details():
-        text = page(content.at(detail)).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
-        if len(text.encode()) <= most:
-            return text
-    raise ValueError(
-        f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
-        "possible. Explain fewer points or outputs, or name fewer samples (top)."
+    number = f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"
+    how = [
+        ("explained", number),
+        ("outputs explained", _describe_outputs(outputs, request)),
+        ("head", request.head),
+        ("path of integration", _PATHS[type(path)].format(steps=count(path.every, "step"))),
+        ("quadrature", rule.name),
+        ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
+        ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
+        ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
+    ]
+    missing, cut = reason_without_kernel(request, kernel_points), look.describe_cut()
+    how += [] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]
+    how += [] if cut is None else [("shown of an input", cut)]
+    content = report_content(
+        request, title, divisions, found, sure, look, overview=of_all, influence=influence, suspects=suspects, how=how
     )
+    atomic_write(place, document(content, top, MAX_BYTES).encode())
+    warn_if_uncertified("the report", found.certificate)
+    return place
 
 
-def require_room(request: ReportRequest, most: int) -> None:
+def require_room(request: ReportRequest, views: int, most: int) -> None:
     """Raise if even the least detail will take more bytes, before anything is computed.
 
+    Args:
+        request: The explained outputs.
+        views: Views of each of them: of all terms, of a layer, and of a range of steps.
+        most: Bytes that the report may have.
+
     Raises:
-        ValueError: It will, with views of the shortest numbers and no text.
+        ValueError: It will take more, with views of the shortest numbers and no text.
     """
-    parts = divide(request.trajectory, by_layers=request.settings.by_layers)
     classes = 0 if request.training_labels is None else request.trajectory.num_outputs
-    views = 1 + len(parts.layers) + len(parts.ranges)  # of each output: of all terms, of a layer, of a range of steps
     least = len(request.rows) * views * (_VIEW_BYTES + 2 * classes)
     if least > most:
         raise ValueError(
@@ -181,9 +204,72 @@ def require_room(request: ReportRequest, most: int) -> None:
         )
 
 
-def _require_place(file: Path) -> None:
-    """Raise if a file cannot be written there, before anything is computed."""
-    if file.is_dir():
-        raise IsADirectoryError(f"file must be the name of a file, as in report.html: {file} is a folder.")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"file must lie in a folder that exists: {file.parent} does not.")
+def document(content: dict[str, Any], top: int, most: int) -> str:
+    """Return the page with as much detail as fits.
+
+    Views of one layer and one range of steps are left out first; then the samples that views of one layer or one range
+    name are halved, until the file is small enough.
+
+    Args:
+        content: Everything that the report can hold.
+        top: Number of samples that its views name of either sign.
+        most: Bytes that the page may have.
+
+    Raises:
+        ValueError: Even the least detail is too much.
+    """
+    named, held = top, content
+    while True:
+        text = page(held).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
+        if len(text.encode()) <= most:
+            return text
+        if named == 0:
+            break
+        held = lessen(content, named, top)
+        named //= 2
+    raise ValueError(
+        f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
+        "possible. Explain fewer points or outputs, or name fewer samples (top)."
+    )
+
+
+def page(content: dict[str, Any]) -> str:
+    """Return the document that shows the content of a report.
+
+    The document holds its styles, one script and the content as JSON. Its content security policy allows this script by
+    its hash and images that are part of the document, and nothing else, so that a browser loads nothing from anywhere.
+    The same content gives the same bytes.
+
+    Raises:
+        ValueError: The content has a number that JSON does not have.
+    """
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise ValueError(
+            "numbers of the content must be finite, since JSON has no others: got NaN or infinity. Write None there."
+        ) from error
+    text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")  # no text ends the script element, or is a comment
+    script = "(function () {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "}());\n"
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.from_string(_asset("report.html.jinja")).render(
+        title=content["title"],
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup("".join(_asset(f"{name}.css") for name in STYLES)),  # files of this package, as the script is
+        script=Markup(script),
+        content=Markup(text),
+    )
+
+
+def _asset(name: str) -> str:
+    """Return the text of a file of this package."""
+    return (resources.files("epk_gp.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _describe_outputs(outputs: ExplainedOutputs, request: ReportRequest) -> str:
+    if not request.is_classifier or outputs == "all":
+        return "all"
+    if outputs == "predicted":
+        true = "" if request.y is None else ", and the true one where it differs"
+        return f"the network's class of each point{true}"
+    return f"the {outputs} most probable classes of each point"

@@ -5,22 +5,22 @@
     load_trajectory   open a run for reading
     check_run         read every file of a run and compare it with what was committed
     export_run        write a run to one safetensors file
-    Storage           how often steps are committed, and whether they are compressed
+    Storage           how often steps are committed, and which weight states are kept
 
 The first two return a `RunWriter`, whose `append` is one commit. The format is described in docs/format.md. Nothing is
 pickled, opening a run executes nothing, and nothing that stands in a file is used before it is checked.
 
-The files, from the lowest: `atomic_files` (checksums, atomic writes), `schema` (header, data, chunk schema), `index`
-(the journal), `codec` (compression), `chunks` (a chunk's tensors), `chunk_verification`, `stored` (states read by
-index), `training_state` (optimizer, schedulers, generators), `locking` (one writer), `writer` (commits),
-`compatibility` (is this the recorded network?), `run`, `check`, `export`. `partial_sums` stores unfinished sums of long
-computations.
+The files, from the lowest: `files` (atomic writes, checksums, tensors by name), `schema` (header and data), `journal`,
+`passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
+generators), `states` (weights and coefficients read by index), `verify`, `writer` (locks and commits), `compatibility`
+(is this the recorded network?), `run`, `export`. `partial_sums` stores unfinished sums of long computations. Start
+reading at `run`; the package imports `core` and `optimizers`.
 """
 
-from epk_gp.storage.check import RunSummary, check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.run import RunStart, create_run, is_run, load_trajectory, resume_run
 from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
+from epk_gp.storage.verify import RunSummary, check_run
 from epk_gp.storage.writer import RunWriter, Storage
 
 __all__ = [

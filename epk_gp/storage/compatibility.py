@@ -1,7 +1,7 @@
 """Whether a given network, loss, data set and optimizer are those of a recorded run."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.optimizers.update_rules import predict_step
-from epk_gp.storage.schema import HEADER_DEFAULTS, THINNED_DEFAULTS, WEIGHT_DTYPES, describe_loss, module_names
+from epk_gp.storage.schema import WEIGHT_DTYPES, RunHeader, describe_loss
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
@@ -39,9 +39,7 @@ _REQUIREMENTS = {
     "optimizer": "the optimizer must have the recorded options",
     "unexplained": "the share of a step that need not be explained must be the recorded one",
     "clip": "the stated gradient clipping must be the recorded one",
-    "compression": "the storage's compression must be the recorded one",
     "keep_every": "the storage's keep_every must be the recorded one",
-    "weights_dtype": "the storage's weights_dtype must be the recorded one",
     "check_every": "check_every must be the recorded one",
 }
 
@@ -52,25 +50,23 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
     Raises:
         ValueError: An entry differs; the message says what must be as recorded.
     """
-    defaults = HEADER_DEFAULTS | THINNED_DEFAULTS
     for key, requirement in _REQUIREMENTS.items():
-        before, now = (side.get(key, defaults.get(key)) for side in (recorded, header))
+        before, now = (side.get(key, RunHeader.model_fields[key].default) for side in (recorded, header))
         if before != now:
             raise ValueError(f"{requirement} to resume the run at {path}: {_difference(before, now)}.")
-    if recorded.get("modules") and header.get("modules"):  # neither is known of a run of version 2
-        _validate_modules(recorded["modules"], header["modules"])
+    validate_modules(recorded["modules"], header["modules"])
 
 
-def validate_modules(header: Mapping[str, Any], net: nn.Module) -> None:
+def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise if a network has other modules than the recorded one, so that recorded modes of modules say nothing of it.
+
+    Args:
+        recorded: Names of the modules of the recorded network (`schema.module_names`).
+        given: Those of the network.
 
     Raises:
         ValueError: The names of the modules differ, or their order.
     """
-    _validate_modules(header["modules"], module_names(net))
-
-
-def _validate_modules(recorded: list[str], given: list[str]) -> None:
     if recorded == given:
         return
     place = next((n for n, (a, b) in enumerate(zip(recorded, given, strict=False)) if a != b), None)
@@ -99,7 +95,7 @@ def recorded_model(
         ValueError: The network has other parameters or buffers, by name or by shape; or the data do not have the
             recorded structure, or `output` must be given and is not.
     """
-    signature = signature_from_json(header.get("signature"), output, data)
+    signature = signature_from_json(header["signature"], output, data)
     if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
         raise ValueError(
             f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import epk_gp
 from epk_gp.core.step import tensor_bytes
-from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors, parse_json, read_bytes
-from epk_gp.storage.tensor_files import tensor_file
+from epk_gp.storage.files import atomic_write, checksum, open_tensors, parse_json, read_bytes, tensor_file
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"

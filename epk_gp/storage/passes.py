@@ -1,86 +1,125 @@
-"""The forward passes of steps, packed: in memory, or read from a chunk when they are indexed."""
+"""The forward passes of steps in a chunk: tensors by name, each pass read when it is indexed.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+The tensors of one part of all passes (`PARTS`) are stacked along their first dimension, those of another dtype or row
+shape in a group of their own; equal ones are held once. `passes.PART.at` says where those of each pass are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step, tensor_bytes
-from epk_gp.storage.index import Chunk, opened_chunk
-from epk_gp.storage.packing import DTYPES, Packed, pack_tensor, unpack_tensor
-from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, PassTables, as_numbers
+from epk_gp.storage.files import SAFETENSORS_DTYPES
+from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk
+from epk_gp.storage.schema import ChunkSchema
+
+# The parts of a pass that are tensors.
+_VECTORS = {
+    "modes": (torch.bool,),
+    "random_state": (torch.uint8,),
+    "device_random_state": (torch.uint8,),
+    "statistics": (torch.float32, torch.float64),
+    "statistics_after": (torch.float32, torch.float64),
+    "memory_order": (torch.int64,),
+}
+_SEEN = ("inputs", "targets")
+PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
+_DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
+_MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
+_MAX_DIMENSIONS = 16
+
+Layout = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor of a chunk, by its name
 
 
 @dataclass(frozen=True, eq=False)
-class ContentInMemory:
-    """Packed tensors in memory."""
-
-    content: UInt8[Tensor, " n"]
-    where = "the recorded step"
-
-    def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Copy the bytes of each span (start, length)."""
-        return [bytes(tensor_bytes(self.content[start : start + length])) for start, length in spans]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the pickled form, without the block of memory that the bytes are a part of."""
-        return ContentInMemory, (self.content.clone(),)
-
-
-@dataclass(frozen=True)
-class ContentOnDisk:
-    """Packed tensors in a chunk of a run."""
-
-    path: Path
-    chunk: Chunk
-
-    @property
-    def where(self) -> str:
-        """Name of the file in error messages."""
-        return f"{self.path / self.chunk.file} ({self.chunk.description})"
-
-    def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read the bytes of each span (start, length).
-
-        Raises:
-            FileNotFoundError: The file was removed since the run was opened.
-            ValueError: The file was damaged since the run was opened.
-        """
-        with opened_chunk(self.path, self.chunk) as tensors:
-            content = tensors.get_slice(CONTENT)
-            return [bytes(tensor_bytes(content[start : start + length])) for start, length in spans]
-
-
-_BLOCK = 1 << 22  # bytes of an export that are in memory at a time
-Content = ContentInMemory | ContentOnDisk  # the bytes that packed tensors lie in
-
-
-class PackedPasses(Sequence[ForwardPass]):
-    """The forward passes of one step; each is unpacked, and checked, when it is indexed.
-
-    Any number of threads may read at once. Nothing is kept: who needs a pass twice keeps it.
+class PassTables:
+    """Which tensors the p passes of j consecutive steps consist of.
 
     Attributes:
-        tables: Where its packed tensors are.
-        content: The bytes that the tables point into.
+        counts: Number of passes of each step.
+        rows: Number of rows of each pass.
+        autocast: Its dtype of automatic mixed precision, by its place in `SAFETENSORS_DTYPES`, or -1.
+        places: Group, first row and number of rows of each part of each pass; group -1 stands for None.
     """
 
-    def __init__(self, tables: PassTables, content: Content, step: int, first: int) -> None:
-        """Describe the passes of a step.
+    counts: Int64[Tensor, " j"]
+    rows: Int64[Tensor, " p"]
+    autocast: Int64[Tensor, " p"]
+    places: Mapping[str, Int64[Tensor, "p 3"]]
 
-        Args:
-            tables: Tables of this step and perhaps of others.
-            content: What the tables point into.
-            step: Number of the step in the tables.
-            first: Number of its first pass in the tables.
-        """
-        self.tables, self.content, self._first = tables, content, first
-        self._count = int(tables.counts[step])
+
+def part_of(forward: ForwardPass, part: str) -> Tensor | None:
+    """Return a tensor of a pass by its name in `PARTS`."""
+    name, _, kind = part.partition(".")
+    value = getattr(forward, name)
+    return None if value is None else getattr(value, kind) if kind else value
+
+
+def pass_bytes(passes: Passes) -> int:
+    """Return how many bytes the tensors of passes take in memory."""
+    values = [part_of(forward, part) for forward in passes for part in PARTS]
+    return sum(value.nbytes for value in values if value is not None)
+
+
+def pass_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
+    """Return the tensors that hold the passes of consecutive steps, by name; none if there is no pass."""
+    passes = [forward for step in steps for forward in step.passes]
+    if not passes:
+        return {}
+    autocast = [-1 if forward.autocast is None else _DTYPES.index(forward.autocast) for forward in passes]
+    tensors = {
+        "passes.counts": torch.tensor([len(step.passes) for step in steps]),
+        "passes.rows": torch.tensor([forward.num_rows for forward in passes]),
+        "passes.autocast": torch.tensor(autocast),
+    }
+    for part in PARTS:
+        values = [part_of(forward, part) for forward in passes]
+        if any(value is not None for value in values):
+            tensors |= _stacked(f"passes.{part}", values)
+    return tensors
+
+
+def _stacked(name: str, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    groups: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    held: dict[tuple[int, bytes], tuple[int, int, int]] = {}
+    ends: list[int] = []
+    places = []
+    for value in values:
+        if value is None:
+            places.append((-1, 0, 0))
+            continue
+        members = groups.setdefault((value.dtype, value.shape[1:]), [])
+        number = list(groups).index((value.dtype, value.shape[1:]))
+        ends += [0] * (len(groups) - len(ends))
+        content = (number, bytes(tensor_bytes(value)))
+        if content not in held:
+            held[content] = (number, ends[number], len(value))
+            ends[number] += len(value)
+            members.append(value.detach().cpu())
+        places.append(held[content])
+    stacks = {f"{name}.{number}": torch.cat(members) for number, members in enumerate(groups.values())}
+    return {f"{name}.at": torch.tensor(places), **stacks}
+
+
+class StoredPasses(Sequence[ForwardPass]):
+    """The forward passes of one step on disk; each is read, and checked, when it is indexed.
+
+    Any number of threads may read at once. Nothing is kept: who needs a pass twice keeps it.
+    """
+
+    def __init__(self, path: Path, chunk: Chunk, tables: PassTables, step: int) -> None:
+        """Describe the passes of a step of a chunk, by its number in the tables."""
+        self._path, self._chunk, self._tables = path, chunk, tables
+        self._first, self._count = int(tables.counts[:step].sum()), int(tables.counts[step])
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "_path": self._path.absolute()}
 
     def __len__(self) -> int:
         """Return the number of passes."""
@@ -93,162 +132,203 @@ class PackedPasses(Sequence[ForwardPass]):
     def __getitem__(self, number: slice) -> tuple[ForwardPass, ...]: ...
 
     def __getitem__(self, number: int | slice) -> ForwardPass | tuple[ForwardPass, ...]:
-        """Unpack a pass, or several.
+        """Read a pass, or several.
 
         Raises:
             IndexError: The step has no such pass.
-            ValueError: The packed bytes are not those of a forward pass.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened, or does not hold a forward pass.
         """
         if isinstance(number, slice):
             return tuple(self[n] for n in range(*number.indices(self._count)))
         if not -self._count <= number < self._count:
             raise IndexError(f"pass must lie in 0..{self._count - 1}: got {number}.")
-        forward = self._first + number % self._count
+        tables, row = self._tables, self._first + number % self._count
+        with opened_chunk(self._path, self._chunk) as tensors:
+            values = {}
+            for part, places in tables.places.items():
+                group, first, count = places[row].tolist()
+                if group >= 0:
+                    values[part] = tensors.get_slice(f"passes.{part}.{group}")[first : first + count].clone()
+        seen: dict[str, Any] = {
+            name: SeenRows(values[f"{name}.index"], values[f"{name}.values"])
+            for name in _SEEN
+            if f"{name}.index" in values
+        }
+        vectors = {name: values[name] for name in _VECTORS if name in values}
+        autocast = None if tables.autocast[row] < 0 else _DTYPES[tables.autocast[row]]
+        forward = ForwardPass(int(tables.rows[row]), **vectors, **seen, autocast=autocast)
         try:
-            values = {name: unpack_tensor(part) for name, part in self._packed_parts(forward).items()}
-            result = ForwardPass(
-                num_rows=int(self.tables.rows[forward]),
-                modes=values.get("modes"),
-                inputs=_seen_rows(values, "inputs"),
-                targets=_seen_rows(values, "targets"),
-                random_state=values.get("random_state"),
-                device_random_state=values.get("device_random_state"),
-                statistics=values.get("statistics"),
-                statistics_after=values.get("statistics_after"),
-                memory_order=values.get("memory_order"),
-                autocast=None if self.tables.autocast[forward] < 0 else DTYPES[self.tables.autocast[forward]],
-            )
-            validate_pass(result)
+            validate_pass(forward)
         except ValueError as error:
-            raise ValueError(f"{self.content.where}: pass {number % self._count} of a step: {error}") from error
-        return result
+            where = chunk_file(self._path, self._chunk)[1]
+            raise ValueError(f"{where}: pass {number % self._count} of a step: {error}") from error
+        return forward
 
     def __repr__(self) -> str:
         """Describe the passes in words."""
-        return f"PackedPasses({self._count} forward passes of {self.num_bytes} bytes)"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the passes take, packed; a tensor that several of them share counts for each."""
-        parts = self.tables.parts[self._first : self._first + self._count]
-        return int(self.tables.lengths[parts[parts >= 0]].sum()) + 8 * (parts.size + 2 * self._count)
-
-    def packed(self) -> Iterator[tuple[int, int, dict[str, Packed]]]:
-        """Return number of rows, autocast and packed tensors of each pass, as they are."""
-        for forward in range(self._first, self._first + self._count):
-            rows, autocast = int(self.tables.rows[forward]), int(self.tables.autocast[forward])
-            yield rows, autocast, self._packed_parts(forward)
-
-    def _packed_parts(self, forward: int) -> dict[str, Packed]:
-        tables = self.tables
-        numbers = {name: int(n) for name, n in zip(PARTS, tables.parts[forward], strict=True) if n >= 0}
-        contents = self.content.read([(int(tables.starts[n]), int(tables.lengths[n])) for n in numbers.values()])
-        return {
-            name: Packed(DTYPES[tables.kinds[n, 0]], tables.shape(n), int(tables.kinds[n, 1]), content)
-            for (name, n), content in zip(numbers.items(), contents, strict=True)
-        }
+        return f"StoredPasses({self._count} forward passes)"
 
 
-def packed_steps(steps: Sequence[Step], tables: PassTables, content: Content) -> list[Step]:
-    """Return consecutive steps with the passes that tables describe; a step without any has an empty tuple."""
-    ends = np.cumsum(tables.counts)
+def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
+    """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
+    if not any(step.passes for step in steps):
+        return steps
+    with opened_chunk(path, chunk) as tensors:
+        tables = read_tables(tensors)
+    return with_stored_passes(steps, tables, path, chunk)
+
+
+def with_stored_passes(steps: Sequence[Step], tables: PassTables, path: Path, chunk: Chunk) -> list[Step]:
+    """Return the steps of a chunk with the passes that tables describe; a step without any has an empty tuple."""
     return [
-        replace(s, passes=PackedPasses(tables, content, k, int(ends[k] - tables.counts[k]))) if tables.counts[k] else s
-        for k, s in enumerate(steps)
+        replace(step, passes=StoredPasses(path, chunk, tables, k) if tables.counts[k] else ())
+        for k, step in enumerate(steps)
     ]
 
 
-def pack_step(step: Step, store: Callable[[Tensor], Tensor] = lambda content: content) -> Step:
-    """Return a step with its passes packed in memory.
+def pass_tables(tensors: Mapping[str, Tensor]) -> PassTables:
+    """Return the tables of the passes of a chunk."""
+    places = {part: tensors[f"passes.{part}.at"] for part in PARTS if f"passes.{part}.at" in tensors}
+    return PassTables(tensors["passes.counts"], tensors["passes.rows"], tensors["passes.autocast"], places)
+
+
+def read_tables(tensors: Any) -> PassTables:
+    """Read the tables of the passes of an open chunk: copies, which do not keep the file mapped."""
+    names = ("passes.counts", "passes.rows", "passes.autocast", *(f"passes.{part}.at" for part in PARTS))
+    return pass_tables({name: tensors.get_tensor(name).clone() for name in tensors.keys() if name in names})  # noqa: SIM118
+
+
+def _groups(layout: Layout, part: str) -> Iterator[str]:
+    """Yield the names of the groups of a part of the passes of a chunk."""
+    number = 0
+    while f"passes.{part}.{number}" in layout:
+        yield f"passes.{part}.{number}"
+        number += 1
+
+
+def expected_pass_tensors(layout: Layout, num_steps: int) -> dict[str, tuple[tuple[int, ...] | None, str]]:
+    """Return shape (None for one dimension of any length) and dtype that each tensor of passes must have."""
+    if not any(name.startswith("passes.") for name in layout):
+        return {}
+    count = next(iter(layout.get("passes.rows", ((), ""))[0]), 0)
+    expected: dict[str, tuple[tuple[int, ...] | None, str]] = {
+        "passes.counts": ((num_steps,), "I64"),
+        "passes.rows": (None, "I64"),
+        "passes.autocast": ((count,), "I64"),
+    }
+    for part in PARTS:
+        groups = list(_groups(layout, part))
+        if groups or f"passes.{part}.at" in layout:
+            expected[f"passes.{part}.at"] = ((count, 3), "I64")
+        allowed = _VECTORS.get(part, (torch.int64,) if part.endswith("index") else _DTYPES)
+        names = [SAFETENSORS_DTYPES[dtype] for dtype in allowed]
+        for name in groups:
+            shape, dtype = layout[name]
+            is_vector = not part.endswith("values")
+            expected[name] = (None if is_vector or not shape else shape, dtype if dtype in names else names[-1])
+    return expected
+
+
+def validate_tables(tables: PassTables, layout: Layout, steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:
+    """Raise if tables do not describe the passes of steps, before anything that they point to is read.
+
+    What the tensors of a pass hold is checked when it is indexed: they are too many to be read with every run.
 
     Args:
-        step: The step.
-        store: Function that takes the packed bytes of the passes and returns the tensor in which they are kept.
+        tables: Tables of which only dtypes and shapes are known to be right.
+        layout: Shape and dtype of each tensor of the chunk.
+        steps: The steps.
+        schema: The schema of the run's chunks.
+        where: Name of the file in error messages.
 
     Raises:
-        TypeError: A tensor of a pass has a dtype that cannot be stored.
-        ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
+        ValueError: The tables do not describe forward passes of these steps.
     """
-    if not step.passes or isinstance(step.passes, PackedPasses):
-        return step
-    tables, content = pack_passes([step])
-    return packed_steps([step], tables, ContentInMemory(store(content)))[0]
+    batch_sizes = [schema.num_points if step.batch is None else len(step.batch) for step in steps]
+    problem = _problem_of_counts(tables, batch_sizes) or _problem_of_places(tables, layout, schema)
+    if problem:
+        raise ValueError(f"{where} must hold the forward passes of its steps: {problem}.")
 
 
-def content_blocks(passes: PackedPasses) -> Iterator[bytes]:
-    """Read the packed tensors of all steps that share the tables of these passes, a block at a time."""
-    size = int(passes.tables.lengths.sum())
-    for start in range(0, size, _BLOCK):
-        yield from passes.content.read([(start, min(_BLOCK, size - start))])
+def _problem_of_counts(tables: PassTables, batch_sizes: Sequence[int]) -> str:
+    counts, rows = tables.counts, tables.rows
+    if (counts < 0).any() or (counts > len(rows)).any() or int(counts.sum()) != len(rows):
+        return "their numbers of passes are not those of the passes that it holds"
+    if (rows < 1).any() or (rows > max(batch_sizes, default=0)).any():
+        return "a pass has no row, or more than a batch"
+    sums = [int(own.sum()) for own in rows.split(counts.tolist())]
+    if any(count and total != size for count, total, size in zip(counts, sums, batch_sizes, strict=True)):
+        return "the rows of a step's passes are not as many as its batch has"
+    floats = torch.tensor([-1, *(number for number, dtype in enumerate(_DTYPES) if dtype.is_floating_point)])
+    if not torch.isin(tables.autocast, floats).all():
+        return "the dtype of automatic mixed precision is none"
+    return ""
 
 
-def packed_bytes(step: Step) -> int:
-    """Return how many bytes the packed passes of a step take; 0 if it has none, or they are not packed."""
-    return step.passes.num_bytes if isinstance(step.passes, PackedPasses) else 0
-
-
-def pack_passes(steps: Iterable[Step]) -> tuple[PassTables, UInt8[Tensor, " n"]]:
-    """Pack the passes of consecutive steps, with equal tensors stored once.
-
-    Raises:
-        TypeError: A tensor of a pass has a dtype that cannot be stored.
-        ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
-    """
-    counts: list[int] = []
-    passes: list[tuple[int, int, list[int]]] = []
-    numbers: dict[Packed, int] = {}
-    for step in steps:
-        counts.append(len(step.passes))
-        for rows, autocast, parts in _packed(step.passes):
-            columns = [numbers.setdefault(parts[name], len(numbers)) if name in parts else -1 for name in PARTS]
-            passes.append((rows, autocast, columns))
-    values = list(numbers)
-    tables = PassTables(
-        counts=as_numbers(counts),
-        rows=as_numbers([rows for rows, _, _ in passes]),
-        autocast=as_numbers([autocast for _, autocast, _ in passes]),
-        parts=as_numbers([columns for _, _, columns in passes]).reshape(-1, len(PARTS)),
-        kinds=as_numbers([(DTYPES.index(v.dtype), v.encoding, len(v.shape)) for v in values]).reshape(-1, 3),
-        shapes=as_numbers([n for value in values for n in value.shape]),
-        lengths=as_numbers([len(value.content) for value in values]),
-    )
-    content = bytearray(b"".join(value.content for value in values))
-    return tables, torch.frombuffer(content, dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
+def _problem_of_places(tables: PassTables, layout: Layout, schema: ChunkSchema) -> str:
+    lengths = {
+        "modes": (schema.num_modules, schema.num_modules),
+        "random_state": (1, _MAX_RANDOM_BYTES),
+        "device_random_state": (1, _MAX_RANDOM_BYTES),
+        "statistics": (schema.num_statistics, schema.num_statistics),
+        "statistics_after": (schema.num_statistics, schema.num_statistics),
+        "memory_order": (2, _MAX_DIMENSIONS),
+    }
+    for part, places in tables.places.items():
+        sizes = torch.tensor([layout[name][0][0] for name in _groups(layout, part)] + [0])  # the last: of group -1
+        group, first, count = places.unbind(1)
+        if (group < -1).any() or (group >= len(sizes) - 1).any():
+            return f"{part!r} of a pass lies in no tensor"
+        if (
+            (first < 0).any()
+            or (count < 0).any()
+            or (first > sizes[group]).any()
+            or (count > sizes[group] - first).any()
+        ):
+            return f"{part!r} of a pass lies outside of its tensor"
+        least, most = lengths.get(part, (0, 1 << 62))
+        if ((group >= 0) & ((count < least) | (count > most))).any():
+            return f"{part!r} of a pass must have {least} to {most} entries: it has others"
+    nothing = torch.full((len(tables.rows), 3), -1)
+    for name in _SEEN:
+        index, values = (tables.places.get(f"{name}.{kind}", nothing) for kind in ("index", "values"))
+        is_there, others = index[:, 0] >= 0, values[:, 0] >= 0
+        if (is_there != others).any() or (is_there & (index[:, 2] != values[:, 2])).any():
+            return f"{name!r} of a pass must have one row per index"
+        if (is_there & (index[:, 2] > tables.rows)).any():
+            return f"{name!r} of a pass must have no more rows than the pass"
+    return ""
 
 
 def validate_pass(forward: ForwardPass) -> None:
-    """Raise if a pass is not as `ForwardPass` says.
+    """Raise if a pass is not as `ForwardPass` says, or cannot be stored.
 
     Raises:
+        TypeError: A tensor has a dtype that cannot be stored.
         ValueError: A shape, dtype or index is wrong, or a number is not finite.
     """
     if type(forward.num_rows) is not int or forward.num_rows < 1:
         raise ValueError(f"a forward pass must have at least one row: got {forward.num_rows!r}.")
-    for name, seen in (("inputs", forward.inputs), ("targets", forward.targets)):
-        if seen is not None:
+    for name in _SEEN:
+        if (seen := getattr(forward, name)) is not None:
             _validate_seen(name, seen, forward.num_rows)
-    for name, value, dtypes in (
-        ("modes", forward.modes, (torch.bool,)),
-        ("random_state", forward.random_state, (torch.uint8,)),
-        ("device_random_state", forward.device_random_state, (torch.uint8,)),
-        ("statistics", forward.statistics, (torch.float32, torch.float64)),
-        ("statistics_after", forward.statistics_after, (torch.float32, torch.float64)),
-        ("memory_order", forward.memory_order, (torch.int64,)),
-    ):
+    for name, dtypes in _VECTORS.items():
+        value = getattr(forward, name)
         if value is None:
             continue
         if value.ndim != 1 or value.dtype not in dtypes:
             raise ValueError(f"{name} must be a vector of {dtypes[-1]}: got {tuple(value.shape)} of {value.dtype}.")
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
-        if "random" in name and not 0 < len(value) <= MAX_RANDOM_BYTES:
-            raise ValueError(f"{name} must have 1 to {MAX_RANDOM_BYTES} bytes: got {len(value)}.")
+        if "random" in name and not 0 < len(value) <= _MAX_RANDOM_BYTES:
+            raise ValueError(f"{name} must have 1 to {_MAX_RANDOM_BYTES} bytes: got {len(value)}.")
     order = forward.memory_order
     if order is not None and sorted(order.tolist()) != list(range(len(order))):
         raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
     if forward.random_state is not None:
         _validate_random_state(forward.random_state)
-    if forward.autocast is not None and not (forward.autocast in DTYPES and forward.autocast.is_floating_point):
+    if forward.autocast is not None and not (forward.autocast in _DTYPES and forward.autocast.is_floating_point):
         raise ValueError(f"autocast must be a floating-point dtype: got {forward.autocast}.")
 
 
@@ -267,6 +347,9 @@ def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
             f"{name} must have one row per index: got index {tuple(index.shape)} of {index.dtype}, values "
             f"{tuple(values.shape)}."
         )
+    if values.dtype not in SAFETENSORS_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES)
+        raise TypeError(f"{name} must be of one of the dtypes {names} to be recorded: got {values.dtype}.")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
         raise ValueError(
             f"{name} must be rows of the pass, 0..{num_rows - 1}: got {int(index.min())}..{int(index.max())}."
@@ -275,30 +358,3 @@ def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
         raise ValueError(f"{name} must give each row once: an index occurs twice.")
     if values.is_floating_point() and not torch.isfinite(values).all():
         raise ValueError(f"{name} must hold finite numbers: they hold NaN or infinity.")
-
-
-def _packed(passes: Passes) -> Iterator[tuple[int, int, dict[str, Packed]]]:
-    if isinstance(passes, PackedPasses):
-        yield from passes.packed()
-        return
-    for forward in passes:
-        validate_pass(forward)
-        values = {
-            "modes": forward.modes,
-            "random_state": forward.random_state,
-            "device_random_state": forward.device_random_state,
-            "statistics": forward.statistics,
-            "statistics_after": forward.statistics_after,
-            "memory_order": forward.memory_order,
-        }
-        for name, seen in (("inputs", forward.inputs), ("targets", forward.targets)):
-            if seen is not None:
-                values |= {f"{name}.index": seen.index, f"{name}.values": seen.values}
-        autocast = -1 if forward.autocast is None else DTYPES.index(forward.autocast)
-        parts = {name: pack_tensor(value) for name, value in values.items() if value is not None}
-        yield forward.num_rows, autocast, parts
-
-
-def _seen_rows(values: dict[str, Tensor], name: str) -> SeenRows | None:
-    index = values.get(f"{name}.index")
-    return None if index is None else SeenRows(index, values[f"{name}.values"])

@@ -16,8 +16,6 @@ from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json
-from epk_gp.storage.atomic_files import regular_file_size
-from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.compatibility import (
     recorded_loss,
     recorded_model,
@@ -26,11 +24,12 @@ from epk_gp.storage.compatibility import (
     validate_modules,
     validate_same_header,
 )
-from epk_gp.storage.index import resume_name
-from epk_gp.storage.kept import read_chunks, stored_run, with_computed_states
-from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates
+from epk_gp.storage.files import regular_file_size
+from epk_gp.storage.journal import resume_name
+from epk_gp.storage.schema import HEADER, chunk_schema, module_names, read_data, read_header
+from epk_gp.storage.states import StoredStates, read_chunks, stored_run, with_computed_states
 from epk_gp.storage.training_state import WEIGHTS, TrainingState, read_training_state
+from epk_gp.storage.verify import read_steps
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 
@@ -39,7 +38,7 @@ class RunStart:
     """A run before its first step.
 
     Attributes:
-        header: Description of the run (`schema.run_header`), with `compression`, `check_every` and `modules`.
+        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
         data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
             `graph.KEY` for the tensors of a graph.
         weights: The initial weights.
@@ -168,7 +167,7 @@ def load_trajectory(
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
     if any(step.passes for step in steps):
-        validate_modules(header, net)
+        validate_modules(header["modules"], module_names(net))
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")
@@ -187,8 +186,8 @@ def load_trajectory(
         data_digest=header["data_digest"],
         statistics=StoredStates(Path(folder), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
-        optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
-        clip=clip_from_json(header.get("clip")),
+        optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
+        clip=clip_from_json(header["clip"]),
     )
     validate_forward_function(trajectory, data["probe"])
     initial = flat_state(trajectory, 0, data["inputs"])

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.storage.atomic_files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
-from epk_gp.storage.index import Chunk, resume_name
+from epk_gp.storage.files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
+from epk_gp.storage.journal import Chunk, resume_name
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
@@ -161,17 +161,14 @@ class TrainingState:
             ValueError: The tensors are not a training state, one of another shape, or one of other names in
                 `stateful`; or an object does not take its state.
         """
-        try:
-            state = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), where), tensors)
-            recorded, momentum = state["optimizer"], tensors.get(_MOMENTUM)
-            recorded = recorded if isinstance(recorded, list) else [recorded]
-            names, random = set(state["keep"]), tensors[_RANDOM]
-            if len(recorded) != len(self.optimizers):
-                raise ValueError(f"it has the state of {len(recorded)} optimizers")
-            if momentum is not None and momentum.shape != self.momentum.shape:
-                raise ValueError(f"its momentum has shape {tuple(momentum.shape)}")
-        except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:
-            raise ValueError(f"{where} must hold the state to resume from: it does not ({error}).") from error
+        state, random, momentum = _read_state(tensors, where), tensors[_RANDOM], tensors.get(_MOMENTUM)
+        recorded = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+        names, shape = set(state["keep"]), self.momentum.shape if momentum is None else momentum.shape
+        if len(recorded) != len(self.optimizers) or shape != self.momentum.shape:
+            raise ValueError(
+                f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers with momentum "
+                f"of shape {tuple(shape)}."
+            )
         if names != set(self.stateful):
             raise ValueError(
                 f"stateful must have the names it had when the run was recorded, {sorted(names)}: got "
@@ -211,11 +208,8 @@ class TrainingState:
         Raises:
             ValueError: The tensors are not a training state, or the network has other buffers.
         """
-        try:
-            recorded = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), where), tensors).get("buffers", {})
-            found = {name: (tuple(value.shape), value.dtype) for name, value in recorded.items()}
-        except (KeyError, TypeError, IndexError, ValueError, RecursionError, AttributeError) as error:
-            raise ValueError(f"{where} must hold the state to resume from: it does not ({error}).") from error
+        recorded: dict[str, Tensor] = _read_state(tensors, where)["buffers"]
+        found = {name: (tuple(value.shape), value.dtype) for name, value in recorded.items()}
         own = {name: (tuple(value.shape), value.dtype) for name, value in self._buffers().items()}
         for name, kind in found.items():
             if own.get(name) != kind:
@@ -223,7 +217,7 @@ class TrainingState:
                     f"the network must have the recorded buffers to resume {where}: {name!r} must be of {kind}, got "
                     f"{own.get(name, 'none')}."
                 )
-        return dict(recorded)
+        return recorded
 
     def _buffers(self) -> dict[str, Tensor]:
         return {} if self.net is None else dict(self.net.named_buffers())
@@ -280,6 +274,21 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     if checksum(content, chunk.digest) == chunk.resume_blake2b:
         return load_tensors(content, where)
     raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
+
+
+def _read_state(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+    """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
+    message = f"{where} must hold the state to resume from"
+    try:
+        state: dict[str, Any] = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+        if not isinstance(state["keep"], dict) or "optimizer" not in state or _RANDOM not in tensors:
+            raise ValueError("it lacks an entry")
+        state = {"buffers": {}} | state
+        if not all(isinstance(value, Tensor) for value in state["buffers"].values()):
+            raise ValueError("a buffer is no tensor")
+    except (KeyError, TypeError, IndexError, ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{message}: it does not ({error}).") from error
+    return state
 
 
 def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:

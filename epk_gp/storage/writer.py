@@ -1,14 +1,27 @@
-"""Writing a run to disk, such that whatever stops the writer, what was committed stays."""
+"""Writing a run to disk, such that whatever stops the writer, what was committed stays.
 
+The lock is the operating system's (`filelock` calls it), so it is released when the process ends, however it ends.
+
+* On Linux and macOS it is a `flock` lock on the journal itself. Such a lock is advisory: readers do not notice it.
+* On Windows a locked file cannot be read, so the lock is on a file of its own, `writer.lock`, which is removed at the
+  end.
+* On a file system without `flock` (some network drives, some Python builds) the existence of a file `writer.pid` is the
+  lock. It holds the writer's process number and host. A warning says so, because a process that is killed leaves the
+  file: a later writer on the same host removes it once that process has ended, but a writer on another host cannot
+  know, and the file must then be removed by hand.
+"""
+
+import errno
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from filelock import BaseFileLock
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout, lock_descriptor
 from safetensors.torch import save
 from torch import Tensor
 
@@ -16,9 +29,17 @@ from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.core.update_law import CompactUpdate
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.atomic_files import atomic_write, checksum, checksummed_json, open_descriptor, sync_folder
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.index import (
+from epk_gp.storage.files import (
+    DAMAGED,
+    atomic_write,
+    checksum,
+    checksummed_json,
+    open_descriptor,
+    regular_file_size,
+    sync_folder,
+)
+from epk_gp.storage.journal import (
     FINISHED,
     JOURNAL,
     MAX_CHUNKS,
@@ -30,28 +51,158 @@ from epk_gp.storage.index import (
     resume_name,
     to_json_line,
 )
-from epk_gp.storage.locking import LOCK, MARKER, lock_writer
 from epk_gp.storage.schema import (
-    COMPRESSIONS,
     DATA,
     FORMAT,
     FORMAT_VERSION,
     HEADER,
-    HEADER_DEFAULTS,
-    STORED_DTYPES,
-    THINNED_VERSION,
     ChunkSchema,
     chunk_schema,
-)
-from epk_gp.storage.write_errors import (
-    RESUME,
-    describe_remains,
-    explain_os_errors,
-    find_damage,
-    require_same_journal,
+    complete_header,
+    read_header,
 )
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
+RESUME = "Free space or give the right to write, then go on with resume=True."
+_RESTORE = "Restore the folder and go on with resume=True, or record to another folder."
+LOCK, MARKER = "writer.lock", "writer.pid"
+_JOURNAL_CAN_BE_LOCKED = sys.platform != "win32"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+# Seconds. A virus scanner may hold a lock file open for a moment on Windows, and removing the marker of a process that
+# was killed takes a second attempt; one attempt is made every 0.05 s.
+_TIMEOUT = 0.5
+
+
+def lock_writer(folder: Path, journal: int) -> BaseFileLock | None:
+    """Lock a run's folder against other writers, without waiting for them.
+
+    Args:
+        folder: The folder.
+        journal: Descriptor of the journal, open for writing.
+
+    Returns:
+        The lock on a file beside the journal, to be released; None if the lock is on the journal, which releases it
+        when it is closed.
+
+    Raises:
+        BlockingIOError: Another writer holds the lock.
+        OSError: The folder cannot be written.
+    """
+    if not _JOURNAL_CAN_BE_LOCKED:
+        return _lock_file(FileLock(folder / LOCK, thread_local=False), folder)
+    try:
+        locked = lock_descriptor(journal, blocking=False)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the file system of {folder} has no locks: {MARKER} stands for one. If a recording is killed on another "
+            f"computer, remove {MARKER} by hand.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _lock_file(SoftFileLock(folder / MARKER, thread_local=False), folder)
+    if not locked:
+        raise _other_writer(folder)
+    return None
+
+
+def _lock_file(lock: BaseFileLock, folder: Path) -> BaseFileLock:
+    try:
+        lock.acquire(timeout=_TIMEOUT)
+    except Timeout as error:
+        raise _other_writer(folder) from error
+    return lock
+
+
+def _other_writer(folder: Path) -> BlockingIOError:
+    return BlockingIOError(
+        f"a run must have one writer at a time: another process records into {folder}. Wait for it to end, or "
+        "choose another folder."
+    )
+
+
+@contextmanager
+def explain_os_errors(path: Path, remains: Callable[[str], str]) -> Iterator[None]:
+    """Turn an error of the system into our own: why a run cannot be written, what of it is kept, and what to do.
+
+    Args:
+        path: The run's folder, or a file that it is exported to.
+        remains: Called after an error with its cause; returns what of the run is kept, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # raised by this package, with its own sentence
+            raise
+        cause = str(error.strerror)
+        explained = type(error)(f"the run must be written to {path}: {cause}; {remains(cause)}")
+        explained.errno = error.errno
+        raise explained from error
+
+
+def describe_remains(path: Path, journal: int, chunks: Sequence[Chunk], cause: str) -> str:
+    """Return what of a run's committed steps can be read, and what to do. Sizes are checked, contents are not.
+
+    Args:
+        path: The run's folder.
+        journal: Descriptor of the journal.
+        chunks: The committed chunks.
+        cause: What the message says already.
+    """
+    count = chunks[-1].last if chunks else 0
+    damage = find_damage(path, journal, chunks)
+    if damage is None:
+        return f"its {count} committed steps stay readable. {RESUME}"
+    because = "" if damage == cause else f": {damage}"
+    return f"its {count} committed steps cannot be read from there any more{because}. {_RESTORE}"
+
+
+def find_damage(path: Path, journal: int, chunks: Sequence[Chunk]) -> str | None:
+    """Return what of an open run is not as it was committed; None if the journal and all sizes are.
+
+    Args:
+        path: The run's folder.
+        journal: Descriptor of the journal.
+        chunks: The committed chunks.
+    """
+    try:
+        require_same_journal(path, journal)
+        if regular_file_size(path / DATA, str(path / DATA)) != read_header(path)["data_bytes"]:
+            return f"{path / DATA} is missing or has another size"
+        if read_journal(path).chunks[: len(chunks)] != tuple(chunks):
+            return f"{path / JOURNAL} was changed"
+        resume = path / resume_name(len(chunks) - 1)
+        if chunks and regular_file_size(resume, str(resume)) != chunks[-1].resume_bytes:
+            return f"{resume} is missing or has another size"
+    except OSError as error:
+        return (error.strerror or str(error)).removesuffix(".")
+    except ValueError as error:
+        return str(error).removesuffix(DAMAGED).rstrip(" .")
+    return None
+
+
+def require_same_journal(path: Path, journal: int) -> None:
+    """Raise if the journal that lies in a folder is not the one that the writer has open.
+
+    Whatever was written into a folder that was put in the place of the run's would be lost, or damage another run.
+
+    Args:
+        path: The run's folder.
+        journal: Descriptor of the journal.
+
+    Raises:
+        OSError: The folder or the journal was deleted, renamed or replaced.
+    """
+    try:
+        status = (path / JOURNAL).lstat()
+    except FileNotFoundError as error:
+        lost = f"{path / JOURNAL} was deleted or renamed" if path.is_dir() else f"{path} was deleted or renamed"
+        raise FileNotFoundError(errno.ENOENT, f"{lost} while it was recorded", str(path)) from error
+    except NotADirectoryError as error:
+        raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file now", str(path)) from error
+    if not os.path.samestat(status, os.fstat(journal)):
+        raise FileNotFoundError(errno.ENOENT, f"{path / JOURNAL} was replaced while it was recorded", str(path))
 
 
 @dataclass(frozen=True)
@@ -61,49 +212,32 @@ class Storage:
     A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
     Attributes:
-        chunk_bytes: Bytes of weights, moving statistics and packed forward passes that are collected before they are
+        chunk_bytes: Bytes of weights, moving statistics and forward passes that are collected before they are
             committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.
-        compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
-            from the one before, deflated, without loss; smaller, and slower to write and read.
         keep_every: Keep every so many-th weight state, the first and the last; the states between are computed again
             when they are read, by the update rule on exact gradients. What Adam and its relatives derive from the
             gradients is computed again too. By how much a kept state misses the computed one is a part of what results
             say is unexplained.
-        weights_dtype: Dtype of the kept states between the first and the last, `torch.float32` or `torch.bfloat16`;
-            None for that of the weights. The rounding is unexplained too.
     """
 
     chunk_bytes: int = 16 << 20
     seconds: float = 60.0
     steps: int | None = None
-    compression: str = "none"
     keep_every: int = 1
-    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         validate_count(self.chunk_bytes, "chunk_bytes")
         validate_positive(self.seconds, "seconds")
         if self.steps is not None:
             validate_count(self.steps, "steps")
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression must be one of {list(COMPRESSIONS)}: got {self.compression!r}.")
         validate_count(self.keep_every, "keep_every")
-        if self.weights_dtype is not None and self.weights_dtype not in STORED_DTYPES.values():
-            raise ValueError(
-                f"weights_dtype must be None or one of {', '.join(STORED_DTYPES)}: got {self.weights_dtype!r}."
-            )
-        if self.thins and self.compression != "none":
-            raise ValueError(
-                f"compression must be 'none' where not every state is kept exactly: got {self.compression!r}. Kept "
-                "states are too far apart for differences to be small."
-            )
 
     @property
     def thins(self) -> bool:
         """Whether the run does not hold every state exactly."""
-        return self.keep_every > 1 or self.weights_dtype is not None
+        return self.keep_every > 1
 
 
 def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -118,13 +252,8 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
     if not storage.thins:
         return {}
     if folder is None:
-        raise ValueError(
-            "keep_every and weights_dtype must come with folder=, for a run in memory holds every state: got no folder."
-        )
-    return {
-        "keep_every": storage.keep_every,
-        "weights_dtype": str(storage.weights_dtype) if storage.weights_dtype else None,
-    }
+        raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
+    return {"keep_every": storage.keep_every}
 
 
 @dataclass
@@ -178,8 +307,7 @@ class RunWriter:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced. The message
                 says whether what was committed before can still be read.
             TypeError: A tensor of a pass has a dtype that cannot be stored.
-            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run,
-                or the run is of version 2, which holds none.
+            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, first, start = len(self.chunks), self.num_states, self.journal_bytes
         if number >= MAX_CHUNKS:
@@ -197,7 +325,7 @@ class RunWriter:
             resume_blake2b=checksum(resume, digest),
             line="",
         )
-        chunk = replace(chunk, line=chain_hash(self.chunks[-1].line if self.chunks else "", chunk))
+        chunk = chunk.model_copy(update={"line": chain_hash(self.chunks[-1].line if self.chunks else "", chunk)})
         line = to_json_line(chunk)
         with explain_os_errors(self.path, self._remains):
             try:
@@ -307,14 +435,8 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    full = {
-        "format": FORMAT,
-        "version": THINNED_VERSION if "keep_every" in header else FORMAT_VERSION,
-        "data_blake2b": checksum(content),
-        "data_bytes": len(content),
-        **HEADER_DEFAULTS,
-        **header,
-    }
+    own = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), "data_bytes": len(content)}
+    full = complete_header(own | dict(header), str(folder / HEADER))
     with explain_os_errors(folder, lambda _: f"no step is recorded yet. {RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)

@@ -6,7 +6,7 @@ from statistics import fmean
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.checks import validate_labels, validate_number, validate_tensor
 
 

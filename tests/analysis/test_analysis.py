@@ -9,10 +9,7 @@ from sklearn.svm import SVC
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, principal_directions, rank_correlation
 from epk_gp.core.trajectory import flat_weights, network_outputs
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.path_kernel import gram_block_per_class

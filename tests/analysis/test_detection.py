@@ -6,8 +6,14 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from epk_gp.analysis.calibration import calibration, reliability_bins
-from epk_gp.analysis.detection import error_detection, ood_metrics, precision_at_k, roc_curve
+from epk_gp.analysis.measures import (
+    calibration,
+    error_detection,
+    ood_metrics,
+    precision_at_k,
+    reliability_bins,
+    roc_curve,
+)
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
 MARKED = torch.tensor([False, True, False, False, True, False])

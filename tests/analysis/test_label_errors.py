@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import epk_gp as epk
-from epk_gp.analysis.label_errors import area_under_margin, margins
+from epk_gp.analysis.labels import area_under_margin, margins
 from epk_gp.datasets import three_gaussians
 
 NUM_WRONG = 5

@@ -22,8 +22,6 @@ class Fixtures:
 
 @pytest.fixture(scope="module")
 def f(trajectory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxtyping.config.jaxtyping_disable", True)
-        return Fixtures(
-            trajectory, epk.LogitGP(trajectory, points=[0, 1, 2]), epk.LogitGP(trajectory, "independent", points=[0, 1])
-        )
+    return Fixtures(
+        trajectory, epk.LogitGP(trajectory, points=[0, 1, 2]), epk.LogitGP(trajectory, "independent", points=[0, 1])
+    )

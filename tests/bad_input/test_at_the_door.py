@@ -2,6 +2,7 @@
 
 import stat
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from distributed_cases import Shuffled
 from epk_gp.classifier import EPKClassifier
-from epk_gp.distributed import job
-from epk_gp.distributed.pieces import Here, Piece, computed_pieces
 from epk_gp.gp.data import count_seen
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work import job
+from epk_gp.work.run import run as carry_out
+from epk_gp.work.sums import Piece, Sums
 from loops import data, mlp, sgd
 
 
@@ -103,14 +106,26 @@ class Told:
 
     def submit(self, *call):
         self.modes.append(stat.S_IMODE(self.file.stat().st_mode))
-        return Here().submit(*call)
+        return Shuffled().submit(*call)
 
 
+@dataclass
 class Ones:
-    def piece(self, place):
+    place: int
+    piece_bytes = 8
+    device = torch.device("cpu")
+
+    @property
+    def pieces(self):
+        return [Piece("a", (self.place,))]
+
+    def identity(self):
+        return "1"
+
+    def compute(self, place, saved):
         if place[0] < 0:
             raise KeyError("no such piece")
-        return {"one": torch.ones(1)}
+        yield Sums({"one": torch.ones(1)}, steps=1)
 
     def check(self):
         pass
@@ -118,12 +133,11 @@ class Ones:
 
 @pytest.mark.parametrize("place", [1, -1], ids=["success", "failure"])
 def test_a_job_is_private_and_removed_when_it_ends(tmp_path, place):
-    sums = PartialSums(tmp_path / "sums", "1")
-    file = sums.folder / job.JOB
+    file = PartialSums(tmp_path / "sums", "1").folder / job.JOB
     file.with_name("job.pickle.part").write_text("left by another, for all to read")
     executor = Told(file)
     try:
-        list(computed_pieces(Ones(), [Piece("a", (place,))], executor, sums, 8))
+        list(carry_out(Ones(place), epk.ComputeOptions(executor=executor, checkpoint=file.parent), "ones"))
     except KeyError:
         assert place < 0
     assert executor.modes == [0o600]

@@ -9,7 +9,7 @@ from json_mutations import damaged_texts, mutations, sampled
 from safetensors.torch import load, save
 
 import epk_gp as epk
-from epk_gp.storage.atomic_files import checksum, checksum_json, checksummed_json, read_checksummed_json
+from epk_gp.storage.files import checksum, checksum_json, checksummed_json, read_checksummed_json
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.schema import read_header
 from loops import data, mlp, sgd

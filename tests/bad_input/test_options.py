@@ -8,7 +8,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp import datasets
-from epk_gp.analysis import calibration, detection, maps, planes, ranks, spectrum
+from epk_gp.analysis import maps, measures
 from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.regression import leave_one_out
@@ -25,7 +25,7 @@ T = epk.test_copy(X)
 EYE = torch.eye(3, dtype=torch.float64)
 POSTERIOR = LogitPosterior(torch.zeros(10, 3, dtype=torch.float64), EYE.expand(10, 3, 3))
 SCORES = torch.linspace(0.1, 1, 10, dtype=torch.float64)
-PLANE = planes.coordinate_plane(X)
+PLANE = maps.coordinate_plane(X)
 
 
 def squares(x):
@@ -50,8 +50,8 @@ COUNTS = {
     "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),
     "probe": (lambda f, n: thin_path(f.t, 1, X[:2], num_probe=n), 1, "num_probe"),
     "edge": (lambda f, n: by_step(f.t, [n]), 1, "an edge|edges"),
-    "bins": (lambda f, n: calibration.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
-    "grid": (lambda f, n: planes.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),
+    "bins": (lambda f, n: measures.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
+    "grid": (lambda f, n: maps.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),
     "line": (lambda f, n: path_geometry.line_profile(f.t, X, Y, size=n), 2, "size"),
     "output": (lambda f, n: signal.input_gradients(f.t, X[:1], n), 0, "output"),
     "step": (lambda f, n: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[n], times=[0.5]), 0, "a step|steps"),
@@ -121,8 +121,8 @@ NUMBERS = {
         "the posterior's eigenvalue_tolerance",
     ),
     "normalize": (lambda f, v: epk.EPKKernel(f.t, normalize=v), (0, -1, NAN, INF), "normalize"),
-    "margin": (lambda f, v: planes.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
-    "share": (lambda f, v: spectrum.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
+    "margin": (lambda f, v: maps.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
+    "share": (lambda f, v: measures.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
     "near": (lambda f, v: boundary.boundary_weight_ratio(SCORES, SCORES, Y, share=v), (0, 1, NAN), "share"),
     "penalty": (
         lambda f, v: retraining.fit_support_vector_machines(EYE.expand(3, 3, 3), torch.arange(3), penalty=v),
@@ -224,24 +224,27 @@ SMALL = {
         r"x must be one point, of shape \(1, ...\): got \(2, 4\)",
     ),
     "energies": (lambda f: signal.signal_energies(SCORES), r"gradients must have 2 dimensions: got shape \(10,\)"),
-    "scores": (lambda f: detection.ood_metrics(SCORES, X), r"outside must have 1 dimension: got shape \(10, 4\)"),
+    "scores": (lambda f: measures.ood_metrics(SCORES, X), r"outside must have 1 dimension: got shape \(10, 4\)"),
     "scores_mask": (
-        lambda f: detection.ood_metrics(SCORES > 0, SCORES),
+        lambda f: measures.ood_metrics(SCORES > 0, SCORES),
         "inside must be float32 or float64: got torch.bool",
     ),
-    "ranks_nan": (lambda f: ranks.rank_correlation(SCORES, SCORES * NAN), "b must be finite: it holds NaN or infinity"),
+    "ranks_nan": (
+        lambda f: measures.rank_correlation(SCORES, SCORES * NAN),
+        "b must be finite: it holds NaN or infinity",
+    ),
     "ranks_lengths": (
-        lambda f: ranks.rank_correlation(SCORES, SCORES[:3]),
+        lambda f: measures.rank_correlation(SCORES, SCORES[:3]),
         "as many numbers as each other: got 10 and 3",
     ),
-    "gram_rectangle": (lambda f: spectrum.gram_spectrum(X), r"a Gram matrix must be square, .*: got shape \(10, 4\)"),
+    "gram_rectangle": (lambda f: measures.gram_spectrum(X), r"a Gram matrix must be square, .*: got shape \(10, 4\)"),
     "gram_empty": (
-        lambda f: spectrum.gram_spectrum(X[:0, :0]),
+        lambda f: measures.gram_spectrum(X[:0, :0]),
         r"a Gram matrix must be square, .*: got shape \(0, 0\)",
     ),
-    "gram_integers": (lambda f: spectrum.gram_spectrum(EYE.long()), "a Gram matrix must be float32 or float64: got"),
+    "gram_integers": (lambda f: measures.gram_spectrum(EYE.long()), "a Gram matrix must be float32 or float64: got"),
     "empty_calibration": (
-        lambda f: calibration.calibration(POSTERIOR.mean[:0], Y[:0]),
+        lambda f: measures.calibration(POSTERIOR.mean[:0], Y[:0]),
         r"probability must hold at least one point: got shape \(0, 3\)",
     ),
     "kernel_number": (

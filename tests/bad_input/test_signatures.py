@@ -133,9 +133,7 @@ def test_counts_must_be_a_function():
 
 @pytest.fixture(scope="module")
 def run():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxtyping.config.jaxtyping_disable", True)
-        return record(Tagger().double(), X, LABELS, output=mean_logits, steps=1)
+    return record(Tagger().double(), X, LABELS, output=mean_logits, steps=1)
 
 
 CALLS = {

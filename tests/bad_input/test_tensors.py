@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.analysis import calibration, planes
+from epk_gp.analysis import maps, measures
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gram.thinning import thin_path
 from loops import data
@@ -25,7 +25,7 @@ INPUTS = {
     "thinning": lambda f, x: thin_path(f.t, 2, x),
     "outputs": lambda f, x: epk.network_outputs(f.t, x),
     "train_copy": lambda f, x: epk.train_copy(x),
-    "plane": lambda f, x: planes.coordinate_plane(x),
+    "plane": lambda f, x: maps.coordinate_plane(x),
     "line": lambda f, x: path_geometry.line_profile(f.t, x, Y),
 }
 BAD_INPUTS = {
@@ -124,7 +124,7 @@ def test_batches_that_do_not_go_with_each_other_are_refused(f):
 
 # Calls with one class index per point, for ten points and three classes.
 LABELS = {
-    "calibration": lambda f, y: calibration.calibration(POSTERIOR.mean.softmax(1), y),
+    "calibration": lambda f, y: measures.calibration(POSTERIOR.mean.softmax(1), y),
     "line": lambda f, y: path_geometry.line_profile(f.t, X, y),
     "alignment": lambda f, y: alignment.gradient_alignment(f.t, X, y, steps=[0], times=[0.5]),
     "margins": lambda f, y: boundary.margins(POSTERIOR.mean, y),

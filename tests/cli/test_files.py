@@ -10,7 +10,7 @@ import torch
 
 import epk_gp as epk
 from commands import refused, run, write_data
-from epk_gp.storage.atomic_files import checksummed_json, read_checksummed_json
+from epk_gp.storage.files import checksummed_json, read_checksummed_json
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])

@@ -10,17 +10,16 @@ from safetensors.torch import load_file
 import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.data import draw_rows
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.parsing import parse_path
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.options import parse_path
 from helpers import assert_close
 
-PATHS = {"chords:3": epk.chords(3), "manhattan": epk.manhattan()}
+PATHS = {"chords:3": epk.chords(3)}
 
 
 def test_paths_are_read_as_they_are_written():
     assert parse_path("straight") == epk.straight()
     assert parse_path("chords:20") == epk.chords(20)
-    assert parse_path("manhattan") == epk.manhattan()
     assert parse_path("layerwise") == epk.layerwise()
     assert parse_path("layerwise:20") == epk.layerwise(20)
 
@@ -108,13 +107,12 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options):
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("gram", ("--path", "chords"), "chords:K, layerwise[:K] or manhattan: got 'chords'."),
+        ("gram", ("--path", "chords"), "chords:K or layerwise[:K]: got 'chords'."),
         ("attribute", ("--path", "chords:0"), "K must be a whole number of steps from 1, as in chords:20: got '0'"),
-        ("verify", ("--path", "straight:2"), "chords:K, layerwise[:K] or manhattan: got 'straight:2'."),
-        ("estimate", ("--path", "zigzag"), "chords:K, layerwise[:K] or manhattan: got 'zigzag'."),
-        ("gram", ("--path", "manhattan", "--rule", "adaptive"), "along manhattan() needs the same nodes at all points"),
+        ("verify", ("--path", "straight:2"), "chords:K or layerwise[:K]: got 'straight:2'."),
+        ("estimate", ("--path", "zigzag"), "chords:K or layerwise[:K]: got 'zigzag'."),
         ("uncertainty", ("--nodes", 4, "--rule", "midpoint:2"), "leaves a rule no part: got nodes=4"),
-        ("uncertainty", ("--nodes", 4, "--path", "manhattan"), "on chords(every=k): got manhattan()"),
+        ("uncertainty", ("--nodes", 4, "--path", "layerwise"), "on chords(every=k): got layerwise(every=1)"),
         ("uncertainty", ("--path", "chords:-1"), "K must be a whole number of steps from 1"),
     ],
     ids=str,

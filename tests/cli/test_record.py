@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.networks import NetworkSpec, build_network, open_run
 from epk_gp.recording.observer import StepObserver
-from epk_gp.storage.index import read_journal
+from epk_gp.storage.journal import read_journal
 
 
 def test_a_recorded_run_is_the_library_s(recorded):

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.manifest import open_run
+from epk_gp.cli.networks import open_run
 from epk_gp.quadrature.rules import adaptive
 from report_cases import embedded
 

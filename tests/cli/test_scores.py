@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.labelled import halves, read_labelled
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.parsing import parse_path
+from epk_gp.cli.data import read_labelled
+from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.cli.options import parse_path
 from epk_gp.gp.data import count_seen
-from epk_gp.plots.score_figures import suspicious_labels_figure
+from epk_gp.plots.scores import suspicious_labels_figure
 
 FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")
 
@@ -87,10 +86,10 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
 
 def test_halves_share_no_point(judged):
     source = read_labelled("held-out", judged / "run", open_run(judged / "run", None))
-    first, second = halves(source, 0)
+    first, second = source.halves(0)
     assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
     assert torch.equal(source.X[second.rows], second.X)
-    assert not torch.equal(halves(source, 1)[0].rows, first.rows)
+    assert not torch.equal(source.halves(1)[0].rows, first.rows)
 
 
 def test_training_points_are_recognised(judged):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from commands import refused, run
 from epk_gp.cli import workers
-from epk_gp.distributed import pieces
+from epk_gp.work import workers as of_job
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--quiet"),
@@ -33,11 +33,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Threads of this process in place of new processes; the numbers of workers that were asked for."""
     asked: list[int | None] = []
 
-    def pool(count):
+    def pool(count, **options):
         asked.append(count)
         return ThreadPoolExecutor(count)
 
-    monkeypatch.setattr(workers, "_pool", pool)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
     return asked
 
 
@@ -82,7 +82,7 @@ def test_processes_compute_the_bytes_of_one_process(recorded, by_one, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_dask_scheduler_s_workers_compute_a_part(recorded, by_one, tmp_path):
+def test_a_dask_scheduler_s_workers_compute_the_same_bytes(recorded, by_one, tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(
@@ -92,9 +92,8 @@ def test_a_dask_scheduler_s_workers_compute_a_part(recorded, by_one, tmp_path):
     ):
         client.write_scheduler_file(str(tmp_path / "scheduler.json"))
         where = ("--scheduler", tmp_path / "scheduler.json")
-        assert run("gram", recorded, "--out", tmp_path / "part", *ASKED["gram"], *where, "--part", "1/1") == 0
-    assert run("reduce", tmp_path / "part", "--out", tmp_path / "reduced", "--quiet") == 0
-    assert (tmp_path / "reduced" / "gram.safetensors").read_bytes() == by_one("gram").read_bytes()
+        assert run("gram", recorded, "--out", tmp_path / "gram", *ASKED["gram"], *where) == 0
+    assert (tmp_path / "gram" / "gram.safetensors").read_bytes() == by_one("gram").read_bytes()
 
 
 def test_the_pool_is_spawned_and_closed():
@@ -155,7 +154,7 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
 ):
     asked = ("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "compute_piece", _die)
+        patch.setattr(of_job, "compute_piece", _die)
         line = refused(capsys, *asked)
     assert "one of them died, killed or out of memory. Run the same command again, which resumes" in line
     assert (tmp_path / "partial").exists()
@@ -164,7 +163,7 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
 
 
 def test_workers_that_write_elsewhere_end_the_command_with_one_line(recorded, tmp_path, threads, monkeypatch, capsys):
-    monkeypatch.setattr(pieces, "compute_piece", lambda *arguments: None)
+    monkeypatch.setattr(of_job, "compute_piece", lambda *arguments: None)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     assert "workers must compute all pieces: workers must write into the folder that this process reads" in line
 
@@ -175,7 +174,7 @@ def test_other_errors_of_workers_are_as_without_them(recorded, tmp_path, threads
     def fail(*arguments):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(pieces, "compute_piece", fail)
+    monkeypatch.setattr(of_job, "compute_piece", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         run("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
 

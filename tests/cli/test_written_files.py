@@ -1,4 +1,7 @@
-"""docs/files.md: the files of every command, and the names, shapes and dtypes of their arrays, are those written."""
+"""docs/files.md: the files of every command, and the names, shapes and dtypes of their arrays, are those written.
+
+A run's arrays are on docs/format.md.
+"""
 
 import csv
 import json
@@ -13,9 +16,12 @@ from commands import run
 from written_files import PAGE, described, names, pattern
 
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
-OTHERS = {"gram": {"M": 7}, "gram --part": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
-MADE = ("record", "export", "info", "verify", "attribute", "influence", "gram", "gram --part", "estimate",
-        "uncertainty", "uncertainty --validation", "uncertainty --save-model", "audit", "report")  # fmt: skip
+OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
+UNCERTAINTY = ("uncertainty", "uncertainty --validation")
+DESCRIBED = ("info", "verify", "attribute", "influence", "gram", "estimate", *UNCERTAINTY, "audit", "report")
+RUNS = ("record", "export")
+MADE = (*RUNS, *DESCRIBED)
+FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
 def fits(shape: str, found: tuple[int, ...], sizes: dict[str, int]) -> bool:
@@ -72,23 +78,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
         "influence": ("--num-points", 2),
         "gram": ("--num-rows", 6, "--num-columns", 7),
-        "gram --part": ("--num-rows", 6, "--num-columns", 7, "--part", "1/1"),
         "estimate": ("--num-rows", 6, "--num-columns", 7, "--seconds", 1),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
-        "uncertainty --validation": ("--validation", "held-out", "--save-model", made["uncertainty --save-model"]),
+        "uncertainty --validation": ("--validation", "held-out"),
     }
     data = ("--num-train", 24, "--num-test", 42, "--width", 5, "--steps", 4, "--dtype", "float32")
     assert run("record", "--out", recorded, *data, "--quiet") == 0
     for name in MADE:
-        if name not in ("record", "uncertainty --save-model"):
+        if name != "record":
             out = () if name in ("export", "report") else ("--out", made[name])
             assert run(name.split()[0], recorded, *out, *options.get(name, ()), "--quiet") == 0, name
     return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", MADE)
+@pytest.mark.parametrize("command", DESCRIBED)
 def test_the_page_names_what_a_command_writes(written, command):
     page, folder = described(command), written[command]
     found = [file.name for file in folder.iterdir()]
@@ -109,6 +114,24 @@ def test_the_page_names_what_a_command_writes(written, command):
             assert any(re.fullmatch(pattern(name), file.name) for name in page.tables), file.name
 
 
+def unknown_arrays(file: Path, page: str) -> list[str]:
+    return [name for name in read(file) if f"`{re.sub(r'[.][0-9]+', '.N', name)}`" not in page]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS)
+def test_the_page_on_runs_names_all_files_and_arrays(written, command):
+    files = list(written[command].iterdir())
+    for file in files:
+        if file.suffix == ".safetensors" and not file.name.startswith("resume"):
+            assert unknown_arrays(file, FORMAT) == [], file.name
+        if command == "record":
+            assert re.sub(r"\d{6}", "NNNNNN", file.name) in FORMAT
+    assert (
+        unknown_arrays(next(file for file in files if file.suffix == ".safetensors"), "") != []
+    )  # the negative control
+
+
 def keys(file: Path) -> set[str]:
     """The columns of a table, or the keys of a result."""
     if file.suffix == ".csv":
@@ -119,7 +142,7 @@ def keys(file: Path) -> set[str]:
 
 def test_every_command_that_writes_has_its_section():
     sections = re.findall(r"^## epk-gp (.*)$", PAGE, flags=re.MULTILINE)
-    assert sections == [*MADE, "demo"]
+    assert sections == ["record and export", *DESCRIBED[:-2], "uncertainty --save-model", *DESCRIBED[-2:], "demo"]
 
 
 def test_another_shape_name_or_dtype_is_found():

@@ -1,10 +1,7 @@
 """Wrong, extreme and odd uses of every command: status 1, nothing computed, one line that says what must hold."""
 
-import importlib
-import inspect
 import json
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,14 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import refused, run
-from epk_gp.cli.app import app
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.networks import NetworkSpec, build_network, open_run
 
-BODIES = {
-    info.callback.__name__: importlib.import_module(f"epk_gp.cli.{info.callback.__name__}")
-    for info in app.registered_commands
-}
 X = np.random.default_rng(0).normal(size=(12, 3))
 Y = np.arange(12) % 2
 FILES = {
@@ -337,18 +328,3 @@ def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys)
 def test_a_network_that_cannot_fit_into_the_memory_is_refused_before_it_is_made():
     with pytest.raises(ValueError, match="the network must fit into the memory, .* GiB: its 1.0e[+]12 weights take"):
         build_network(NetworkSpec("mlp", (10**6,), 2, 10**6))
-
-
-@pytest.mark.parametrize("command", [info.callback for info in app.registered_commands], ids=lambda f: f.__name__)
-def test_the_declared_options_are_those_that_the_command_takes(command):
-    """Their names and kinds; mypy cannot compare them, for the module is imported by its name."""
-    declared = get_type_hints(command)
-    declared.pop("ctx", None)
-    body = getattr(BODIES[command.__name__], command.__name__)
-    taken = get_type_hints(body)
-    if "options" in taken:  # those that commands share
-        (shared,) = get_args(taken.pop("options"))
-        taken |= get_type_hints(shared)
-    assert declared == taken
-    kinds = {parameter.kind for name, parameter in inspect.signature(body).parameters.items() if name != "options"}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}

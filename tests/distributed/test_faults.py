@@ -28,14 +28,16 @@ from distributed_cases import (
     same,
     squares,
 )
-from epk_gp.distributed import job
-from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
-from epk_gp.gram.path_kernel import DiagonalPieces
-from epk_gp.gram.tiles import GramPieces
-from epk_gp.kernel_machine.attribution_pass import AttributionPieces
-from epk_gp.kernel_machine.reconstruct import ReconstructionPieces
-from epk_gp.storage import atomic_files
+from epk_gp.gram.path_kernel import DiagonalWork
+from epk_gp.gram.tiles import GramWork
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
+from epk_gp.kernel_machine.reconstruct import ReconstructionWork
+from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work import job
+from epk_gp.work.run import run as carry_out
+from epk_gp.work.sums import Sums
+from epk_gp.work.workers import scratch_folder
 
 EVERY = pytest.mark.parametrize(
     "name",
@@ -70,7 +72,7 @@ def test_a_killed_worker_ends_the_pool_and_costs_the_piece_in_hand(folder, work,
         squares(faulty, fresh_processes, folder, COUNT)
     with pytest.raises(RuntimeError, match="a worker process died, and with it the pool"):  # now submit refuses
         squares(faulty, fresh_processes, folder, COUNT)
-    assert squares(work, Here(), folder, COUNT) == RESULT
+    assert squares(work, None, folder, COUNT) == RESULT
     assert [len(work.noted(n, "done")) for n in range(COUNT)] == [1] * COUNT
 
 
@@ -168,19 +170,18 @@ def test_a_damaged_piece_is_never_used(folder, work):
 
 
 def test_a_folder_serves_one_job_at_a_time(folder, work):
-    sums = PartialSums(folder, "squares")
-    first = computed_pieces(work, [Piece("square-3", (3,))], Here(), sums, 8)
-    assert int(next(first)["value"]) == 9
+    first = carry_out(work, epk.ComputeOptions(checkpoint=folder), "squares")
+    assert int(next(first)[1].added["value"]) == 0
     with pytest.raises(BlockingIOError, match="a checkpoint must serve one job at a time: another computes into"):
-        squares(work, Here(), folder, COUNT)
+        squares(work, None, folder, COUNT)
     first.close()
-    assert squares(work, Here(), folder, COUNT) == RESULT
+    assert squares(work, None, folder, COUNT) == RESULT
 
 
 def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
     """A scheduler takes a slow worker for dead: it and its successor write the same bytes at once."""
     sums = PartialSums(tmp_path / "sums", "x")
-    value, sync, nested = torch.arange(5), atomic_files.os.fsync, []
+    value, sync, nested = torch.arange(5), files.os.fsync, []
 
     def slow(handle):
         if not nested:
@@ -188,7 +189,7 @@ def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
             sums.save("piece", {"value": value}, 1)
         sync(handle)
 
-    monkeypatch.setattr(atomic_files.os, "fsync", slow)
+    monkeypatch.setattr(files.os, "fsync", slow)
     sums.save("piece", {"value": value}, 1)
     assert torch.equal(sums.load("piece")[0]["value"], value)
     assert not list((tmp_path / "sums").glob("*.part"))
@@ -197,7 +198,7 @@ def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
 def test_what_killed_writers_left_is_removed(folder, work):
     PartialSums(folder, "squares")
     (folder / "square-1.safetensors.0123.part").write_bytes(b"torn")
-    assert squares(work, Here(), folder, COUNT) == RESULT
+    assert squares(work, None, folder, COUNT) == RESULT
     assert not list(folder.glob("*.part"))
 
 
@@ -269,8 +270,8 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 @pytest.mark.parametrize("then", ["none", "shuffled"])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
     call, computed = CALLS[name], []
-    for kind in (GramPieces, DiagonalPieces, AttributionPieces, ReconstructionPieces):
-        count_calls(kind, computed, monkeypatch)
+    for kind in (GramWork, DiagonalWork, AttributionWork, ReconstructionWork):
+        count_pieces(kind, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
         call(run_of(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
     assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
@@ -281,14 +282,14 @@ def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, mon
     assert before == (0 if name == "features" else 2)
 
 
-def count_calls(kind, computed, monkeypatch):
-    piece = kind.piece
+def count_pieces(kind, computed, monkeypatch):
+    compute = kind.compute
 
-    def counted(self, place):
+    def counted(self, place, saved):
         computed.append(place)
-        return piece(self, place)
+        yield from compute(self, place, saved)
 
-    monkeypatch.setattr(kind, "piece", counted)
+    monkeypatch.setattr(kind, "compute", counted)
 
 
 @EVERY
@@ -298,7 +299,7 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
 
     def cut(self, *arguments):
         save(self, *arguments)
-        saves.append(arguments[0])
+        saves.extend([] if arguments[0].endswith("-begun") else [arguments[0]])
         if len(saves) == 2:
             raise StopError
 
@@ -310,21 +311,17 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
     assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
     whole = Shuffled()
     call(run_of(name), executor=whole)
-    missing = len(whole.order) - (0 if name in ("attribute", "momentum") else 2)
-    assert len(executor.order) == missing
+    assert len(executor.order) == len(whole.order) - 2
     again = Shuffled()
     assert same(call(run_of(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
     assert not again.order
 
 
-class CountThreads:
+class CountThreads(Squares):
     """A computation that finds the number of threads that torch has in the thread of a pool."""
 
-    def check(self):
-        """Nothing is on disk."""
-
-    def piece(self, place):
-        return {"value": torch.tensor([torch.get_num_threads()])}
+    def compute(self, place, saved):
+        yield Sums({"value": torch.tensor([torch.get_num_threads()])}, steps=1)
 
 
 def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
@@ -333,5 +330,5 @@ def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
         torch.set_num_threads(before + 1)
         assert pool.submit(torch.get_num_threads).result() == before + 1  # the thread keeps it
         torch.set_num_threads(before)
-        assert squares(CountThreads(), pool, folder, 2) == [before, before]
+        assert squares(CountThreads(""), pool, folder, 2) == [before, before]
     assert torch.get_num_threads() == before

@@ -10,8 +10,7 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import CALLS, RULE, SMALL, Shuffled, alone, inputs, mixed, recorded, run_of, same
-from epk_gp.gram.block_parts import Share
-from epk_gp.gram.path_kernel import gram_block_part, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
 from helpers import surprising_run
@@ -31,7 +30,7 @@ def test_another_split_of_the_statistics_is_another_computation(folder):
         attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=folder)
 
 
-@pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features", "part"])
+@pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features"])
 @pytest.mark.parametrize("has_executor", [False, True])
 def test_a_second_plan_goes_on_in_the_same_folder(name, has_executor, folder):
     run, X = surprising_run()
@@ -40,15 +39,12 @@ def test_a_second_plan_goes_on_in_the_same_folder(name, has_executor, folder):
         "diagonal": lambda **options: gram_diagonal_blocks(run, points, rule=RULE, **options),
         "reconstruct": lambda **options: epk.reconstruct(run, X, rule=RULE, **options),
         "features": lambda **options: epk.path_features(run, X, 4, nodes=2, num_probe=0, **options),
-        "part": lambda **options: dict(gram_block_part(run, points, points, Share(1, 1), **options).sums),
     }[name]
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as executor:
         warnings.simplefilter("ignore")  # features of another plan are of another sketch, and one rule is not exact
         kept = compute(executor=executor if has_executor else None, checkpoint=folder)
         expected = compute()
     assert run.model.cache.needs_dense_plan
-    if name == "part":
-        kept, expected = tuple(kept.values()), tuple(expected.values())
     assert same(kept, expected)
 
 
@@ -70,13 +66,12 @@ def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["features", "part", pytest.param("tiles", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["features", pytest.param("tiles", marks=pytest.mark.slow)])
 def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkeypatch):
     """While the error, and with it the reader's frame, is kept, as an interactive session keeps the last one."""
     run = run_of("block")
     compute = {
         "features": lambda: epk.path_features(run, inputs(3), 4, nodes=2, num_probe=0, **options),
-        "part": lambda: gram_block_part(run, mixed(3), mixed(3), Share(1, 1), rule=RULE, **options),
         "tiles": lambda: epk.gram_block(run, mixed(100), mixed(4), rule=RULE, memory_budget=SMALL, **options),
     }[name]
     options = {"executor": Shuffled(), "checkpoint": folder}

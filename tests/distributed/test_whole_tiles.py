@@ -9,10 +9,10 @@ import torch
 import epk_gp as epk
 from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, recorded, same
 from epk_gp.core.trajectory import BYTES, flat_state
-from epk_gp.distributed import pieces
 from epk_gp.gram import tiles
-from epk_gp.gram import tiles as tile_parts
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work import run as carried
+from epk_gp.work import workers
 
 TILES, RANGES = 3, 2  # training x training, training x test, test x test copies
 
@@ -35,14 +35,13 @@ def whole(monkeypatch):
 @pytest.fixture
 def sums(monkeypatch):
     """The ranges of steps that are summed, and a switch that stops after some of them."""
-    return CountedSums(tile_parts.sum_range, monkeypatch)
+    return CountedSums(tiles.sum_range, monkeypatch)
 
 
 class CountedSums:
     def __init__(self, real, monkeypatch):
         self.real, self.count, self.left = real, 0, 1 << 30
-        for module in (tile_parts, tiles):
-            monkeypatch.setattr(module, "sum_range", self)
+        monkeypatch.setattr(tiles, "sum_range", self)
 
     def __call__(self, *arguments):
         if self.left <= 0:
@@ -88,7 +87,7 @@ def test_a_full_disk_in_the_middle_of_a_tile_is_no_error(monkeypatch):
     save = PartialSums.save
 
     def full(self, name, tensors, count):
-        if not name.endswith(tiles.OF_WORKER):
+        if name.endswith("-begun"):
             raise OSError(28, "No space left on device")
         save(self, name, tensors, count)
 
@@ -113,7 +112,7 @@ def test_sums_that_are_there_are_read_one_by_one(count, tmp_path, monkeypatch):
     """The owner does not hold all tiles of a block at once, which is as large as they are."""
     monkeypatch.setattr(tiles, "WHOLE_TILES", count)
     block(executor=Shuffled(), checkpoint=tmp_path / "pieces")
-    events, load, finished = [], PartialSums.load, tiles._finished
+    events, load, scatter = [], PartialSums.load, tiles.scatter_block
 
     def loaded(self, name):
         found = load(self, name)
@@ -121,7 +120,7 @@ def test_sums_that_are_there_are_read_one_by_one(count, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(PartialSums, "load", loaded)
-    monkeypatch.setattr(tiles, "_finished", lambda *tile: (events.append("finish"), finished(*tile))[1])
+    monkeypatch.setattr(tiles, "scatter_block", lambda *tile: (events.append("finish"), scatter(*tile))[1])
     assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
     assert events == ["load", "finish"] * TILES
 
@@ -136,18 +135,18 @@ def test_a_job_of_whole_tiles_that_was_stopped_is_gone_on_with(sums, tmp_path):
 
 def test_pieces_are_listed_one_by_one(monkeypatch):
     """A job of millions of pieces holds no list of them."""
-    listed, real = [], pieces.computed_pieces
+    listed, real = [], workers.pieces_of_workers
 
-    def computed(computation, given, *arguments):
+    def computed(work, given, *arguments):
         def noted():
             for piece in given:
                 listed.append(piece)
                 yield piece
 
-        return real(computation, noted(), *arguments)
+        return real(work, noted(), *arguments)
 
-    monkeypatch.setattr(tiles, "computed_pieces", computed)
-    monkeypatch.setattr(pieces, "num_ahead", lambda *_: 2)
+    monkeypatch.setattr(carried, "pieces_of_workers", computed)
+    monkeypatch.setattr(workers, "num_ahead", lambda *_: 2)
     with pytest.raises(StopError, match="stopped in result"):
         block(executor=Stopping(1, "result"))
     assert len(listed) <= 1 + 2
@@ -164,7 +163,7 @@ def test_pieces_are_listed_one_by_one(monkeypatch):
     ],
 )
 def test_pieces_ahead_follow_from_the_room_for_them(num_bytes, free, expected):
-    assert pieces.num_ahead(num_bytes, free) == expected
+    assert workers.num_ahead(num_bytes, free) == expected
 
 
 def test_a_partial_sum_is_counted_without_being_read(tmp_path, monkeypatch):

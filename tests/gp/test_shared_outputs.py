@@ -9,8 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import grid_coordinates, lift, principal_plane
+from epk_gp.analysis.maps import grid_coordinates, lift, principal_plane, uncertainty_on_plane
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import softmax_uncertainty

@@ -344,7 +344,7 @@ def test_a_classifier_follows_chords(features, run, points, tmp_path):
 
 def test_a_classifier_needs_a_path_that_nodes_lie_on(run, unchecked):
     for path, error, message in (
-        (epk.manhattan(), ValueError, r"a node is one state of all weights.*got manhattan\(\)"),
+        (epk.layerwise(), ValueError, r"a node is one state of all weights.*got layerwise\(every=1\)"),
         ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
     ):
         with pytest.raises(error, match=message):

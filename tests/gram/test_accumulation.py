@@ -27,7 +27,7 @@ from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.context import WeightPrefetcher
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.storage import chunks
+from epk_gp.storage.states import StoredStates
 from helpers import NETWORKS, assert_close, make_case
 
 STACKED = {
@@ -202,26 +202,24 @@ def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
     assert_close(whole, torch.cat([x[:3] @ weight.T, 2 * x[3:] @ weight.T]))
 
 
-def test_packed_states_are_unpacked_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     X, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
     net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    epk.train(
-        net, X, y, optimizer=optimizer, steps=40, folder=tmp_path / "run", storage=epk.Storage(compression="deltas")
-    )
+    epk.train(net, X, y, optimizer=optimizer, steps=40, folder=tmp_path / "run")
     run = epk.load_trajectory(tmp_path / "run", net)
     read: list[int] = []
-    plain = chunks.unpack_row
+    plain = StoredStates.__getitem__
 
-    def counted(*args: object) -> Tensor:
-        read.append(1)
-        return plain(*args)
+    def counted(self: StoredStates, state: int) -> Tensor:
+        read.append(state)
+        return plain(self, state)
 
-    monkeypatch.setattr(chunks, "unpack_row", counted)
+    monkeypatch.setattr(StoredStates, "__getitem__", counted)
     a, b = epk.Points(X, False), epk.Points(X, True)
     block = epk.gram_block(run, a, b, rule=RULE)
-    assert len(read) <= 2 * 41  # one pass, and the state that the plan was made at
+    assert len(read) <= 41 + 1  # one pass, and the state that the plan was made at
     with monkeypatch.context() as patched:
         patched.setattr(WeightPrefetcher, "get", lambda self, state, keep: flat_weights(run, state, X))
         assert torch.equal(epk.gram_block(run, a, b, rule=RULE), block)

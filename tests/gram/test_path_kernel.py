@@ -29,7 +29,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("case", "mix"),
+    [(name, "mixed") for name in NETWORKS]
+    + [(name, mix) for name in ("relu", "cnn", "wide", "attention", "twice", "one_class") for mix in list(MIXES)[:-1]],
+    indirect=["case"],
+)
 def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     left, right = MIXES[mix]
     a, b = epk.Points(case.test, left), epk.Points(case.trajectory.inputs[:3], right)

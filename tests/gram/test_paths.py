@@ -17,14 +17,12 @@ from epk_gp.gram import sums as nodes
 from epk_gp.gram import tiles as gram_tiles
 from epk_gp.gram import tiles as tile_parts
 from epk_gp.gram.accumulator import GramAccumulator, StepAverage
-from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
 from epk_gp.gram.context import KeptSums
-from epk_gp.gram.estimate import estimate_gram
-from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
 from helpers import assert_close, make_case
 
-PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
+PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 RULE = epk.gauss_legendre(2)
 KERNEL_RUNS = [name for name in RUNS if name != "average"]
@@ -198,24 +196,16 @@ def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [epk.chords(3), epk.manhattan()], ids=["chords", "manhattan"])
-def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
+def test_workers_and_checkpoints_give_the_same_bytes(tmp_path):
     run = recorded("relu_sgd", steps=40)
     points = mixed_points(run)
-    asked = {"rule": RULE, "path": path}
+    asked = {"rule": RULE, "path": epk.chords(3)}
     whole = epk.gram_block(run, points, points, **asked)
     assert torch.equal(epk.gram_block(run, points, points, executor=Shuffled(), **asked), whole)
     assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
     assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
-    parts = [gram_block_part(run, points, points, Share(k, 3), **asked) for k in (1, 2, 3)]
-    assert torch.equal(reduce_gram_parts(parts), whole)
-    bound = parts[0].layout.bounds[1]
-    assert bound % path.every == 0
     diagonal = gram_diagonal_blocks(run, points, **asked)
     assert torch.equal(gram_diagonal_blocks(run, points, executor=Shuffled(), **asked), diagonal)
-    first = gram_block_part(run, points, points, StepInterval(0, bound), **asked)
-    rest = gram_block_part(run, points, points, StepInterval(bound, 40), **asked)
-    assert torch.equal(reduce_gram_parts([rest, first]), whole)
 
 
 @pytest.mark.mostly_slow
@@ -230,29 +220,16 @@ def test_partial_sums_belong_to_their_path(path, tmp_path):
             call(run, *sides, rule=RULE, checkpoint=tmp_path / str(number))
 
 
-def test_parts_of_other_paths_are_not_reduced():
-    run = recorded("relu_sgd")
-    points = mixed_points(run)
-    straight = gram_block_part(run, points, points, Share(1, 2), rule=RULE)
-    chords = gram_block_part(run, points, points, Share(2, 2), rule=RULE, path=epk.chords(2))
-    for parts in ([straight, chords], [chords, straight]):
-        with pytest.raises(ValueError, match=r"the path is (StraightPath\(\)|ChordPath\(every=2\)) in a part, and"):
-            reduce_gram_parts(parts)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_block_cannot_follow_is_refused():
     run = recorded("relu_sgd")
     points = mixed_points(run)
-    with pytest.raises(ValueError, match=r"along manhattan\(\) needs the same nodes at all points"):
-        epk.gram_block(run, points, points, rule=epk.adaptive(), path=epk.manhattan())
     with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
         epk.gram_block(run, points, points, path="chords")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [epk.chords(7), epk.manhattan()], ids=["chords", "manhattan"])
-def test_states_on_disk_give_the_same_bytes(path, tmp_path):
+def test_states_on_disk_give_the_same_bytes(tmp_path):
     """They are read ahead in the order of the steps; chords ask for both of their ends."""
     torch.manual_seed(0)
     X, y = torch.randn(10, 4, dtype=torch.float64), torch.arange(10) % 3
@@ -262,14 +239,13 @@ def test_states_on_disk_give_the_same_bytes(path, tmp_path):
         torch.manual_seed(1)
         net = path_runs.mlp(torch.nn.ReLU).double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-        storage = epk.Storage(compression="deltas")
-        run = epk.train(net, X, y, optimizer=optimizer, steps=20, folder=folder, storage=storage)
+        run = epk.train(net, X, y, optimizer=optimizer, steps=20, folder=folder)
         results.append(
             [
-                epk.gram_block(run, points, points, rule=RULE, path=path),
-                gram_diagonal_blocks(run, points, rule=RULE, path=path),
-                epk.attribute(run, X[:2], path=path).samples,
-                epk.reconstruct(run, X[:2], path=path).outputs,
+                epk.gram_block(run, points, points, rule=RULE, path=epk.chords(7)),
+                gram_diagonal_blocks(run, points, rule=RULE, path=epk.chords(7)),
+                epk.attribute(run, X[:2], path=epk.chords(7)).samples,
+                epk.reconstruct(run, X[:2], path=epk.chords(7)).outputs,
             ]
         )
     for in_memory, on_disk in zip(*results, strict=True):
@@ -367,27 +343,13 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
 def test_nodes_and_features_refuse_paths_that_no_single_state_lies_on():
     run = recorded("relu_sgd")
     nodes_run = nodes_trajectory(run, 4)
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
-        nodes_trajectory(run, 4, path=epk.manhattan())
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
-        epk.path_features(run, queries(2), 8, path=epk.manhattan())
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise\(every=2\)"):
+        nodes_trajectory(run, 4, path=epk.layerwise(2))
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise\(every=1\)"):
+        epk.path_features(run, queries(2), 8, path=epk.layerwise())
     with pytest.raises(ValueError, match="this run is 4 nodes of another one already"):
         nodes_trajectory(nodes_run, 4, path=epk.chords(2))
     with pytest.raises(ValueError, match="nodes must be a number with path=ChordPath.*got None"):
         epk.path_features(nodes_run, queries(2), 8, nodes=None, path=epk.chords(2))
     with pytest.raises(TypeError, match="path must be a path such as .*: got 4"):
         epk.path_features(run, queries(2), 8, path=4)
-    with pytest.raises(TypeError, match="path must be a path such as .*: got None"):
-        estimate_gram(run, mixed_points(run), mixed_points(run), path=None)
-
-
-@pytest.mark.parametrize("path", [epk.chords(2), epk.manhattan()], ids=["chords", "manhattan"])
-def test_the_cost_of_a_block_along_a_path_is_estimated(path):
-    """Pieces and bytes are those of the call; chords are measured as a whole."""
-    run = recorded("relu_sgd", steps=7)
-    sides, number = (mixed_points(run), mixed_points(run)), iter(range(10**6))
-    found = estimate_gram(run, *sides, rule=RULE, path=path, seconds=1e-3, clock=lambda: float(next(number)))
-    part = gram_block_part(run, *sides, Share(1, 1), rule=RULE, path=path)
-    assert found.num_pieces == len(part.layout.places)
-    assert found.disk.result == epk.gram_block(run, *sides, rule=RULE, path=path).nbytes
-    assert all(cost.kind.unit % path.every == 0 for cost in found.costs.kinds)

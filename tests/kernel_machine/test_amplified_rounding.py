@@ -36,7 +36,7 @@ def record(dtype, eps=1e-8, *, dropout=0.0, mixes=False):
 
 def check(trajectory, X, tolerance):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", epk.core.certificate.CertificateWarning)
+        warnings.simplefilter("ignore", epk.CertificateWarning)
         parts, machine = epk.attribute(trajectory, X, head="logits"), epk.reconstruct(trajectory, X, head="logits")
     assert machine.certified
     change = (parts.network - parts.initial).norm()
@@ -70,7 +70,7 @@ def test_rounding_of_one_parameter_explains_no_other():
     steps[2] = replace(steps[2], passes=(forward,))
     fault = replace(trajectory, steps=tuple(steps))
     for result in (epk.attribute, epk.reconstruct):
-        with pytest.warns(epk.core.certificate.CertificateWarning, match="step 2 differs from the step"):
+        with pytest.warns(epk.CertificateWarning, match="step 2 differs from the step"):
             assert not result(fault, trajectory.inputs[:2]).certified
 
 

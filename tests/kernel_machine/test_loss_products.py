@@ -9,7 +9,6 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.replay import passes_of
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
@@ -145,7 +144,7 @@ def products(request):
     trajectory = recorder.trajectory
     kernel = PathKernel(trajectory, "logits", gauss_legendre(2))
     model = plan_for(trajectory, trajectory.model_for(X))
-    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), ComputeOptions())
+    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
     return LossProducts(problem, RunReplay(trajectory.trained, model.model, X))
 
 

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrizations
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.model import functionalize
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.accumulator import averaged_jacobian
@@ -149,7 +148,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     _, trajectory, X = recorded(name, num_points=3, num_steps=2)
     kernel = PathKernel(trajectory, head, adaptive())
     net = plan_for(trajectory, trajectory.model_for(X))
-    problem = make_problem(net, kernel, X, classes, ComputeOptions(memory_budget=1 << 26))
+    problem = make_problem(net, kernel, X, classes, 1 << 26)
     points = torch.tensor([2, 0])
     for step in trajectory.steps:
         (line,) = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
@@ -169,7 +168,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
 def test_gradients_in_the_statistics_do_not_depend_on_the_blocks(monkeypatch):
     _, trajectory, X = recorded("cnn_relu", num_points=3, num_steps=1)
     net, every = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3)
-    problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, ComputeOptions())
+    problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, 1 << 30)
     (line,) = integrate_stretch(problem, range(1), every, 100)
     at_once = averaged_statistics_jacobian(problem, line, every)
     monkeypatch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)

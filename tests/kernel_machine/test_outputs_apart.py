@@ -1,6 +1,6 @@
 """Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,11 @@ from distributed_cases import Shuffled
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
-from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.estimate import estimate_attribution
+from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.quadrature.paths import WeightPath
+from epk_gp.work.sums import Sums
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(3)
@@ -77,9 +78,9 @@ def test_a_small_budget_brings_it_about(momentum: float, monkeypatch: pytest.Mon
     net = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)).double()
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), steps=2)
     X, whole = X[:2], epk.attribute(run, X[:2])
-    of_block = AttributionPass.of_block
+    of_block = AttributionWork.of_block
     monkeypatch.setattr(
-        AttributionPass, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
+        AttributionWork, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
     )
     small = epk.attribute(run, X, memory_budget=1 << 20)
     assert_close(small.samples, whole.samples, rounding=1e5)
@@ -127,16 +128,15 @@ def test_a_pass_that_was_interrupted_goes_on_there(
 def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
     run, X = recorded("tanh_momentum"), queries(3)
     outputs_apart()
-    found = estimate_attribution(run, X, [[by_sample(run)]], rule=RULE, workers=2, seconds=0.05)
-    sizes, compute = list[int](), AttributionPieces.piece
+    found = plan_attribution(epk.PathKernel(run, rule=RULE), X, [[by_sample(run)]], seconds=0.05)
+    sizes, compute = list[int](), AttributionWork.compute
 
-    def noted(self: AttributionPieces, place: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        result = compute(self, place)
-        sizes.append(sum(value.nbytes for name, value in result.items() if name.startswith("sum.")))
-        return result
+    def noted(self: AttributionWork, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
+        for sums in compute(self, place, saved):
+            yield sums
+        sizes.append(sum(value.nbytes for name, value in sums.added.items() if name.startswith("sum.")))
 
-    monkeypatch.setattr(AttributionPieces, "piece", noted)
+    monkeypatch.setattr(AttributionWork, "compute", noted)
     attribute_many(run, X, [[by_sample(run)]], rule=RULE, executor=Shuffled())
-    assert found.num_pieces == len(sizes) == 5
-    assert (found.disk.piece, found.disk.result) == (max(sizes), sum(sizes))
-    assert "blocks of up to 2 of the 3 outputs of each of 3 points" in found.description
+    assert found.pieces == len(sizes) == 5
+    assert (found.piece_bytes, found.result_bytes) == (max(sizes), sum(sizes))

@@ -6,18 +6,15 @@ from path_runs import RUNS, STEPS, jacobian, mlp, path_average, queries, recorde
 from path_shares import shares
 
 import epk_gp as epk
-from distributed_cases import Shuffled, inputs
-from distributed_cases import recorded as training_run
+from distributed_cases import Shuffled
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine import adjoint, estimate, vanilla_gd
-from epk_gp.kernel_machine import adjoint as stretch_average
+from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
-from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
-from epk_gp.kernel_machine.estimate import estimate_attribution
 from helpers import assert_close
 
-PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
+PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
 RULE = epk.gauss_legendre(3)
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 
@@ -122,20 +119,6 @@ def test_chords_need_fewer_evaluations(name):
     assert chord < straight / 2
 
 
-def test_parameters_are_split_along_a_manhattan_path_as_it_moves_them():
-    """What one module's weights add in a step is the change of the outputs while it moves."""
-    run, x = recorded("tanh_sgd"), queries(1)
-    parts = attribute_by(run, x, [by_parameter(run), by_step(run)], head="logits", path=epk.manhattan())
-    start, end = state(run, 0), state(run, 1)
-    before = run.model(start, x)
-    for k in range(0, len(run.model.names), 2):  # weight and bias of a layer
-        names = run.model.names[k : k + 2]
-        start |= {name: end[name] for name in names}
-        after = run.model(start, x)
-        assert_close(parts.values[:, :, k : k + 2, 0].sum(dim=2), after - before, rounding=1e5)
-        before = after
-
-
 @every_path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
@@ -172,7 +155,7 @@ def test_a_checkpoint_belongs_to_its_path(name, tmp_path):
         folder = tmp_path / str(number)
         call(run, X, path=epk.chords(2), checkpoint=folder)
         call(run, X, path=epk.chords(2), checkpoint=folder)
-        for other in (epk.straight(), epk.chords(3), epk.manhattan()):
+        for other in (epk.straight(), epk.chords(3)):
             with pytest.raises(ValueError, match="must be of this very computation"):
                 call(run, X, path=other, checkpoint=folder)
 
@@ -254,14 +237,14 @@ def test_jacobians_of_the_reference_are_those_of_the_network():
         assert_close(found[name][:, 0], (up - down) / 2e-6, rounding=1e9)
 
 
-@pytest.mark.parametrize("path", [epk.chords(4), epk.manhattan()], ids=["chords", "manhattan"])
-def test_a_single_machine_follows_the_path_of_its_kernel(path):
+def test_a_single_machine_follows_the_path_of_its_kernel():
     """Theorem 3.7 holds along every path: the coefficients are the same, the kernel is the path's."""
     torch.manual_seed(0)
     X, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
     net = mlp(torch.nn.Tanh).double()
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.3), steps=8)
     rule = epk.gauss_legendre(12)
+    path = epk.chords(4)
     machine = single_machine(run, queries(), rule=rule, path=path)
     assert machine.certified
     assert machine.max_error < 1e-11
@@ -280,31 +263,5 @@ def test_a_single_machine_follows_the_path_of_its_kernel(path):
 @pytest.mark.usefixtures("unchecked")
 def test_a_single_machine_refuses_what_is_no_path():
     run = recorded("tanh_sgd")
-    with pytest.raises(TypeError, match="path must be a path such as .*: got 'manhattan'"):
-        single_machine(run, queries(), path="manhattan")
-
-
-@pytest.mark.parametrize("path", [epk.chords(4), epk.chords(100)], ids=["chords", "one"])
-@pytest.mark.parametrize("name", ["plain", "tanh_momentum"])
-def test_the_cost_of_an_attribution_along_chords_is_estimated(name, path, monkeypatch):
-    """Known costs of chords are found, whether the last one is shorter or not."""
-    kind = name == "plain"
-    run, X, now = training_run("plain", 14) if kind else recorded(name, steps=14), queries(3), [0.0]
-    if kind:
-        X = inputs(3)
-    module = vanilla_gd if kind else stretch_average
-    real = module.integrate_stretch
-
-    def costly(problem, steps, rows, max_nodes):
-        now[0] += len(rows)
-        return real(problem, steps, rows, max_nodes)
-
-    monkeypatch.setattr(module, "integrate_stretch", costly)
-    monkeypatch.setattr(estimate, "replayed_steps", lambda *arguments: iter(()))
-    options = {"rule": epk.left_endpoint(), "path": path, "clock": lambda: now[0]}
-    total = 3.0 * len(range(0, 14, path.every))
-    exact = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e6, **options)
-    assert exact.costs.is_exact
-    assert exact.work_seconds == total
-    sampled = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e-3, **options)
-    assert sampled.work_seconds == pytest.approx(total, rel=0.5)
+    with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
+        single_machine(run, queries(), path="chords")

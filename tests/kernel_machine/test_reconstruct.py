@@ -182,9 +182,9 @@ def test_wrong_coefficients_do_not_equal_the_network() -> None:
 
 @pytest.mark.slow
 def test_toy_problem_is_exact_with_few_evaluations() -> None:
-    """3 Gaussians in 100-D, one hidden ReLU layer, 300 full-batch steps of 0.1, 3000 points."""
-    data = three_gaussians(1000)
-    test = three_gaussians(12, generator=torch.Generator().manual_seed(1)).inputs
+    """3 Gaussians in 100-D, one hidden ReLU layer, 300 full-batch steps of 0.1, 300 points."""
+    data = three_gaussians(100)
+    test = three_gaussians(6, generator=torch.Generator().manual_seed(1)).inputs
     net = torch.nn.Sequential(torch.nn.Linear(100, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3)).double()
     trajectory = epk.train(
         net, data.inputs, data.labels, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=300

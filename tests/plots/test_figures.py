@@ -9,12 +9,14 @@ from matplotlib.text import Text
 
 import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.cli.summaries import describe_plane
+from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
+from epk_gp.cli.uncertainty import describe_plane
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
-from epk_gp.plots.figures import attribution_figure, map_figure, reconstruction_figure
+from epk_gp.plots.contributions import attribution_figure
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.summaries import reconstruction_figure
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
         standard_error=0.1,
         distance_correlation=None,
         share_std_decreasing=0.5,
+        plane=coordinate_plane(torch.rand(9, 100, generator=g, dtype=torch.float64)),
     )
     plane = describe_plane("coordinates", 100)
     figure = map_figure(m, torch.arange(9) % 2, plane=plane)

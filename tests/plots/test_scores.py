@@ -6,7 +6,7 @@ import torch
 from matplotlib.colors import to_hex
 
 from epk_gp.plots import risk_coverage, score_histogram, suspicion_bars
-from epk_gp.plots.score_figures import ScoredPoints, scores_figure
+from epk_gp.plots.scores import ScoredPoints, scores_figure
 from epk_gp.plots.style import IN_DISTRIBUTION, WRONG
 
 

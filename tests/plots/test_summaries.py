@@ -5,7 +5,15 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from epk_gp.plots.summaries import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
+from epk_gp.plots.summaries import (
+    kernel_matrix,
+    reconstruction_differences,
+    reconstruction_errors,
+    reliability_diagram,
+    roc,
+    spectrum,
+    target_scatter,
+)
 
 
 @pytest.fixture
@@ -75,3 +83,31 @@ def test_a_matrix_names_its_groups_as_it_is_told(ax):
     assert all(label.get_rotation() == 0 for label in ax.get_xticklabels())
     kernel_matrix(ax, np.eye(2), np.array([0, 1]), names=["a long name of a class", "another one of that length"])
     assert [label.get_rotation() for label in ax.get_xticklabels()] == [90, 90]
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_differences_keep_their_sign_and_scale(ax):
+    network = torch.tensor([0.0, 1.0, 2.0])
+    assert reconstruction_differences(ax, network, network + torch.tensor([0.5, -0.25, 0.0])) is ax
+    reconstruction_differences(ax, network, network, label="exact")
+    assert np.array_equal(ax.collections[0].get_offsets(), [[0, 0.5], [1, -0.25], [2, 0]])
+    assert len(ax.lines) == 1
+    assert legend(ax) == ["kernel machine: largest 0.5", "exact: largest 0"]
+
+
+def test_errors_below_the_rounding_are_drawn_in_its_band(ax):
+    network = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
+    assert reconstruction_errors(ax, network, network + torch.tensor([1e-3, 0.0, 1e-6])) is ax
+    reconstruction_errors(ax, network, network, label="exact")
+    errors = np.asarray(ax.collections[0].get_offsets())[:, 1]
+    band = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+    rounding = 4 * np.finfo(np.float64).eps / 2
+    assert len(ax.patches) == 1
+    assert band.y1 == pytest.approx(rounding)
+    assert errors[[0, 2]] == pytest.approx([1e-3, 1e-6])
+    assert 0 < errors[1] < rounding
+    assert ax.get_yscale() == "log"
+    assert legend(ax)[0] == "below the rounding of float64"

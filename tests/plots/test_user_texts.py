@@ -6,22 +6,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from epk_gp.plots import (
-    attribution_bars,
-    error_against_evaluations,
-    map_handles,
-    reconstruction_differences,
-    reconstruction_errors,
-    reconstruction_scatter,
-    region_handles,
-    term_bars,
-    training_image,
-    uncertainty_map,
-)
-from epk_gp.plots.common import plain
-from epk_gp.plots.figures import output_name
+from drawings import error_against_evaluations, reconstruction_scatter, term_bars
+from epk_gp.plots import attribution_bars, map_handles, region_handles, training_image, uncertainty_map
+from epk_gp.plots.common import output_name, plain
 from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
-from epk_gp.plots.summaries import kernel_matrix
+from epk_gp.plots.summaries import kernel_matrix, reconstruction_differences, reconstruction_errors
 
 NAMES = ["$", "$x_{$", "$\\alpha$", "a_b^c\\d", "$5 and $6", "\udcff", "100 %", ""]
 GRID, ONE = np.linspace(0, 1, 3), np.array([0.5])

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from epk_gp.report.page import page as document
+from epk_gp.report.write import page as document
 
 # Chromium has no sandbox for root, and no graphics card is needed.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu")

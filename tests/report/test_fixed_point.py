@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epk_gp.report.fixed_point import LARGEST, choose_quantum, significant, to_units
+from epk_gp.report.explanations import LARGEST, choose_quantum, significant, to_units
 
 
 @pytest.mark.parametrize("size", [1e-9, 0.3, 1.0, 77.0, 1e4, 8e9])

@@ -7,14 +7,11 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, uncertainty_on_plane
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.report.pictures import REPORT_INK
+from epk_gp.report.overview import REPORT_INK
 from report_cases import embedded
 
 

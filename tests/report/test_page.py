@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import epk_gp.report.page
-from epk_gp.report.page import KEYS, SCRIPTS, STYLES, page
+import epk_gp.report
+from epk_gp.report.write import SCRIPTS, STYLES, page
 from synthetic_content import LARGE, Sizes, made_content
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\"'`${7*7}\u2028{{ 7 }}"
@@ -109,7 +109,7 @@ def test_the_same_content_gives_the_same_document(content):
 
 
 def test_every_asset_is_a_part_of_the_page_and_at_most_400_lines_long():
-    assets = Path(epk_gp.report.page.__file__).parent / "assets"
+    assets = Path(epk_gp.report.__file__).parent / "assets"
     parts = {f"{name}.js" for name in SCRIPTS} | {f"{name}.css" for name in STYLES} | {"report.html.jinja"}
     assert {file.name for file in assets.iterdir()} == parts
     assert max(len(file.read_text().splitlines()) for file in assets.iterdir()) <= 400
@@ -123,29 +123,6 @@ def test_a_report_of_60_000_images_has_less_than_6_megabytes():
     size = len(page(content).encode())
     assert size < 6e6
     assert size - len(json.dumps(content, separators=(",", ":")).encode()) < 120e3
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_content_without_a_part_is_refused(content, key):
-    del (content := copy.copy(content))[key]
-    with pytest.raises(ValueError, match=rf"content must have the parts title.*: {key} missing\."):
-        page(content)
-
-
-def test_content_of_another_version_is_refused(content):
-    with pytest.raises(ValueError, match="content must have version 1: got 2"):
-        page({**content, "version": 2})
-
-
-def test_content_without_points_is_refused(content):
-    with pytest.raises(ValueError, match="must explain at least one point: got none"):
-        page({**content, "points": []})
-
-
-@pytest.mark.parametrize("quantum", [2e-9, 10.0, 1e-16, 0.0, -1.0])
-def test_a_quantum_that_is_no_power_of_ten_is_refused(content, quantum):
-    with pytest.raises(ValueError, match="quantum must be a power of ten from 1e-15 to 1: got"):
-        page({**content, "quantum": quantum})
 
 
 def test_numbers_that_json_does_not_have_are_refused(content):

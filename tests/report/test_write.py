@@ -9,13 +9,11 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.kernel_machine.axes import by_layer
-from epk_gp.report.certainty import certainty
-from epk_gp.report.content import Detail, ReportContent
-from epk_gp.report.divisions import MAX_LAYERS, divide
-from epk_gp.report.page import page
-from epk_gp.report.request import ReportSettings, parse_request
-from epk_gp.report.views import SampleFacts, Terms, all_views, shorten
-from epk_gp.report.write import document, require_room
+from epk_gp.report.content import lessen
+from epk_gp.report.explanations import MAX_LAYERS, Terms, all_views, divide, shorten
+from epk_gp.report.points import certainty
+from epk_gp.report.request import parse_request
+from epk_gp.report.write import document, page, require_room
 from report_cases import embedded, report_case, terms_of, written
 
 
@@ -135,7 +133,6 @@ def test_a_regression_has_no_classes(tmp_path):
         (epk.chords(4), "straight lines, each over 4 steps"),
         (epk.layerwise(), "derivatives averaged operation by operation, each over 1 step"),
         (epk.layerwise(4), "derivatives averaged operation by operation, each over 4 steps"),
-        (epk.manhattan(), "one module after another, in each step"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )
@@ -179,57 +176,37 @@ def test_names_may_hold_anything(run, tmp_path):
     assert "a_b^c\\d" in matrix
 
 
-def settings(**changes):
-    given = dict.fromkeys(ReportSettings.__dataclass_fields__)
-    given |= {
-        "rule": epk.adaptive(),
-        "path": epk.straight(),
-        "outputs": 1,
-        "explained": 2,
-        "top": 6,
-        "kernel_points": 0,
-        "by_layers": True,
-    }
-    return ReportSettings(**(given | {"options": epk.ComputeOptions()} | changes))
-
-
 @pytest.fixture(scope="module")
-def everything(run):
-    trajectory, X, y = run
-    return ReportContent(parse_request(trajectory, X, y, settings()))
+def everything(run, tmp_path_factory):
+    return written(tmp_path_factory.mktemp("everything"), *run, explained=2, outputs=1, top=6)
 
 
 def test_less_detail_is_said_and_still_adds_up(everything):
-    sizes = [len(document_of(everything, detail)) for detail in everything.details()]
-    assert everything.details() == [Detail(True, 6), Detail(False, 6), Detail(False, 3), Detail(False, 1)]
+    contents = {0: everything} | {top: lessen(everything, top, 6) for top in (6, 3, 1)}
+    sizes = [len(json.dumps(content)) for content in contents.values()]
     assert sizes == sorted(sizes, reverse=True)
-    for detail in everything.details():
-        content = everything.at(detail)
+    for top, content in contents.items():
         said = facts(content, "This report").get("left out to keep the file small", "")
-        assert ("the views of one layer and one range of steps are left out" in said) == (not detail.pairs)
-        assert (f"name {detail.top} samples" in said) == (detail.top < 6)
+        assert ("the views of one layer and one range of steps are left out" in said) == (top > 0)
+        assert (f"name {top} samples" in said) == (0 < top < 6)
         for point in content["points"]:
             for explanation in point["explanations"].values():
                 views = explanation["views"]
-                assert ("0|0" in views) == detail.pairs
+                assert ("0|0" in views) == (top == 0)
                 assert {"*|*", "0|*", "*|0"} <= views.keys()
                 assert len(views["*|*"]["raised"]) == min(6, sum(v > 0 for _, v, _ in views["*|*"]["raised"]))
-                assert len(views["*|0"]["raised"]) <= detail.top
+                assert len(views["*|0"]["raised"]) <= (top or 6)
                 assert all(terms_of(view) == view["total"] for view in views.values())
 
 
-def document_of(content, detail):
-    return json.dumps(content.at(detail))
-
-
 def test_a_file_has_as_much_detail_as_fits(everything):
-    whole = len(document(everything, 10**9))
+    whole = len(document(everything, 6, 10**9))
     for most in (whole - 1, whole - 3000):
-        text = document(everything, most)
+        text = document(everything, 6, most)
         assert len(text.encode()) <= most
         assert '"0|0":' not in text
     with pytest.raises(ValueError, match=r"must have at most 0\.01 MB: got .* Explain fewer points or outputs"):
-        document(everything, 10_000)
+        document(everything, 6, 10_000)
 
 
 def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
@@ -239,7 +216,7 @@ def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
     zero = torch.zeros(L, R, dtype=torch.int64)
     ends = (0, *cells.sum(dim=(0, 1)).cumsum(0).tolist())
     terms = Terms(cells, zero, zero[0], zero, ends)
-    views = all_views(terms, SampleFacts(torch.arange(M) % 10, 10), top=10)
+    views = all_views(terms, 10, torch.arange(M) % 10, 10)
     assert len(views) == (L + 1) * (R + 1)
     assert len(json.dumps(views, separators=(",", ":"))) < 100_000
     for key, view in views.items():
@@ -251,7 +228,7 @@ def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
     assert [entry[1] for entry in views["*|*"]["raised"]] == samples.sort(descending=True).values[:10].tolist()
     # the negative control: a cell that is left out is missed
     fewer = replace(terms, samples=cells.index_fill(0, torch.tensor([7]), 0))
-    view = all_views(fewer, SampleFacts(None, 10), top=10)["*|*"]
+    view = all_views(fewer, 10)["*|*"]
     assert view["rounding"] == int(samples[7]) != 0
 
 
@@ -338,19 +315,18 @@ def test_a_process_of_nodes_of_the_run_is_one_of_the_run(run, tmp_path):
     trajectory, X, y = run
     gp = epk.LogitGP(trajectory, nodes=2)
     assert gp.trajectory is trajectory
-    request = parse_request(trajectory, X, y, settings(posterior=gp))
-    assert certainty(request).source == "process"
+    assert certainty(parse_request(trajectory, X, y), gp).source == "process"
 
 
-def test_more_than_fits_is_refused_before_anything_is_computed(run):
+def test_more_than_fits_is_refused_before_anything_is_computed(run, tmp_path):
     """The bound is below what is written, so that nothing that fits is refused."""
     trajectory, X, y = run
-    request = parse_request(trajectory, X, y, settings(outputs="all"))
+    request = parse_request(trajectory, X, y, outputs="all", explained=2)
+    content = written(tmp_path, trajectory, X, y, outputs="all", explained=2)
+    views = 1 + len(content["layers"]) + len(content["ranges"])
     with pytest.raises(ValueError, match=r"must have at most 0\.001 MB: 6 explained outputs take at least 0\.0.* MB"):
-        require_room(request, 1000)
-    content = ReportContent(request)
-    size = len(page(content.at(content.details()[-1])).encode())
-    require_room(request, size)
+        require_room(request, views, 1000)
+    require_room(request, views, len(page(lessen(content, 1, 10)).encode()))
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):

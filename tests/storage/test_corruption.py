@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.storage.check import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, mlp
 
 RESUME = "resume-"
 
 
-def record(path, compression, finish):
+def record(path, finish):
     net, (X, y) = mlp(torch.float32), data(dtype=torch.float32)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    storage = epk.Storage(steps=2, compression=compression)
+    storage = epk.Storage(steps=2)
     recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=storage, resume=True)
     recorder.__enter__()
     for step in recorder.until(6):
@@ -32,9 +32,9 @@ def record(path, compression, finish):
     return path
 
 
-@pytest.fixture(scope="module", params=[("none", True), ("deltas", True), ("none", False)], ids=str)
+@pytest.fixture(scope="module", params=[True, False], ids=["finished", "unfinished"])
 def run(request, tmp_path_factory):
-    return record(tmp_path_factory.mktemp("corruption") / "run", *request.param)
+    return record(tmp_path_factory.mktemp("corruption") / "run", request.param)
 
 
 def opened(run):

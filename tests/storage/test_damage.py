@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.storage.index import Chunk, chain_hash, read_journal, to_json_line
+from epk_gp.storage.journal import Chunk, chain_hash, read_journal, to_json_line
 from loops import data, mlp, sgd
 from stored_runs import HEADER, JOURNAL, chunk_files, flip, record, refused
 
@@ -143,9 +143,9 @@ def rewritten(run, change):
     """Edit the second line of the journal, and write all checksums anew as an insider would."""
     chunks, before = [], ""
     for number, line in enumerate((run / JOURNAL).read_text().splitlines()):
-        chunk = Chunk(**(json.loads(line) | (change if number == 1 else {})))
+        chunk = Chunk.model_construct(**(json.loads(line) | (change if number == 1 else {})))
         before = chain_hash(before, chunk)
-        chunks.append(Chunk(**(vars(chunk) | {"line": before})))
+        chunks.append(chunk.model_copy(update={"line": before}))
     (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
 
 
@@ -206,7 +206,6 @@ def test_a_damaged_header_is_found(run, content):
         "law",
         "data_digest",
         "data_blake2b",
-        "compression",
     ],
 )
 @pytest.mark.parametrize("change", ["removed", "edited"])
@@ -219,8 +218,8 @@ def test_an_edited_header_is_found(run, key, change):
     refused(run, ValueError, "run.json must have the checksum it was written with: it is damaged")
 
 
-@pytest.mark.parametrize("version", [1, 5, None, "2", "3", True])
+@pytest.mark.parametrize("version", [0, 2, None, "1", True])
 def test_a_run_of_another_version_is_refused(run, version):
     header = json.loads((run / HEADER).read_text()) | {"version": version, "something": "new"}
     (run / HEADER).write_text(json.dumps(header))
-    refused(run, ValueError, rf"version must be 2, 3 or 4: .* has {version!r}. Open it with the version of epk_gp")
+    refused(run, ValueError, rf"version must be 1: .* has {version!r}. Open it with the version of epk_gp")

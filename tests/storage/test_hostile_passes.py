@@ -1,6 +1,6 @@
 """Chunks whose forward passes or moving statistics are not those of a run: refused by one message."""
 
-import zlib
+import math
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save
 
 import epk_gp as epk
 from epk_gp.core.step import ForwardPass, SeenRows
-from epk_gp.storage.check import check_run
-from epk_gp.storage.packing import DTYPES, RAW, max_size
-from epk_gp.storage.pass_tables import PARTS
+from epk_gp.storage.files import SAFETENSORS_DTYPES
+from epk_gp.storage.passes import PARTS
+from epk_gp.storage.verify import check_run
 from loops import mlp
 from stored_runs import add, begin, finish, norm_net, replace_chunk, replace_header
 
@@ -18,14 +18,15 @@ CHUNK = "chunk-000001.safetensors"
 STATE = torch.Generator().manual_seed(3).get_state()
 
 
-@pytest.fixture(params=["none", "deltas"])
-def run(request, tmp_path):
+@pytest.fixture
+def run(tmp_path):
     """One chunk of two steps: two passes on four points with every part, and none on all points."""
-    made = begin(tmp_path / "run", compression=request.param)
+    made = begin(tmp_path / "run")
     seen = SeenRows(torch.tensor([1, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double())
     targets = SeenRows(torch.tensor([0]), torch.tensor([[0.25, 0.5, 0.25]]).double())
     modes, moving = torch.arange(6) % 2 == 0, torch.arange(12).double()
-    whole = ForwardPass(2, modes, seen, targets, STATE, STATE[:16].clone(), moving, moving + 1, torch.bfloat16)
+    order = torch.tensor([1, 0])
+    whole = ForwardPass(2, modes, seen, targets, STATE, STATE[:16].clone(), moving, moving + 1, torch.bfloat16, order)
     add(made, (whole, ForwardPass(2, modes)), torch.tensor([3, 5, 3, 1]))
     add(made, ())
     finish(made)
@@ -55,51 +56,32 @@ def entry(name, position, value):
     return change
 
 
-def part(name):
-    """Where the packed tensor of a part of the first pass stands in `passes.parts`."""
-    return PARTS.index(name)
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
 
 
-def pointing(name, other):
-    """Let a part of the first pass be the packed tensor of another."""
-
-    def change(tensors):
-        parts = tensors["passes.parts"].clone()
-        parts[0, part(name)] = parts[0, part(other)]
-        return tensors | {"passes.parts": parts}
-
-    return change
+def filled(name, value):
+    """Let the rows of a part hold another number."""
+    return lambda tensors: tensors | {f"passes.{name}.0": torch.full_like(tensors[f"passes.{name}.0"], value)}
 
 
-def repacked(name, content, encoding=None):
-    """Let the packed tensor of a part of the first pass have other bytes."""
-
-    def change(tensors):
-        number = int(tensors["passes.parts"][0, part(name)])
-        lengths, kinds = tensors["passes.lengths"].clone(), tensors["passes.kinds"].clone()
-        parts = list(tensors["passes.content"].split(lengths.tolist()))
-        parts[number] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        lengths[number] = len(content)
-        if encoding is not None:
-            kinds[number, 1] = encoding
-        new = {"passes.content": torch.cat(parts), "passes.lengths": lengths, "passes.kinds": kinds}
-        return tensors | new
-
-    return change
+def half(name):
+    return lambda tensors: tensors | {name: tensors[name].half()}
 
 
-def raw(values, dtype):
-    return torch.tensor(values, dtype=dtype).view(torch.uint8).numpy().tobytes()
-
-
+DTYPES, NOWHERE = list(SAFETENSORS_DTYPES), torch.tensor([-1, 0, 0])
 CHANGES = {
-    "missing": (lambda t: {k: v for k, v in t.items() if k != "passes.rows"}, "'passes.rows' is not in both"),
+    "missing": (without("passes.rows"), "'passes.rows' is not in both"),
     "more": (lambda t: t | {"passes.evil": torch.zeros(1)}, "'passes.evil' is not in both"),
+    "group_beyond": (lambda t: t | {"passes.modes.2": torch.zeros(6) > 0}, "'passes.modes.2' is not in both"),
+    "group_without_places": (without("passes.modes.at"), "'passes.modes.at' is not in both"),
     "counts_floats": (lambda t: t | {"passes.counts": t["passes.counts"].double()}, "'passes.counts' of type I64"),
-    "parts_flat": (lambda t: t | {"passes.parts": t["passes.parts"].view(-1)}, "'passes.parts' of 2 dimensions"),
-    "parts_narrow": (lambda t: t | {"passes.parts": t["passes.parts"][:, 1:].clone()}, "must name the packed tensors"),
-    "kinds_narrow": (lambda t: t | {"passes.kinds": t["passes.kinds"][:, 1:].clone()}, "three entries per packed"),
-    "counts_fewer": (lambda t: t | {"passes.counts": t["passes.counts"][1:].clone()}, "their numbers of passes"),
+    "places_flat": (lambda t: t | {"passes.modes.at": t["passes.modes.at"].view(-1)}, "'passes.modes.at' of type I64"),
+    "places_narrow": (
+        lambda t: t | {"passes.modes.at": t["passes.modes.at"][:, 1:].clone()},
+        r"'passes.modes.at' of shape \(2, 3\)",
+    ),
+    "counts_fewer": (lambda t: t | {"passes.counts": t["passes.counts"][1:].clone()}, "'passes.counts' of shape"),
     "count_negative": (entry("passes.counts", 0, -1), "their numbers of passes"),
     "count_huge": (entry("passes.counts", 0, 1 << 62), "their numbers of passes"),
     "count_moved": (lambda t: t | {"passes.counts": t["passes.counts"].flip(0)}, "not as many as its batch has"),
@@ -108,59 +90,49 @@ CHANGES = {
     "rows_others": (entry("passes.rows", 0, 3), "not as many as its batch has"),
     "autocast_integer": (entry("passes.autocast", 0, DTYPES.index(torch.int8)), "automatic mixed precision is none"),
     "autocast_beyond": (entry("passes.autocast", 0, 99), "automatic mixed precision is none"),
-    "dtype_beyond": (entry("passes.kinds", 0, 99), "dtype, encoding or shape of a packed tensor is none"),
-    "encoding_none": (entry("passes.kinds", 1, 3), "dtype, encoding or shape of a packed tensor is none"),
-    "dimensions": (entry("passes.kinds", 2, 17), "dtype, encoding or shape of a packed tensor is none"),
-    "shape_negative": (entry("passes.shapes", 0, -1), "dtype, encoding or shape of a packed tensor is none"),
-    "shape_huge": (entry("passes.shapes", 0, 1 << 62), "dtype, encoding or shape of a packed tensor is none"),
-    "shape_larger": (entry("passes.shapes", 0, 1 << 40), "another size than its shape"),
-    "length_negative": (entry("passes.lengths", 0, -1), "do not fill 'passes.content'"),
-    "length_huge": (entry("passes.lengths", 0, 1 << 62), "do not fill 'passes.content'"),
-    "content_short": (lambda t: t | {"passes.content": t["passes.content"][1:].clone()}, "do not fill"),
-    "part_beyond": (entry("passes.parts", 0, 99), "must name the packed tensors"),
-    "part_before": (entry("passes.parts", 0, -2), "must name the packed tensors"),
-    "modes_of_random": (pointing("modes", "random_state"), "'modes' of a pass is of type torch.uint8"),
-    "random_of_modes": (pointing("random_state", "modes"), "'random_state' of a pass is of type torch.bool"),
-    "device_random": (pointing("device_random_state", "modes"), "'device_random_state' of a pass is of type"),
-    "statistics_of_rows": (pointing("statistics", "inputs.values"), "'statistics' of a pass is of type"),
-    "after_of_index": (pointing("statistics_after", "inputs.index"), "'statistics_after' of a pass is of type"),
-    "index_of_modes": (pointing("targets.index", "modes"), "'targets.index' of a pass is of type torch.bool"),
-    "index_of_others": (pointing("inputs.index", "targets.index"), "'inputs' of a pass must have one row per index"),
-    "values_missing": (entry("passes.parts", PARTS.index("inputs.values"), -1), "must have one row per index"),
-    "index_missing": (entry("passes.parts", PARTS.index("targets.index"), -1), "must have one row per index"),
-    "index_beyond": (repacked("inputs.index", raw([0, 2], torch.int64), RAW), r"rows of the pass, 0..1: got 0..2"),
-    "index_before": (repacked("inputs.index", raw([0, -1], torch.int64), RAW), r"rows of the pass, 0..1: got -1..0"),
-    "index_twice": (repacked("inputs.index", raw([1, 1], torch.int64), RAW), "inputs must give each row once"),
-    "rows_nan": (repacked("inputs.values", raw([float("nan")] * 8, torch.float64), RAW), "inputs must hold finite"),
-    "targets_inf": (repacked("targets.values", raw([0, 1, float("inf")], torch.float64), RAW), "targets must hold fin"),
-    "statistics_nan": (repacked("statistics", raw([float("nan")] * 12, torch.float64), RAW), "statistics must hold fi"),
-    "random_none": (repacked("random_state", bytes(5056), RAW), "random_state must be one of torch's random numbers"),
-    "short": (repacked("random_state", zlib.compress(bytes(5055)), 1), "must hold 5056 bytes .*: it does not"),
-    "bomb": (repacked("random_state", zlib.compress(bytes(1 << 24)), 1), "must hold 5056 bytes .*: it does not"),
-    "noise": (repacked("random_state", b"noise", 1), "must hold 5056 bytes .*: Error -3"),
-    "trailing": (repacked("random_state", zlib.compress(bytes(5056)) + b"x", 1), "must hold 5056 bytes"),
-    "cut": (repacked("random_state", zlib.compress(bytes(5056))[:-1], 1), "must hold 5056 bytes"),
+    "part_beyond": (entry("passes.modes.at", 0, 1), "'modes' of a pass lies in no tensor"),
+    "part_before": (entry("passes.modes.at", 0, -2), "'modes' of a pass lies in no tensor"),
+    "first_beyond": (entry("passes.modes.at", 1, 1), "'modes' of a pass lies outside of its tensor"),
+    "first_negative": (entry("passes.modes.at", 1, -1), "'modes' of a pass lies outside of its tensor"),
+    "first_huge": (entry("passes.modes.at", 1, (1 << 63) - 1), "'modes' of a pass lies outside of its tensor"),
+    "length_negative": (entry("passes.modes.at", 2, -1), "'modes' of a pass lies outside of its tensor"),
+    "length_huge": (entry("passes.modes.at", 2, (1 << 63) - 1), "'modes' of a pass lies outside of its tensor"),
+    "modes_fewer": (entry("passes.modes.at", 2, 5), "'modes' of a pass must have 6 to 6 entries"),
+    "statistics_fewer": (entry("passes.statistics.at", 2, 5), "'statistics' of a pass must have 12 to 12 entries"),
+    "random_without": (entry("passes.random_state.at", 2, 0), "'random_state' of a pass must have 1 to 65536 entries"),
+    "modes_numbers": (
+        lambda t: t | {"passes.modes.0": t["passes.modes.0"].to(torch.uint8)},
+        "'passes.modes.0' of type BOOL",
+    ),
+    "random_matrix": (
+        lambda t: t | {"passes.random_state.0": t["passes.random_state.0"].view(2, -1)},
+        "'passes.random_state.0' of type U8",
+    ),
+    "statistics_half": (half("passes.statistics.0"), "'passes.statistics.0' of type F64"),
+    "index_floats": (half("passes.inputs.index.0"), "'passes.inputs.index.0' of type I64"),
+    "values_missing": (
+        entry("passes.inputs.values.at", slice(3), NOWHERE),
+        "'inputs' of a pass must have one row per index",
+    ),
+    "index_missing": (
+        entry("passes.targets.index.at", slice(3), NOWHERE),
+        "'targets' of a pass must have one row per index",
+    ),
+    "index_fewer": (entry("passes.inputs.index.at", 2, 1), "'inputs' of a pass must have one row per index"),
+    "index_beyond": (entry("passes.inputs.index.0", 0, 2), r"rows of the pass, 0..1: got 0..2"),
+    "index_before": (entry("passes.inputs.index.0", 0, -1), r"rows of the pass, 0..1: got -1..0"),
+    "index_twice": (filled("inputs.index", 1), "inputs must give each row once"),
+    "rows_nan": (filled("inputs.values", math.nan), "inputs must hold finite"),
+    "targets_inf": (filled("targets.values", math.inf), "targets must hold fin"),
+    "statistics_nan": (filled("statistics", math.nan), "statistics must hold fi"),
+    "random_none": (filled("random_state", 0), "random_state must be one of torch's random numbers"),
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
 def test_passes_that_are_none_are_refused_with_their_states(run, change, message):
     replace_chunk(run, save(change(load_file(run / CHUNK))))
     refused(run, rf"{CHUNK} \(states 1..2\).*{message}")
-
-
-@pytest.mark.parametrize("run", ["none"], indirect=True)
-def test_a_few_bytes_that_claim_to_be_a_large_tensor_are_refused_unread(run):
-    tensors = load_file(run / CHUNK)
-    number = int(tensors["passes.parts"][0, part("inputs.values")])
-    shape = int(tensors["passes.kinds"][:number, 2].sum()) + 1
-    size = max_size(int(tensors["passes.lengths"][number])) // 8
-    bomb = zlib.compress(bytes(16 * size))
-    change = repacked("inputs.values", bomb, 1)(tensors)
-    change["passes.shapes"][shape] = max_size(len(bomb)) // 16 + 1
-    replace_chunk(run, save(change))
-    refused(run, f"packed tensor {number} has another size than its shape")
 
 
 STATISTICS = {
@@ -171,21 +143,10 @@ STATISTICS = {
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize(("change", "message"), STATISTICS.values(), ids=STATISTICS.keys())
 def test_statistics_that_are_none_are_refused_with_their_states(run, change, message):
     replace_chunk(run, save(change(load_file(run / CHUNK))))
     refused(run, rf"{CHUNK} \(states 1..2\) .*{message}")
-
-
-@pytest.mark.parametrize("run", ["deltas"], indirect=True)
-def test_packed_statistics_that_are_none_are_refused(run):
-    parts = [zlib.compress(bytes(11 * 8))] * 2
-    packed = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-    lengths = torch.tensor([len(part) for part in parts])
-    change = {"statistics.packed": packed, "statistics.lengths": lengths}
-    replace_chunk(run, save(load_file(run / CHUNK) | change))
-    refused(run, rf"{CHUNK} \(states 1..2\).*a packed row must hold 12 numbers")
 
 
 HEADERS = {
@@ -200,7 +161,6 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(run, change):
     replace_header(run, **change)
@@ -230,17 +190,12 @@ def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
     assert check_run(run).num_passes == 2
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("name", [*PARTS, "after the step"])
 def test_an_edited_part_of_a_pass_is_found_by_the_checksum_of_its_chunk(run, name):
     """Every random state, row, target and statistic on disk, by a change of one bit."""
     tensors, content = load_file(run / CHUNK), bytearray((run / CHUNK).read_bytes())
-    if name == "after the step":
-        place = content.find(tensors["statistics"].numpy().tobytes())
-    else:
-        number = int(tensors["passes.parts"][0, part(name)])
-        start = int(tensors["passes.lengths"][:number].sum())
-        place = content.find(tensors["passes.content"].numpy().tobytes()) + start
+    tensor = tensors["statistics" if name == "after the step" else f"passes.{name}.0"]
+    place = content.find(tensor.numpy().tobytes())
     assert place > 0
     content[place] ^= 1
     (run / CHUNK).write_bytes(bytes(content))

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.recomputation import recomputation_of
-from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import KEPT_STEPS as STEPS
 from stored_runs import chunk_files, refused, replace_chunk
@@ -30,13 +30,13 @@ def test_chunks_hold_every_third_state_and_one_coefficient_per_parameter(run):
     chunks = [load_file(file) for file in chunk_files(run)]
     assert [len(chunk["states"]) for chunk in chunks] == [1, 0, 1, 1, 0]
     assert torch.equal(chunks[2]["states"][0], whole.states[3])
-    assert not any("update.momentum" in chunk for chunk in chunks)
-    at = torch.cat([chunk["update.momentum.at"] for chunk in chunks[1:]])
+    assert not any("update.momentum_lr" in chunk for chunk in chunks)
+    at = torch.cat([chunk["update.momentum_lr.at"] for chunk in chunks[1:]])
     held = torch.cat([chunk["update"] for chunk in chunks[1:]])[:, 1]
     for s in range(STEPS):
         parts = whole.updates[s].momentum_lr.split(list(whole.model.sizes))
         assert torch.equal(torch.stack([part[r] for part, r in zip(parts, at[s], strict=True)]), held[s])
-    assert read_header(run)["version"] == 4
+    assert read_header(run)["keep_every"] == 3
     assert check_run(run).finished
 
 
@@ -50,13 +50,6 @@ def test_a_run_is_read_as_it_was_recorded(run):
     assert opened.digest != whole.digest  # results of other states have another name
     with pytest.raises(IndexError, match="state must lie in 0..7"):
         opened.states[8]
-
-
-def test_a_run_that_keeps_all_states_is_of_version_3(tmp_path):
-    record(tmp_path / "run", keep_every=1)
-    header = read_header(tmp_path / "run")
-    assert header["version"] == 3
-    assert not {"keep_every", "weights_dtype"} & header.keys()
 
 
 @pytest.mark.parametrize("until", [3, 4, 5])
@@ -93,39 +86,20 @@ def test_states_are_the_same_in_threads_and_in_another_process(run):
     assert all(torch.equal(copied.states[s], expected.states[s]) for s in range(STEPS + 1))
 
 
-def test_kept_states_are_rounded_to_the_dtype_on_disk(tmp_path):
-    run, _ = record(tmp_path / "run", weights_dtype=torch.bfloat16)
-    chunks = [load_file(file) for file in chunk_files(tmp_path / "run")]
-    assert [chunk["states"].dtype for chunk in chunks] == [torch.float64] + [torch.bfloat16] * 4
-    assert torch.equal(run.states[3], chunks[2]["states"][0].double())
-    assert read_header(tmp_path / "run")["weights_dtype"] == "torch.bfloat16"
-    opened = epk.load_trajectory(tmp_path / "run", mlp())
-    assert torch.equal(opened.states[STEPS], record(None, keep_every=1)[0].states[STEPS])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"keep_every": 0}, "keep_every must be"),
-        ({"weights_dtype": torch.float16}, "weights_dtype must be None or one of torch.float32, torch.bfloat16"),
-        ({"keep_every": 2, "compression": "deltas"}, "compression must be 'none' where not every state is kept"),
-        ({"weights_dtype": torch.float32, "compression": "deltas"}, "compression must be 'none'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        epk.Storage(**options)
+def test_how_many_states_are_kept_is_a_count():
+    with pytest.raises(ValueError, match="keep_every must be"):
+        epk.Storage(keep_every=0)
 
 
 def test_a_run_in_memory_holds_every_state():
-    with pytest.raises(ValueError, match="keep_every and weights_dtype must come with folder="):
+    with pytest.raises(ValueError, match="keep_every must come with folder="):
         record(None, keep_every=2)
 
 
-@pytest.mark.parametrize("options", [{"keep_every": 2}, {"keep_every": 1}, {"weights_dtype": torch.float32}])
+@pytest.mark.parametrize("options", [{"keep_every": 2}, {"keep_every": 1}])
 def test_a_run_is_resumed_with_the_states_that_it_keeps(run, options):
     before = file_hashes(run)
-    with pytest.raises(ValueError, match=r"storage's (keep_every|weights_dtype) must be the recorded one to resume"):
+    with pytest.raises(ValueError, match=r"storage's keep_every must be the recorded one to resume"):
         record(run, resume=True, **options)
     assert file_hashes(run) == before
 
@@ -139,9 +113,9 @@ def test_a_run_without_its_last_state_is_refused(run):
 def test_a_place_that_is_no_weight_is_refused(run):
     chunk = load_file(run / "chunk-000001.safetensors")
     (run / "finished.json").unlink()
-    chunk["update.momentum.at"][0, 0] = 24
+    chunk["update.momentum_lr.at"][0, 0] = 24
     replace_chunk(run, save(chunk))
-    refused(run, ValueError, "must hold 'update.momentum.at' of -1 or a weight of its parameter")
+    refused(run, ValueError, "must hold 'update.momentum_lr.at' of -1 or a weight of its parameter")
 
 
 def test_a_state_too_many_is_refused(run):

@@ -13,8 +13,9 @@ import pytest
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.storage import atomic_files, locking
-from epk_gp.storage.check import check_run
+from epk_gp.storage import files
+from epk_gp.storage import writer as locking
+from epk_gp.storage.verify import check_run
 from loops import data, mlp, sgd
 
 LOCK, MARKER = "writer.lock", "writer.pid"
@@ -170,9 +171,9 @@ def test_a_forked_process_that_ends_does_not_give_the_lock_back(tmp_path, kind):
 
 def test_a_run_is_recorded_where_the_system_has_nothing_that_only_unix_has(tmp_path, monkeypatch):
     """Windows: no O_NOFOLLOW, O_NONBLOCK and O_CLOEXEC, no folders that can be opened, no locks that readers pass."""
-    monkeypatch.setattr(atomic_files, "_NO_FOLLOW", 0)
-    monkeypatch.setattr(atomic_files, "_SAFE_FLAGS", 0)
-    monkeypatch.setattr(atomic_files, "_CAN_SYNC_FOLDERS", False)
+    monkeypatch.setattr(files, "_NO_FOLLOW", 0)
+    monkeypatch.setattr(files, "_SAFE_FLAGS", 0)
+    monkeypatch.setattr(files, "_CAN_SYNC_FOLDERS", False)
     without_journal_locks("file", monkeypatch.setattr)
     steps(recorder(tmp_path / "run", "file"), 2)
     steps(recorder(tmp_path / "run", "file"), 4)
@@ -181,7 +182,7 @@ def test_a_run_is_recorded_where_the_system_has_nothing_that_only_unix_has(tmp_p
 
 @pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "data.safetensors"])
 def test_symbolic_links_are_refused_where_the_system_would_follow_them(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(atomic_files, "_NO_FOLLOW", 0)
+    monkeypatch.setattr(files, "_NO_FOLLOW", 0)
     steps(recorder(tmp_path / "run"), 1)
     (tmp_path / "run" / name).rename(tmp_path / "secret")
     (tmp_path / "run" / name).symlink_to(tmp_path / "secret")

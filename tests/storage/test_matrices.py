@@ -8,8 +8,8 @@ import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage import export_run
-from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from epk_gp.storage.writer import open_for_writing
 from loops import mlp
 from stored_runs import refused, replace_chunk, resumed
@@ -28,11 +28,11 @@ def coefficients(number):
     return stack_coefficients(rules, SIZES)
 
 
-@pytest.fixture(params=["none", "deltas"])
-def written(request, tmp_path):
+@pytest.fixture
+def written(tmp_path):
     """Six steps in chunks of two."""
     path = tmp_path / "run"
-    resumed(path, storage=epk.Storage(compression=request.param))._commits.close()
+    resumed(path)._commits.close()
     writer = open_for_writing(path, read_header(path))
     for first in range(0, 6, 2):
         steps = [Step(number, 0.1, None) for number in (first, first + 1)]
@@ -88,7 +88,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("written", ["none"], indirect=True)
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
 def test_matrices_that_are_none_are_refused_with_their_states(written, change, message):
     replace_chunk(written, save(change(load_file(written / CHUNK))))

@@ -80,7 +80,7 @@ def test_what_is_read_after_a_replacement_is_refused(tmp_path, replace):
     assert torch.equal(held, before)  # what was read before stays as it was
 
 
-@pytest.mark.parametrize("storage", [{"compression": "deltas"}, {"keep_every": 2}], ids=["deltas", "keep_every"])
+@pytest.mark.parametrize("storage", [{}, {"keep_every": 2}], ids=["all", "keep_every"])
 def test_packed_and_kept_states_are_refused_too(tmp_path, storage):
     run, other = tmp_path / "run", tmp_path / "other"
     trajectory = record(run, 0, **storage)
@@ -129,5 +129,5 @@ def test_a_copy_of_the_same_run_is_read(tmp_path):
 
 def test_unchanged_files_are_not_hashed_again(tmp_path, monkeypatch):
     trajectory = record(tmp_path / "run", 0)
-    monkeypatch.setattr("epk_gp.storage.index.checksum_file", pytest.fail)
+    monkeypatch.setattr("epk_gp.storage.journal.checksum_file", pytest.fail)
     epk.attribute(trajectory, trajectory.inputs[:2])

@@ -5,7 +5,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from epk_gp.provenance import write_arrays
-from epk_gp.storage import tensor_files
+from epk_gp.storage import files
 
 ARRAYS = {
     "is_train": torch.tensor([True, False, True]),
@@ -34,14 +34,14 @@ def test_the_order_of_arrays_and_metadata_does_not_count(tmp_path):
 
 
 def test_no_copy_is_made_of_a_large_array(tmp_path, monkeypatch):
-    written, real = [], tensor_files.tensor_bytes
+    written, real = [], files.tensor_bytes
 
     def noted(value):
         written.append(real(value))
         return written[-1]
 
     large = torch.ones(1000)
-    monkeypatch.setattr(tensor_files, "tensor_bytes", noted)
+    monkeypatch.setattr(files, "tensor_bytes", noted)
     write_arrays(tmp_path / "a.safetensors", {"large": large}, {})
     large[0] = 7.0  # what was written shares its memory
     assert torch.frombuffer(written[0], dtype=torch.float32)[0] == 7.0

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import epk_gp as epk
-from epk_gp.storage.check import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 
 STEPS = 9
@@ -129,12 +129,11 @@ def test_every_stop_on_the_way_leads_to_the_same_end(tmp_path, own):
         return epk.train(net, X, y, optimizer=made, folder=path, **options)
 
     whole = go(None)
-    for compression in ("none", "deltas"):
-        storage = epk.Storage(steps=2, compression=compression)
-        for stop in (2, 1, 3, 2):
-            with pytest.raises(StopHereError):
-                go(tmp_path / compression, stop=stop, resume=True, storage=storage)
-        assert go(tmp_path / compression, resume=True, storage=storage).digest == whole.digest
+    storage = epk.Storage(steps=2)
+    for stop in (2, 1, 3, 2):
+        with pytest.raises(StopHereError):
+            go(tmp_path / "run", stop=stop, resume=True, storage=storage)
+    assert go(tmp_path / "run", resume=True, storage=storage).digest == whole.digest
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ OTHERS = {
     "law": ({"optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer must be the recorded one"),
     "rate": ({"optimizer": lambda net: sgd(net, 0.2)}, "optimizer must have the recorded options"),
     "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "optimizer must have the recorded options"),
-    "compression": ({"storage": epk.Storage(compression="deltas")}, "compression must be the recorded one"),
     "checks": ({"check_every": 3}, "check_every must be the recorded one"),
     "stateful": ({"stateful": {"g": torch.Generator()}}, r"stateful must have the names .*\[\]: got \['g'\]"),
 }

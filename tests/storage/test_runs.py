@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.storage.index import read_journal
+from epk_gp.storage.journal import read_journal
 from loops import CASES, data, file_hashes, mlp, sgd, trained
 from stored_runs import HEADER, chunk_files, record
 

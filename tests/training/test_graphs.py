@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.inputs import RecordedGraph
-from epk_gp.storage.atomic_files import checksum_file
+from epk_gp.storage.files import checksum_file
 from stored_runs import replace_header
 
 ALL = torch.arange(7)

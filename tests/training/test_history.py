@@ -1,4 +1,4 @@
-"""Large steps are hashed and packed in another thread, and give what small ones give."""
+"""Large steps are hashed in another thread, and give what small ones give."""
 
 import threading
 
@@ -9,7 +9,6 @@ from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording import history as history_module
 from epk_gp.recording.history import RunHistory
-from epk_gp.storage.passes import PackedPasses
 
 P = 3
 
@@ -33,29 +32,26 @@ def test_another_thread_gives_the_same_digests_and_passes(monkeypatch):
     assert [history.digest(n) for n in range(5)] == [expected.digest(n) for n in range(5)]
     assert len({history.digest(n) for n in range(5)}) == 5
     for step, other in zip(history.steps, expected.steps, strict=True):
-        assert isinstance(step.passes, PackedPasses)
         assert torch.equal(step.passes[0].inputs.values, other.passes[0].inputs.values)
         assert torch.equal(step.batch, other.batch)
 
 
-def test_the_last_step_is_packed_beside_the_next_one_of_the_training(monkeypatch):
+def test_the_last_step_is_hashed_beside_the_next_one_of_the_training(monkeypatch):
     monkeypatch.setattr(history_module, "_IN_BACKGROUND", 0)
     may_go, inside = threading.Event(), threading.Event()
-    pack = history_module.pack_passes
+    fingerprint = history_module.fingerprint_step
 
-    def held(steps):
+    def held(*args):
         inside.set()
         assert may_go.wait(10)
-        return pack(steps)
+        return fingerprint(*args)
 
-    monkeypatch.setattr(history_module, "pack_passes", held)
-    history = recorded(1)  # returns although the step is not packed
+    monkeypatch.setattr(history_module, "fingerprint_step", held)
+    history = recorded(1)  # returns although the step is not hashed
     assert inside.wait(10)
     assert history.num_steps == 1
-    assert history.packed_steps(0) == []
     may_go.set()
-    assert isinstance(history.steps[0].passes, PackedPasses)
-    assert len(history.packed_steps(0)) == 1
+    assert len(history.digest(1)) == 32
 
 
 def test_closing_ends_the_thread(monkeypatch):
@@ -66,15 +62,15 @@ def test_closing_ends_the_thread(monkeypatch):
     assert history.digest(4) == recorded().digest(4)
 
 
-def test_an_error_while_packing_is_not_lost(monkeypatch):
+def test_an_error_while_hashing_is_not_lost(monkeypatch):
     monkeypatch.setattr(history_module, "_IN_BACKGROUND", 0)
     history = recorded(2)
     history.settle()
 
-    def fails(steps):
+    def fails(*args):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(history_module, "pack_passes", fails)
+    monkeypatch.setattr(history_module, "fingerprint_step", fails)
     step = Step(2, 0.1, None, None, (ForwardPass(10, inputs=SeenRows(torch.arange(10), torch.randn(10, 4))),))
     history.append(step, torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
     for _ in range(2):

@@ -1,0 +1,275 @@
+"""Labels: which ones of the training points are suspicious, and which points of a pool to label next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Unpack
+
+import torch
+from jaxtyping import Float, Int, Int64, Shaped
+from scipy.stats import rankdata
+from torch import Tensor
+
+from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
+from epk_gp.core.show import count as counted
+from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
+from epk_gp.gp.data import class_inputs, float_inputs, labelled_points, training_labels
+from epk_gp.gp.label_process import InputsKernel, LabelProcess, LabelSettings, fit_labels, without_rounding
+from epk_gp.gp.stacking import most_likely_temperature
+from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.quadrature.paths import WeightPath, straight
+
+AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
+
+# Points of the pool whose variance is to fall. Their mean stands for that of the whole pool: the variances lie in
+# [0, 1], so its standard error is at most 1 / (2 sqrt(4000)) = 0.8 %. Their covariances take 0.13 GB.
+NUM_REFERENCE = 4000
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelErrors(Displayed):
+    """How suspicious the label of each of M training points is.
+
+    Attributes:
+        indices: The training points, worst first.
+        scores: From 0 to 1, larger is more suspicious, in the order of `points`: the mean of the ranks by
+            `log_probability` and `aum`, divided by M.
+        points: Which training points were judged, (M,); all of them by default.
+        margin: Of the process's prediction of each point from all others: that of the point's label minus the largest
+            other one. Below 0 another class is expected. Best where errors go to any class.
+        own_label: That prediction for the point's label. Best where errors go to similar classes.
+        log_probability: Logarithm of the probability of the point's label, by the softmax of that prediction.
+        predicted: The class that it expects, of which the label may be an error.
+        aum: Area under the margin (Pleiss et al. 2020): the network's logit of the point's label minus the largest
+            other one, on average over the run. Small or negative where the network fits the label late.
+    """
+
+    indices: Int64[Tensor, " M"]
+    scores: Float[Tensor, " M"]
+    points: Int64[Tensor, " M"]
+    margin: Float[Tensor, " M"]
+    own_label: Float[Tensor, " M"]
+    log_probability: Float[Tensor, " M"]
+    predicted: Int64[Tensor, " M"]
+    aum: Float[Tensor, " M"]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _summary(self) -> Summary:
+        columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
+        values = (self.scores, self.predicted, self.own_label, self.margin, self.aum)
+        worst = self.scores.argsort(descending=True, stable=True)[:SHOWN_ROWS].tolist()
+        rows = tuple((f"point {int(self.points[i])}", *(number(float(v[i])) for v in values)) for i in worst)
+        table = Table(columns, rows, columns_note(len(rows), len(self)))
+        return Summary(f"Labels of {counted(len(self), 'training point')}, most suspicious first", (), table)
+
+
+def label_errors(
+    trajectory: Trajectory,
+    *,
+    nodes: int | None = None,
+    features: int | Literal["exact"] | None = None,
+    inputs_kernel: InputsKernel = "rbf",
+    points: Int[Tensor, " M"] | Sequence[int] | None = None,
+    seed: int = 0,
+    power: int | None = None,
+    path: WeightPath = straight(),
+    **options: Unpack[ComputeSettings],
+) -> LabelErrors:
+    """Rank training points by how suspicious their labels are.
+
+    A process on all labels (`UncertainClassifier`) predicts each point from all others, in closed form. Beside it
+    stands the area under the margin along the recorded run. The two err at different points: ranks by either are
+    averaged.
+
+    Args:
+        trajectory: Run of a classifier, trained on class labels with cross entropy.
+        nodes: As in `UncertainClassifier`.
+        features: As in `UncertainClassifier`.
+        inputs_kernel: As in `UncertainClassifier`.
+        points: Indices of the training points to judge, from each other; all by default.
+        seed: Seed of the sketch.
+        power: As in `UncertainClassifier`.
+        path: As in `UncertainClassifier`.
+        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The run is no classifier's, there are fewer than 2 points, or a setting cannot be used.
+    """
+    validate_trajectory(trajectory)
+    labels = training_labels(trajectory, "label_errors")
+    settings = LabelSettings(nodes, features, inputs_kernel, seed, power, path)
+    settings.validate()
+    judged = labelled_points(trajectory, labels, points)
+    if len(judged) < 2:
+        raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
+    parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)
+    with torch.no_grad():
+        process = fit_labels(trajectory, labels, settings, judged, parsed)
+        mean, _ = process.leave_one_out()
+        own = labels[judged]
+        log_p = (mean * most_likely_temperature(mean, own)).log_softmax(1).gather(1, own[:, None])[:, 0]
+        aum = area_under_margin(trajectory, trajectory.inputs[judged], own)
+    ranks = torch.from_numpy(rankdata(torch.stack([log_p, aum.to(log_p)]).cpu().numpy(), axis=1)).to(log_p)
+    suspicion = 1 - ((ranks[0] - 0.5) / len(log_p) + (ranks[1] - 0.5) / len(log_p)) / 2
+    return LabelErrors(
+        indices=judged[suspicion.argsort(descending=True, stable=True)],
+        scores=suspicion,
+        points=judged,
+        margin=margins(mean, own),
+        own_label=mean.gather(1, own[:, None])[:, 0],
+        log_probability=log_p,
+        predicted=mean.argmax(1),
+        aum=aum,
+    )
+
+
+def area_under_margin(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], labels: Int64[Tensor, " n"], num_states: int = AUM_STATES
+) -> Float[Tensor, " n"]:
+    """Return the margin of each point's label along a run, on average over evenly spaced states after the first.
+
+    Section 3 of Pleiss et al. (2020), with states in place of epochs.
+
+    Args:
+        trajectory: The run.
+        X: n inputs.
+        labels: Their labels.
+        num_states: States, at most.
+
+    Raises:
+        TypeError, ValueError: The network cannot take the points, or `num_states` is no whole number above 0.
+    """
+    validate_count(num_states, "num_states")
+    S = trajectory.num_steps
+    count = min(S, int(num_states))
+    total = torch.zeros(len(X), dtype=torch.float64, device=X.device)
+    for j in range(1, count + 1):
+        total += margins(network_outputs(trajectory, X, state=j * S // count).to(torch.float64), labels)
+    return total / count
+
+
+def margins(values: Float[Tensor, "n C"], labels: Int64[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return each point's value of its label minus the largest value of another class."""
+    own = values.gather(1, labels[:, None])
+    others = values.scatter(1, labels[:, None], -torch.inf)
+    return (own[:, 0] - others.amax(1)).to(values)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NextToLabel(Displayed):
+    """Points of a pool to label next, in the order in which they are chosen.
+
+    Attributes:
+        indices: Which points of the pool, (count,).
+        scores: What each promised when it was chosen: the total variance that its label removes over the pool, times
+            the probability that its class is mistaken.
+        variance_removed: The first factor, as a share of the pool's total variance before any was chosen.
+        misclassification: The second factor.
+    """
+
+    indices: Int64[Tensor, " count"]
+    scores: Float[Tensor, " count"]
+    variance_removed: Float[Tensor, " count"]
+    misclassification: Float[Tensor, " count"]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _summary(self) -> Summary:
+        columns = ("", "promised gain", "variance removed", "probability of a mistake")
+        scores = torch.stack([self.scores, self.variance_removed, self.misclassification], dim=1)[:SHOWN_ROWS]
+        rows = tuple(
+            (f"point {index}", *map(number, row))
+            for index, row in zip(self.indices.tolist(), scores.tolist(), strict=False)
+        )
+        table = Table(columns, rows, columns_note(len(rows), len(self)))
+        return Summary(f"{counted(len(self), 'point')} of a pool to label next", (), table)
+
+
+def next_to_label(
+    model: UncertainClassifier, pool: object, count: int = 10, *, num_reference: int = NUM_REFERENCE, seed: int = 0
+) -> NextToLabel:
+    """Choose points of a pool whose labels teach most.
+
+        score(x) = sum_{x' in pool} cov(x, x')^2 / (var(x) + noise)  *  (1 - max_c p_c(x))
+
+    The first factor is the exact reduction of the process's total variance over the pool by a label at x, whatever the
+    label. After each choice the process is conditioned on the chosen point, which no label is needed for, so a batch is
+    chosen without training anew and does not hold the same point twice.
+
+    Args:
+        model: A fitted classifier.
+        pool: n points.
+        count: How many to choose.
+        num_reference: Points of the pool, drawn with the seed, over which variances are added up.
+        seed: Of that draw.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The network cannot take the pool, or `count` is not in 1 .. n.
+        RuntimeError: The classifier is not fitted.
+    """
+    if not isinstance(model, UncertainClassifier):
+        raise TypeError(
+            f"model must be an UncertainClassifier: got {type(model).__name__}. Make one with "
+            "epk_gp.UncertainClassifier(trajectory).fit(X_val, y_val)."
+        )
+    X = class_inputs(model.trajectory, pool, "pool")
+    validate_count(count, "count")
+    validate_count(num_reference, "num_reference")
+    validate_integer(seed, "seed")
+    if count > len(X):
+        raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
+    with torch.no_grad():
+        mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1)
+        variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution)
+        points = float_inputs(X.to(model.process_.values.device), torch.float64)
+        reference = _reference(len(X), int(num_reference), seed, points)
+        return _choose(
+            model.process_, points, (mistaken.to(points.device), variance.to(points.device)), reference, int(count)
+        )
+
+
+def _choose(
+    process: LabelProcess, X: Tensor, mistaken_and_variance: tuple[Tensor, Tensor], drawn: Tensor, count: int
+) -> NextToLabel:
+    """Choose greedily: covariances are updated by what each chosen point explains."""
+    mistaken, variance = mistaken_and_variance
+    covariance = process.covariance(X if len(drawn) == len(X) else X[drawn], X)  # (reference, n)
+    row_of = {int(point): row for row, point in enumerate(drawn)}
+    total = float(variance[drawn].sum())
+    chosen: list[int] = []
+    columns: list[Tensor] = []  # cov(x, chosen) / sqrt(var(chosen) + noise) over the pool, one per chosen point
+    kept: list[tuple[float, float]] = []
+    for _ in range(count):
+        removed = covariance.square().sum(0) / (variance + process.noise)
+        score = removed * mistaken
+        score[chosen] = -torch.inf
+        best = int(score.argmax())
+        kept.append((float(score[best]), float(removed[best]) / total if total > 0 else 0.0))
+        if best in row_of:
+            column = covariance[row_of[best]].clone()
+        else:
+            column = process.covariance(X[best : best + 1], X)[0]
+            for other in columns:
+                column = column - other * other[best]
+        column = column / (variance[best] + process.noise).sqrt()
+        covariance = covariance.addr_(column[drawn], column, alpha=-1)
+        variance = without_rounding(variance - column.square(), process.rounding, "variances")
+        columns.append(column)
+        chosen.append(best)
+    indices = torch.tensor(chosen, device=X.device)
+    scores, removed_shares = torch.tensor(kept, dtype=torch.float64, device=X.device).T
+    return NextToLabel(indices, scores, removed_shares, mistaken[indices])
+
+
+def _reference(num_points: int, num_reference: int, seed: int, X: Tensor) -> Tensor:
+    """Draw the points over which variances are added up; all of them in their order if they are few enough."""
+    if num_points <= num_reference:
+        return torch.arange(num_points, device=X.device)
+    drawn = torch.randperm(num_points, generator=torch.Generator().manual_seed(seed))
+    return drawn[:num_reference].to(X.device)

@@ -1,0 +1,209 @@
+"""`epk-gp info`, `verify` and `export`: what a run holds, whether it is sound, and the run as one file."""
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from epk_gp.cli import options as opt
+from epk_gp.cli.data import read_points
+from epk_gp.cli.networks import open_run, read_network_spec
+from epk_gp.cli.workers import open_executor
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.show import CertificateWarning
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
+from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.quadrature.rules import AdaptiveRule
+from epk_gp.storage.export import export_run
+from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.verify import check_run
+
+_NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_UNFINISHED = "not finished: record --resume resumes it"
+
+
+def info(
+    run: opt.RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Show the contents of a recorded run, after checking its files; no network is built."""
+    opt.validate_run(run, out)
+    timer = Stopwatch()
+    if out is not None:
+        opt.require_folder(out)
+    summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
+    header = summary.header
+    gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
+    check_every = header["check_every"]
+    size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
+    lines: dict[str, object] = {
+        "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
+        "steps": summary.num_steps,
+        "step sizes": _range(sorted(set(summary.learning_rates))),
+        "points per step": _range(sorted(set(summary.batch_sizes))),
+        "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
+        "dtype": header["dtype"].removeprefix("torch."),
+        "outputs": header["num_outputs"],
+        "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
+        "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
+        "update rule": header["law"]["name"],
+        "gradients": f"{gradients.get(check_every, f'one in {check_every}')} recomputed while recording",
+        "digest": summary.chunks[-1].digest,
+        "data digest": header["data_digest"],
+        "chunks": len(summary.chunks),
+        "size on disk": f"{size / 1e6:.2f} MB",
+        "recording": "finished" if summary.finished else _UNFINISHED,
+        "files": f"all {summary.files} verified against their checksums",
+    }
+    if header["keep_every"] > 1:
+        lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
+    if header["statistics"]:
+        num_statistics = chunk_schema(header).num_statistics
+        lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"
+    if summary.num_passes:
+        lines["forward passes"] = f"{summary.num_passes} recorded, {summary.pass_bytes / 1e6:.2f} MB"
+    if header["unexplained"] is not None:
+        lines["unexplained"] = f"up to {header['unexplained']:g} of a step"
+    if out is not None:
+        write_json(opt.make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
+    for name, value in lines.items():
+        typer.echo(f"{name + ':':19}{value}")
+
+
+def _range(values: list[float] | list[int]) -> str:
+    if not values:
+        return "none"
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+
+
+def verify(
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
+    head: Annotated[
+        Literal["both", "logits", "log_softmax"] | None,
+        typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
+    ] = None,
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
+    tol: Annotated[
+        float | None, opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
+    ] = None,
+    num_points: Annotated[
+        int | None, opt.count("Largest number of points; 10 by default, of a --points file all.")
+    ] = None,
+    all_points: Annotated[
+        bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")
+    ] = False,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    seed: opt.SeedOfPoints = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+    if checksums:
+        opt.require_alone(ctx, "checksums", ("run", "quiet"))
+    opt.validate_run(run, out, workers, scheduler)
+    if checksums:
+        summary = check_run(run, progress=not quiet)
+        state = "finished" if summary.finished else _UNFINISHED
+        typer.echo(
+            f"all {summary.files} files have the checksums they were committed with: {summary.num_steps} steps, {state}"
+        )
+        return
+    if all_points and num_points is not None:
+        raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
+    if num_points is None and points is None and not all_points:
+        num_points = _NUM_POINTS
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    trajectory = open_run(run, network)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+    X = chosen.X
+    coarsest = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
+    allowed = _TOLERANCE[coarsest] if tol is None else tol
+    heads = _verified_heads(head, trajectory)
+    folder = None if out is None else opt.make_folder(out)
+    more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
+    typer.echo(f"verifying at {chosen}{more}")
+    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
+        results = {
+            name: reconstruct(
+                trajectory, X, head=name, rule=quadrature, path=along, progress=not quiet, executor=executor
+            )
+            for name in heads
+        }
+    typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
+    typer.echo(_table(results))
+    errors = torch.tensor([result.max_error for result in results.values()], dtype=torch.float64)
+    error = float(errors.max())  # a NaN stays NaN, as it would not in Python's max
+    is_adaptive = isinstance(quadrature, AdaptiveRule)  # a fixed rule leaves what it leaves: --tol judges it
+    findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
+    if folder is not None:
+        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
+        config |= {"points": str(chosen), "path": path}
+        numbers = {name: certificate(result) for name, result in results.items()}
+        passed = error <= allowed and not findings
+        write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)
+    if findings:
+        raise ValueError(f"the certificate must hold: {'; '.join(findings)}. Do not use results of this run.")
+    if not error <= allowed:
+        raise ValueError(f"the kernel machine must equal the network to within {allowed:g}: it differs by {error:.3g}.")
+    typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({timer.total:.1f} s)")
+
+
+def _verified_heads(head: Literal["both"] | Head | None, trajectory: Trajectory) -> list[Head]:
+    """Return the heads that are verified; by default the logits and, where the loss is of it, their log-softmax."""
+    if head is None:
+        is_logits = resolve_head(None, trajectory.loss, trajectory.num_outputs) == "logits"
+        head = "logits" if is_logits else "both"
+    if head != "both":
+        return [head]
+    return ["logits"] if trajectory.num_outputs == 1 else ["logits", "log_softmax"]  # of one output: the constant 0
+
+
+def _table(results: dict[Head, Reconstruction]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("head", "largest error", "largest residual", "summed residual", "evaluations", "step mismatch")
+    ]
+    for name, r in results.items():
+        numbers = (r.max_error, r.max_residual, r.total_residual)
+        rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
+    return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
+
+
+def certificate(result: Reconstruction) -> dict[str, float]:
+    """Return the error bounds of a reconstruction."""
+    return {
+        "max_error": result.max_error,
+        "max_residual": result.max_residual,
+        "total_residual": result.total_residual,
+        "evaluations": result.evaluations,
+        "max_step_mismatch": result.max_step_mismatch,
+        "certified": result.certified,
+    }
+
+
+def export(
+    run: opt.RunFolder,
+    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
+    quiet: opt.Quiet = False,
+) -> None:
+    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
+    opt.validate_run(run, out)
+    timer = Stopwatch()
+    if out.suffix != ".safetensors":
+        raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")
+    if out.exists():
+        raise FileExistsError(f"--out must be a new file: {out} exists. Choose another name.")
+    size = export_run(run, out, progress=not quiet)
+    typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({timer.total:.1f} s)")

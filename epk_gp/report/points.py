@@ -1,0 +1,209 @@
+"""What a report says of a point: what it looks like, and how sure its prediction is."""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from PIL import Image
+from torch import Tensor
+
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.plots.common import as_images
+from epk_gp.report.explanations import significant
+from epk_gp.report.request import Process, ReportRequest
+
+Decode = Callable[[Any], str]
+
+_MAX_SIDE = 64  # pixels of a picture; larger images are made smaller
+_GREYS, _COLOURS = 16, 64  # of a picture
+_MAX_TEXT = 400  # characters
+_MAX_VALUES = 60  # numbers of an explained point
+_MAX_VALUES_OF_SAMPLE = 16  # numbers of a training sample, of which a report shows thousands
+
+_BAND = (0.05, 0.95)  # quantiles of a class's probability
+_NUM_SAMPLES = 1024
+_STD = "of the predicted class's probability under the process"
+_ENTROPY = "of the class probabilities, in nats: all uncertainty about the class"
+_OF_CLASSIFIER = (
+    ("error score", "error", "probability that the network's class is wrong"),
+    ("out-of-distribution score", "out_of_distribution", "from 0 at a training sample to 1 far from all of them"),
+    ("entropy", "entropy", _ENTROPY),
+    ("mutual information", "mutual_information", "the part of the entropy that more training data would remove"),
+    ("standard deviation", "std", _STD),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Appearance:
+    """How points are shown.
+
+    Attributes:
+        trajectory: The run.
+        names: Names of the features of rows; None for x1, x2, ...
+        decode: Makes a text of one input: of a tensor, or of the tuple or dictionary that the network takes.
+        low: Smallest entry of the training images, which is white; 0 for other inputs.
+        high: Largest one, which is black.
+    """
+
+    trajectory: Trajectory
+    names: tuple[str, ...] | None
+    decode: Decode | None
+    low: float
+    high: float
+
+    def show(self, row: Shaped[Tensor, "..."], *, is_sample: bool = False) -> dict[str, Any]:
+        """Return one packed input as a report has it; fewer numbers of a training sample than of another one."""
+        row, signature = row.detach().cpu(), self.trajectory.model.signature
+        parts: Any = row[None] if signature.graph is not None else self.trajectory.unpack(row[None])
+        one: Any
+        if isinstance(parts, Mapping):
+            one = {key: value[0] for key, value in parts.items()}
+        else:
+            one = parts[0] if isinstance(parts, Tensor) else tuple(value[0] for value in parts)
+        if self.decode is not None:
+            return {"text": _cut(str(self.decode(one)))}
+        if not isinstance(one, Tensor):
+            named = one.items() if isinstance(one, Mapping) else enumerate(one)
+            return {"text": _cut("; ".join(f"{name}: {_numbers(value)}" for name, value in named))}
+        if not row.is_floating_point():
+            return {"text": _cut(f"node {int(row)}" if row.ndim == 0 else _numbers(row))}
+        images = as_images(row[None])
+        if images is not None:
+            return {"image": _picture(images[0], self.low, self.high)}
+        entries = [significant(value, 4) for value in row.double().flatten().tolist()]
+        if row.ndim == 1 and len(entries) == 2 and self.names is None:
+            return {"position": entries}
+        most = _MAX_VALUES_OF_SAMPLE if is_sample else _MAX_VALUES
+        names: Sequence[str] | None = self.names
+        if names is None and row.ndim == 1:
+            names = [f"x{k + 1}" for k in range(len(entries))]
+        elif names is None:
+            names = [f"x[{', '.join(map(str, place))}]" for place in np.ndindex(*row.shape)]
+        return {"values": [[name, value] for name, value in zip(names[:most], entries[:most], strict=True)]}
+
+    def describe_cut(self) -> str | None:
+        """Return which numbers of a point a report leaves out; None if it shows all."""
+        row = self.trajectory.inputs[0]
+        if row.numel() <= _MAX_VALUES_OF_SAMPLE or "values" not in self.show(row):
+            return None
+        return (
+            f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point, and the first "
+            f"{_MAX_VALUES_OF_SAMPLE} of a training sample"
+        )
+
+
+def appearance(trajectory: Trajectory, names: Sequence[str] | None, decode: Decode | None) -> Appearance:
+    """Return how the points of a run are shown.
+
+    Raises:
+        TypeError: `decode` is no function.
+        ValueError: There is not one name per feature, or points are no rows of features.
+    """
+    X = trajectory.inputs
+    if decode is not None and not callable(decode):
+        raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
+    if names is not None:
+        if X.ndim != 2 or trajectory.model.signature.layout is not None:
+            raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
+        if len(names) != X.shape[1]:
+            raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
+    images = as_images(X) if X.is_floating_point() else None
+    low, high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
+    return Appearance(trajectory, None if names is None else tuple(map(str, names)), decode, low, high)
+
+
+def _numbers(values: Tensor) -> str:
+    flat = values.flatten()[:_MAX_TEXT].tolist()
+    return " ".join(f"{value:.4g}" if values.is_floating_point() else str(int(value)) for value in flat)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+
+
+def _picture(image: Float[Tensor, "H W *rgb"], low: float, high: float) -> str:
+    """Return an image as the address of a small PNG: grey ones dark on white, as figures show them."""
+    shares = ((image.double() - low) / ((high - low) or 1.0)).clamp(0, 1)
+    is_grey = image.ndim == 2
+    pixels = (255 * (1 - shares if is_grey else shares)).round().to(torch.uint8).numpy()
+    picture = Image.fromarray(pixels)
+    if max(picture.size) > _MAX_SIDE:
+        picture.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BOX)
+    picture = picture.quantize(_GREYS if is_grey else _COLOURS, dither=Image.Dither.NONE)
+    buffer = BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+@dataclass(frozen=True, eq=False)
+class Certainty:
+    """How sure the predictions at n points are.
+
+    Attributes:
+        source: Whose probabilities they are: "network", "process" or "network and process"; empty without any.
+        probabilities: (n, C); None where outputs stand for no probabilities.
+        scores: Name, values and meaning of each score.
+        band: Quantiles of the probabilities of the m explained points under a process; None without one.
+        out_of_distribution: The score that tells inputs unlike the training data; None without one.
+    """
+
+    source: str = ""
+    probabilities: Float[Tensor, "n C"] | None = None
+    scores: tuple[tuple[str, Float[Tensor, " n"], str], ...] = ()
+    band: Float[Tensor, "2 m C"] | None = None
+    out_of_distribution: Float[Tensor, " n"] | None = None
+
+
+def certainty(request: ReportRequest, process: Process | None) -> Certainty:
+    """Return how sure the predictions at all points of a report are, under a process or by the network alone."""
+    X, points, p = request.X, request.points, request.network.double().softmax(dim=1)
+    own = (
+        "network's own probability",
+        p.amax(dim=1),
+        "of its class, by the softmax of its outputs, without the process",
+    )
+    if isinstance(process, UncertainClassifier):
+        u = process.uncertainty(X, _NUM_SAMPLES)
+        scores = [(name, torch.as_tensor(getattr(u, field)).cpu(), text) for name, field, text in _OF_CLASSIFIER]
+        probabilities = torch.as_tensor(process.predict_proba(X)).cpu()
+        band = _band(process.logit_posterior(request.explained)) if request.is_classifier else None
+        return Certainty("network and process", probabilities, (*scores, own), band, scores[1][1])
+    if process is None:
+        if not request.is_classifier or not isinstance(request.trajectory.loss, CrossEntropy | NegativeLogLikelihood):
+            return Certainty()
+        entropy = ("entropy", torch.special.entr(p).sum(dim=1), "of the network's own class probabilities, in nats")
+        return Certainty("network", p, (entropy,))
+    posterior = process if isinstance(process, LogitPosterior) else process.logit_posterior(X)
+    if not request.is_classifier:
+        stds = posterior.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().cpu().T
+        named = zip(request.class_names, stds, strict=True)
+        return Certainty(
+            "process", None, tuple((f"standard deviation of {name}", std, "of the process") for name, std in named)
+        )
+    sampled = softmax_uncertainty(posterior, _NUM_SAMPLES, _generator(posterior))
+    std = sampled.std.gather(1, sampled.mean.argmax(dim=1, keepdim=True))[:, 0]
+    caused = "the part that the process's uncertainty causes"
+    of_process = (
+        ("entropy", sampled.entropy.cpu(), _ENTROPY),
+        ("mutual information", sampled.mutual_information.cpu(), caused),
+        ("standard deviation", std.cpu(), _STD),
+    )
+    explained = LogitPosterior(posterior.mean[points], posterior.covariance[points], posterior.eigenvalue_tolerance)
+    return Certainty("process", sampled.mean.cpu(), (*of_process, own), _band(explained))
+
+
+def _band(posterior: LogitPosterior) -> Float[Tensor, "2 m C"]:
+    return softmax_uncertainty(posterior, _NUM_SAMPLES, _generator(posterior), quantiles=_BAND).quantiles.cpu()
+
+
+def _generator(posterior: LogitPosterior) -> torch.Generator:
+    return torch.Generator(posterior.mean.device).manual_seed(0)

@@ -1,0 +1,333 @@
+"""Files, written atomically with checksums and read without trusting their content.
+
+JSON, and tensors by name (safetensors).
+"""
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from epk_gp.core.step import tensor_bytes
+
+MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
+MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has some 30 tensors, and 4 per parameter with matrices
+_BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
+DAMAGED = "The file is damaged; restore it from a copy."
+
+# The name that a safetensors header gives to each dtype.
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+# Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
+# `open_descriptor` tests for symbolic links itself there.
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_CAN_SYNC_FOLDERS = os.name != "nt"
+
+
+def checksum(content: bytes, *suffixes: str) -> str:
+    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by texts."""
+    hasher = hashlib.blake2b(content, digest_size=16)
+    for suffix in suffixes:
+        hasher.update(suffix.encode())
+    return hasher.hexdigest()
+
+
+def checksum_json(value: Any) -> str:
+    """Return the checksum of a JSON value, independent of the order of its keys."""
+    return checksum(json.dumps(value, sort_keys=True).encode())
+
+
+def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
+    """Return the checksum of a file followed by texts; the file is read block by block.
+
+    Args:
+        file: A regular file.
+        size: The size that the file must have, in bytes; a file of another size is not read.
+        where: Name of the file in an error message.
+        suffixes: Texts that are hashed after the file.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or it has another size.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    with open_regular(file, where) as stream:
+        actual = os.fstat(stream.fileno()).st_size
+        if actual != size:
+            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
+        while block := stream.read(_BLOCK):
+            hasher.update(block)
+    for suffix in suffixes:
+        hasher.update(suffix.encode())
+    return hasher.hexdigest()
+
+
+def open_descriptor(file: Path, flags: int) -> int:
+    """Open a file by `os.open` without following a symbolic link, without waiting for a pipe, and in binary mode.
+
+    Raises:
+        OSError: The file cannot be opened; with `errno.ELOOP` if it is a symbolic link.
+    """
+    if not _NO_FOLLOW and file.is_symlink():  # a link that is made between this test and the next line is followed
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file))
+    return os.open(file, flags | _NO_FOLLOW | _SAFE_FLAGS, 0o644)
+
+
+@contextmanager
+def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
+    """Open a regular file for reading.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is a symbolic link, a folder, a pipe or a device.
+    """
+    try:
+        handle = open_descriptor(file, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"a run must have all its files: {where} does not exist.") from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{where} must be a plain file: it is a symbolic link. Put the file itself in its place."
+        ) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
+    with os.fdopen(handle, "rb") as stream:
+        yield stream
+
+
+def regular_file_size(file: Path, where: str) -> int | None:
+    """Return the size of a regular file in bytes, or None if it is missing.
+
+    Raises:
+        ValueError: The file is not a regular file.
+    """
+    try:
+        status = file.lstat()
+    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder is a file
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{where} must be a plain file: it is a symbolic link, a folder, a pipe or a device.")
+    return status.st_size
+
+
+def read_bytes(file: Path, limit: int, where: str) -> bytes:
+    """Read a file of at most `limit` bytes.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or it is larger than the limit.
+    """
+    content = bytearray()
+    with open_regular(file, where) as stream:
+        if os.fstat(stream.fileno()).st_size <= limit:
+            while len(content) <= limit and (block := stream.read(_BLOCK)):
+                content += block
+            if len(content) <= limit:
+                return bytes(content)
+    raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+
+
+def parse_json(content: bytes, message: str) -> Any:
+    """Parse JSON from an untrusted source.
+
+    Args:
+        content: The text.
+        message: Start of the error message, which says what the text must be.
+
+    Raises:
+        ValueError: The text is not JSON, or it is nested too deeply to be parsed.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError(f"{message}: it is nested too deeply.") from error
+    except ValueError as error:  # includes bytes that are not text, and numbers with thousands of digits
+        raise ValueError(f"{message}: {error}.") from error
+
+
+def checksummed_json(record: dict[str, Any]) -> bytes:
+    """Return the text of a JSON object that holds its own checksum under the key `blake2b`."""
+    return json.dumps(record | {"blake2b": checksum_json(record)}, indent=1).encode()
+
+
+def read_checksummed_json(content: bytes, message: str) -> dict[str, Any] | None:
+    """Parse what `checksummed_json` returned; None if any byte of it was changed, a space included.
+
+    Raises:
+        ValueError: The text is not JSON; `message` starts the error message.
+    """
+    record = parse_json(content, message)
+    if not isinstance(record, dict) or "blake2b" not in record:
+        return None
+    del record["blake2b"]
+    try:
+        return record if checksummed_json(record) == content else None
+    except RecursionError:  # Python parses slightly deeper nesting than it writes
+        return None
+
+
+def tensor_file_size(file: Path, where: str) -> int:
+    """Return the size in bytes that a safetensors file must have by its own header, which alone is read.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or its header is not that of a safetensors file.
+    """
+    with open_regular(file, where) as stream:
+        start = stream.read(8)
+        _check_header_length(start, os.fstat(stream.fileno()).st_size, where)
+        length = int.from_bytes(start, "little")
+        entries = parse_json(stream.read(length), f"{where} must be a safetensors file")
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (AttributeError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.") from error
+    if not all(type(end) is int for end in ends):
+        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.")
+    return 8 + length + max(ends, default=0)
+
+
+@contextmanager
+def open_tensors(file: Path, where: str) -> Iterator[Any]:
+    """Map a safetensors file, after a check of the length that its header claims.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or not a safetensors file.
+    """
+    with open_regular(file, where) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        _check_header_length(stream.read(8), size, where)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{where} must be a safetensors file: {error}.") from error
+
+
+def load_tensors(content: bytes, where: str) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file from its bytes.
+
+    Raises:
+        ValueError: The bytes are not those of a safetensors file.
+    """
+    _check_header_length(content[:8], len(content), where)
+    try:
+        return load(content)
+    except (SafetensorError, KeyError, RuntimeError) as error:  # the latter two: a dtype that torch does not have
+        raise ValueError(f"{where} must be a safetensors file: {error}.") from error
+
+
+def _check_header_length(start: bytes, size: int, where: str) -> None:
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(size - 8, MAX_TENSOR_HEADER_BYTES):
+        raise ValueError(
+            f"{where} must be a safetensors file: its header claims {length} bytes of the file's {size} "
+            f"(at most {MAX_TENSOR_HEADER_BYTES} are read)."
+        )
+
+
+def atomic_write(
+    file: Path,
+    content: bytes | Iterable[bytes | memoryview],
+    *,
+    sync: bool = True,
+    writer: str = "",
+    is_durable: bool = True,
+    is_private: bool = False,
+) -> None:
+    """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
+
+    The content is written under another name (`.part`), synchronised, and renamed.
+
+    Args:
+        file: The file.
+        content: Its bytes, or several parts of them.
+        sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
+        is_durable: Whether the file survives a power failure. One that need not is not synchronised at all.
+        writer: Who writes, where several may write the same file at once: it becomes part of the other name.
+        is_private: Nobody but the user may read the file, from its creation on.
+    """
+    partial = file.with_name(f"{file.name}{writer and '.'}{writer}.part")
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_EXCL, 0o600) if is_private else os.open(name, flags, 0o666)
+
+    try:
+        if is_private:  # one that is there already would keep its rights
+            partial.unlink(missing_ok=True)
+        with open(partial, "wb", opener=opener) as stream:
+            stream.writelines([content] if isinstance(content, bytes) else content)
+            stream.flush()
+            if is_durable:
+                os.fsync(stream.fileno())
+        partial.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()  # frees the space on a full disk
+        raise
+    if sync and is_durable:
+        sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were added, renamed or removed in a folder durable.
+
+    Windows cannot open a folder, so there this does nothing: NTFS keeps a journal of names itself, and after a power
+    failure the last names may be missing, as after a crash just before the commit.
+    """
+    if not _CAN_SYNC_FOLDERS:
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Give the content of a safetensors file, part by part: the same bytes whenever tensors and metadata are the same.
+
+    A large tensor needs its own memory only once, and metadata are not in a random order, as safetensors writes them.
+
+    Args:
+        tensors: The tensors by their names.
+        metadata: Texts by their names.
+    """
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0  # each at a multiple of its items
+    for name in names:
+        value, start = tensors[name], end
+        end = start + value.numel() * value.itemsize
+        dtype = SAFETENSORS_DTYPES[value.dtype]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensor_bytes(tensors[name])

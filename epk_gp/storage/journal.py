@@ -1,0 +1,271 @@
+"""The journal of a run: a log with one line per committed chunk, and the closing record of a finished run.
+
+A chunk counts as committed once its line is in the journal. Each line holds a checksum of itself and, through the
+checksum of the line before it, of all earlier lines.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
+
+from epk_gp.storage.files import (
+    DAMAGED,
+    checksum,
+    checksum_file,
+    checksum_json,
+    checksummed_json,
+    open_tensors,
+    parse_json,
+    read_bytes,
+    read_checksummed_json,
+    regular_file_size,
+)
+from epk_gp.storage.schema import Count, Record, validated
+
+JOURNAL, FINISHED = "journal.jsonl", "finished.json"
+MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
+MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
+_FINISHED_BYTES = 1024  # the closing record has some 150 bytes
+_CHANGED = "Another run was recorded there, or the file was damaged. Load the run again, or restore the file."
+
+# How the file of each chunk was (`_stamp`) when this process last compared its content with its checksum.
+_COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
+
+
+Text = Annotated[str, StringConstraints(pattern="^[ -~]*$")]  # printable ASCII
+
+
+class Chunk(Record):
+    """One line of the journal: a chunk with the states `first` to `first + states - 1` and the steps that led to them.
+
+    The attributes are the entries on disk. No step leads to state 0.
+
+    Attributes:
+        file: Name of the chunk's file.
+        first: Number of its first state.
+        states: Number of states in it.
+        bytes: Size of the file.
+        blake2b: Checksum of the file's content followed by `digest`.
+        digest: Digest of the run up to the chunk's last state.
+        resume_bytes: Size of the file with the training state after this chunk.
+        resume_blake2b: Checksum of that file's content followed by `digest`.
+        line: Checksum of this line and all lines before it.
+    """
+
+    file: Text
+    first: Count
+    states: Count
+    bytes: Count
+    blake2b: Text
+    digest: Text
+    resume_bytes: Count
+    resume_blake2b: Text
+    line: Text
+
+    @property
+    def last(self) -> int:
+        """Number of the chunk's last state."""
+        return self.first + self.states - 1
+
+    @property
+    def description(self) -> str:
+        """The states in the chunk, in words, for error messages."""
+        return f"states {self.first}..{self.last}"
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The committed part of a run.
+
+    Attributes:
+        chunks: The committed chunks.
+        bytes: Length of the journal up to the end of their lines; a crash may have left part of a line after it.
+        finished: Whether the recording came to its end.
+    """
+
+    chunks: tuple[Chunk, ...]
+    bytes: int
+    finished: bool
+
+
+def chunk_name(number: int) -> str:
+    """Return the name of a chunk's file."""
+    return f"chunk-{number:06d}.safetensors"
+
+
+def resume_name(number: int) -> str:
+    """Return the name of the file with the training state after a chunk."""
+    return f"resume-{number:06d}.safetensors"
+
+
+def to_json_line(chunk: Chunk) -> bytes:
+    """Return the chunk's line in the journal."""
+    return json.dumps(dict(chunk)).encode() + b"\n"
+
+
+def chain_hash(before: str, chunk: Chunk) -> str:
+    """Return the checksum of a chunk's line, chained to the checksum `before` of the line before it."""
+    return checksum(before.encode(), checksum_json(dict(chunk) | {"line": ""}))
+
+
+def read_journal(path: str | os.PathLike[str]) -> Journal:
+    """Read the committed chunks of a run. A last line without its newline is not committed.
+
+    A run may be read while it is written: the result is what was committed at one moment.
+
+    Raises:
+        FileNotFoundError: The journal is missing.
+        ValueError: The journal is damaged or lost lines, or a chunk is missing or has another size.
+    """
+    folder = Path(path)
+    # Listed before the journal is read, so that each file listed belongs to a line that is read.
+    numbers = _resume_numbers(folder)
+    finished = _read_finished(folder)
+    where = f"{folder / JOURNAL}"
+    content = read_bytes(folder / JOURNAL, MAX_CHUNKS * MAX_LINE_BYTES, where)
+    chunks, used = _parse_lines(content, where)
+    if not chunks:
+        raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
+    if finished is not None:
+        _validate_finished(folder, finished, content)
+    elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
+        # A writer removes resume file N - 1 only after it committed line N.
+        raise ValueError(
+            f"{where} must have a line for each of {max(numbers) + 1} committed chunks: it ends after "
+            f"{len(chunks)} (state {chunks[-1].last}). {DAMAGED}"
+        )
+    _validate_sizes(folder, chunks)
+    return Journal(tuple(chunks), used, finished is not None)
+
+
+def finished_content(chunks: int, journal: bytes) -> bytes:
+    """Return the closing record of a finished run: number, size and checksum of its journal's lines."""
+    record = {"chunks": chunks, "journal_bytes": len(journal), "journal_blake2b": checksum(journal)}
+    return checksummed_json(record)
+
+
+def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
+    """Return the file of a chunk, and its name in error messages."""
+    file = Path(path) / chunk.file
+    return file, f"{file} ({chunk.description})"
+
+
+def has_checksum(path: str | os.PathLike[str], chunk: Chunk) -> bool:
+    """Read the file of a chunk as a whole, and return whether it has the checksum that it was committed with.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: It is not a regular file, or has another size.
+    """
+    file, where = chunk_file(path, chunk)
+    stamp = _stamp(file)  # before it is read
+    if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
+        return False
+    _COMPARED[str(file), chunk.blake2b] = stamp
+    return True
+
+
+@contextmanager
+def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
+    """Map the file of a chunk that was verified when the run was opened, and is still the same.
+
+    A file that this process has not compared with its checksum, or that was changed since, is compared once.
+
+    Raises:
+        FileNotFoundError: The file was removed since the run was opened.
+        ValueError: It was replaced or damaged since the run was opened.
+    """
+    _require_unchanged(path, chunk)
+    with open_tensors(*chunk_file(path, chunk)) as tensors:
+        _require_unchanged(path, chunk)  # again: it may have been replaced before it was mapped
+        yield tensors
+
+
+def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
+    file, where = chunk_file(path, chunk)
+    size = regular_file_size(file, where)
+    if size is None:
+        raise FileNotFoundError(
+            f"a run must keep all its files while it is used: {where} was removed or renamed. Restore it, or load "
+            "the run from its new place."
+        )
+    if size != chunk.bytes:
+        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. {_CHANGED}")
+    if _COMPARED.get((str(file), chunk.blake2b)) != _stamp(file) and not has_checksum(path, chunk):
+        raise ValueError(f"{where} must have the content that it had when the run was opened. {_CHANGED}")
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Return numbers of which one changes when a file is replaced, or written again."""
+    with suppress(OSError):
+        status = file.lstat()
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return ()
+
+
+def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
+    if (count := content.count(b"\n")) > MAX_CHUNKS:
+        raise ValueError(f"{where} must have at most {MAX_CHUNKS} lines: it has {count}.")
+    chunks: list[Chunk] = []
+    used = content.rfind(b"\n") + 1
+    for number, line in enumerate(content[:used].split(b"\n")[:-1]):
+        name = f"line {number + 1} of {where}"
+        message = f"{name} must describe a chunk: it is damaged, restore it from a copy"
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"{message}: it has {len(line)} bytes.")
+        chunk = validated(Chunk, parse_json(line, message), message)
+        if chunk.line != chain_hash(chunks[-1].line if chunks else "", chunk) or to_json_line(chunk) != line + b"\n":
+            raise ValueError(f"{name} must have its checksum: it is damaged, or a line before it is lost.")
+        expected = chunks[-1].last + 1 if chunks else 0
+        if chunk.first != expected or chunk.file != chunk_name(number) or chunk.states < 1:
+            raise ValueError(f"{name} must continue at state {expected}: it does not.")
+        chunks.append(chunk)
+    return chunks, used
+
+
+def _resume_numbers(folder: Path) -> set[int]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith("resume-")]
+    stems = [name.removeprefix("resume-").removesuffix(".safetensors") for name in names]
+    return {int(stem) for stem, name in zip(stems, names, strict=True) if stem.isascii() and stem.isdecimal()}
+
+
+def _read_finished(folder: Path) -> dict[str, object] | None:
+    file = folder / FINISHED
+    if regular_file_size(file, str(file)) is None:
+        return None
+    try:
+        content = read_bytes(file, _FINISHED_BYTES, str(file))
+    except FileNotFoundError:  # a writer resumed the run a moment ago
+        return None
+    record: dict[str, object] | None = read_checksummed_json(content, f"{file} must be JSON")
+    if record is None:
+        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
+    return record
+
+
+def _validate_finished(folder: Path, finished: dict[str, object], content: bytes) -> None:
+    size = finished.get("journal_bytes")
+    if size == len(content) and finished.get("journal_blake2b") == checksum(content):
+        return
+    if _read_finished(folder) is None:  # a writer resumed the run after the closing record was read
+        return
+    raise ValueError(
+        f"{folder / JOURNAL} must be as it was when the run was finished, with {size} bytes and "
+        f"{finished.get('chunks')} chunks: it has {len(content)} bytes or others. Restore it from a copy."
+    )
+
+
+def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        where = f"{folder / chunk.file} ({chunk.description})"
+        size = regular_file_size(folder / chunk.file, where)
+        if size != chunk.bytes:
+            got = "it is missing" if size is None else f"it has {size}"
+            raise ValueError(f"{where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")

@@ -1,0 +1,116 @@
+"""What a computation costs before it starts: pieces and bytes are those of workers, seconds are of measured pieces."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import epk_gp as epk
+from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed
+from distributed_cases import recorded as training_run
+from epk_gp.gram.tiles import GramWork
+from epk_gp.kernel_machine import plan
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
+from epk_gp.kernel_machine.axes import by_label, by_sample
+from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
+from epk_gp.work.sums import Piece, Sums
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the sums of each piece that is computed."""
+    found = list[int]()
+    for work in (GramWork, AttributionWork):
+
+        def noted(self: Any, place: tuple[int, ...], saved: Sums, compute: Any = work.compute) -> Iterator[Sums]:
+            for sums in compute(self, place, saved):
+                yield sums
+            added = sums.added.items()
+            found.append(sum(value.nbytes for name, value in added if name.startswith(("sum.", "total"))))
+
+        monkeypatch.setattr(work, "compute", noted)
+    return found
+
+
+@pytest.mark.parametrize("budget", [SMALL, 1 << 30], ids=["tiles", "ranges"])
+@pytest.mark.parametrize("path", [epk.straight(), epk.chords(2)], ids=["straight", "chords"])
+def test_the_pieces_of_a_block_are_those_of_its_workers(budget, path, sizes):
+    run = training_run("plain", 40)
+    a, b = mixed(100 if budget == SMALL else 4), mixed(3)
+    found = plan_gram(epk.PathKernel(run, rule=RULE, path=path), a, b, memory_budget=budget, seconds=1e-9)
+    sizes.clear()
+    K = epk.gram_block(run, a, b, rule=RULE, path=path, memory_budget=budget, executor=Shuffled())
+    assert (found.pieces, found.piece_bytes, found.result_bytes) == (len(sizes), max(sizes), K.nbytes)
+
+
+def test_the_bytes_of_a_block_are_of_the_type_in_which_it_is_summed():
+    run = training_run("plain", 4, torch.float32)
+    a = mixed(2, torch.float32)
+    for accumulate, itemsize in ((None, 4), (torch.float64, 8)):
+        found = plan_gram(epk.PathKernel(run, rule=RULE), a, a, accumulate=accumulate, seconds=1e-9)
+        assert found.result_bytes == 2 * 2 * run.num_outputs**2 * itemsize
+
+
+@pytest.mark.parametrize("kind", ["plain", "momentum"])
+def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, sizes):
+    run, X = training_run(kind, 40), inputs(3)
+    by = [[by_sample(run)], [by_label(run)]]
+    found = plan_attribution(epk.PathKernel(run, rule=RULE), X, by, seconds=1e-9)
+    sizes.clear()
+    attribute_many(run, X, by, rule=RULE, executor=Shuffled())
+    assert (found.pieces, found.piece_bytes) == (len(sizes), max(sizes))
+    assert found.result_bytes == found.piece_bytes  # one block of points
+
+
+class Clock:
+    """A clock that only the work moves."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
+class Known:
+    """Pieces of two kinds: a step of the first costs 1 s, one of the second 3 s."""
+
+    clock: Clock
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    piece_bytes: int = 8
+
+    @property
+    def pieces(self) -> list[Piece]:
+        steps = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5]
+        return [Piece(f"{n}", (*place, n), place[1]) for n, place in enumerate(steps)]
+
+    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
+        self.places.append(place)
+        for step in range(1, place[1] + 1):
+            self.clock.now += (1.0, 3.0)[place[0]]
+            yield Sums({"total": torch.zeros(1)}, steps=step)
+
+
+@pytest.mark.parametrize(("seconds", "computed"), [(1e-9, 2), (100.0, 8)])
+def test_seconds_are_extrapolated_kind_by_kind(monkeypatch, seconds, computed):
+    """One piece of each kind tells, or all are computed; of long pieces the first steps tell."""
+    clock = Clock()
+    work = Known(clock)
+    monkeypatch.setattr(plan, "time", clock)
+    found = plan._measured(work, [piece.place[0] for piece in work.pieces], 5, seconds)
+    assert found == plan.Plan(8, 5, 8, 7.0 + 45.0)
+    assert len(work.places) == computed
+
+
+def test_wrong_arguments_are_refused():
+    run = training_run("plain", 4)
+    kernel = epk.PathKernel(run, rule=RULE)
+    with pytest.raises(ValueError, match="seconds must be positive"):
+        plan_gram(kernel, mixed(2), mixed(2), seconds=0.0)
+    with pytest.raises(TypeError, match=r"plan_gram\(\) got an unexpected keyword argument 'executor'"):
+        plan_gram(kernel, mixed(2), mixed(2), executor=Shuffled())
+    with pytest.raises(ValueError, match="seconds must be positive"):
+        plan_attribution(kernel, inputs(2), [[by_sample(run)]], seconds=0.0)
