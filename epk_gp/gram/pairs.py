@@ -308,6 +308,8 @@ def pair_cotangents(
         Each factor with a graph, and the derivative in it: a backward pass through these makes derivatives in the
         points of them, whatever the number of points on the other side.
     """
+    if not left.with_graph():
+        return []
     S, Q = of_nodes.shape
     size = max(1, PRODUCTS_AT_ONCE // (Q * weights.numel()))
     parts = []
@@ -316,5 +318,5 @@ def pair_cotangents(
         with torch.enable_grad():
             products = pair_products(own, other, x, y, len(of_nodes[steps]))
             values = torch.einsum("sqpknjm,sq->pknjm", products, of_nodes[steps])
-        parts.append(torch.autograd.grad(values, own.with_graph(), weights))
+        parts.append(torch.autograd.grad(values, own.with_graph(), weights.sum_to_size(values.shape)))
     return [(factor, torch.cat(part)) for factor, part in zip(left.with_graph(), zip(*parts, strict=True), strict=True)]
