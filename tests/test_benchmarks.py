@@ -137,7 +137,6 @@ def test_a_run_of_fewer_states_is_measured(load, tmp_path, capsys):
         options = {"steps": 3, "keep_every": 2, "base": 2, "side": 4, "batch_size": 4, "nodes": 2, "threads": 1}
         benchmark.main(**options, part=part, folder=tmp_path / "run")
         found.append(json.loads(capsys.readouterr().out))
-    assert 0.5 < found[0]["announced"] / found[0]["bytes"] < 1.5
     assert found[1]["residual"] < 1
 
 

@@ -85,13 +85,13 @@ class ForwardPass:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardPass":
         """Return the pass with another tensor in the place of each of its own."""
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        seen = {
-            name: SeenRows(change(value.index), change(value.values))
-            for name, value in vars(self).items()
-            if isinstance(value, SeenRows)
-        }
-        return replace(self, **tensors, **seen)
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, SeenRows):
+                changed[name] = SeenRows(change(value.index), change(value.values))
+        return replace(self, **changed)
 
 
 @runtime_checkable

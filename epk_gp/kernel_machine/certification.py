@@ -73,7 +73,8 @@ class IntegrationRecord:
             return cls(0.0, 0.0, {}, 0.0)
         counts = sums.added["statuses"].tolist()
         statuses = {status: counts[status] for status in QuadratureStatus if counts[status]}
-        return cls(*sums.largest["integration"].tolist(), statuses, float(sums.added["evaluations"]))
+        residual, ratio = sums.largest["integration"].tolist()
+        return cls(residual, ratio, statuses, float(sums.added["evaluations"]))
 
 
 @dataclass

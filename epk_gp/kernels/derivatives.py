@@ -121,7 +121,8 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
         if same_points(*points):  # they stay the same
             dims = [[dim for dim in dims[0] if dim in dims[1]]] * 2
         once = [first_of(z, own) for z, own in zip(points, dims, strict=True)]
-        found = _gradients(*ctx.of, once, weights, (wanted[0], wanted[1]))
+        config, matrices, is_diagonal = ctx.of
+        found = _gradients(config, matrices, is_diagonal, once, weights, (wanted[0], wanted[1]))
     gradients = list[Tensor | None]()
     for (is_asked, _, z), gradient in zip(sides, found, strict=True):
         total = torch.full_like(z, torch.nan) if is_asked else None

@@ -42,7 +42,7 @@ def report_content(
 ) -> dict[str, Any]:
     """Return all that a report can hold; `how` says how it was made."""
     points = [_point(request, number, found, sure, look) for number in range(len(request.points))]
-    content = {
+    content: dict[str, Any] = {
         "version": VERSION,
         "title": title or f"Report of run {request.trajectory.digest[:12]}",
         "quantum": found.quantum,

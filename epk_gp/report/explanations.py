@@ -175,7 +175,8 @@ def rounded_terms(
     of_ranges = (samples.sum(dim=(0, 1)), decay.sum(dim=0), statistics, unexplained.sum(dim=0))
     running = torch.stack([values.double() for values in of_ranges]).sum(dim=0).cumsum(dim=0) + initial
     ends = [initial, *running[:-1].tolist(), network]
-    return Terms(*(to_units(term, quantum) for term in real), tuple(round(value / quantum) for value in ends))
+    samples, decay, statistics, unexplained = (to_units(term, quantum) for term in real)
+    return Terms(samples, decay, statistics, unexplained, tuple(round(value / quantum) for value in ends))
 
 
 def all_views(

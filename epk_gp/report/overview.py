@@ -90,7 +90,8 @@ def samples_of_overview(content: dict[str, Any]) -> set[int]:
 
 
 def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
-    found, bins = (measure(probabilities, true, bins=_BINS) for measure in (calibration, reliability_bins))
+    found = calibration(probabilities, true, bins=_BINS)
+    bins = reliability_bins(probabilities, true, bins=_BINS)
     filled = bins.count > 0
     columns = (bins.confidence[filled], bins.accuracy[filled], bins.count[filled])
     whose = {"network": "network alone", "process": "process alone"}.get(source, "network and process together")
@@ -306,7 +307,7 @@ def _map(request: ReportRequest, m: UncertaintyMap, options: ComputeOptions) -> 
         ax.set(xlabel=_AXES[0], ylabel=_AXES[1])
         if labels is not None:
             handles = map_handles(labels, names=request.class_names)
-            ax.get_figure(root=True).legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+            ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
 
     with _DRAWING:
         figure = _drawn(draw, 5.2, 5.6)

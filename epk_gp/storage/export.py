@@ -60,10 +60,10 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
     states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)
-    shown_states = tracked(states, "export", unit="state", shown=progress)
+    shown_states = tracked((states[s] for s in range(S + 1)), "export", total=S + 1, unit="state", shown=progress)
     tensors: dict[str, tuple[list[int], torch.dtype, Iterable[Tensor]]] = {
         "states": ([S + 1, P], schema.dtype, shown_states),
-        "update": ([S, len(FIELDS), L], torch.float64, (_numbers_per_parameter(update, L) for update in updates)),
+        "update": ([S, len(FIELDS), L], torch.float64, (_numbers_per_parameter(updates[s], L) for s in range(S))),
     }
     first_of_chunk = [updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last]
     for name, dtype in _fields_per_weight(first_of_chunk, L).items():
@@ -76,7 +76,11 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(numbers)
     if schema.num_statistics:
         statistics = StoredStates(Path(folder), schema, chunks, "statistics")
-        tensors["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype, statistics)
+        tensors["statistics"] = (
+            [S + 1, schema.num_statistics],
+            statistics[0].dtype,
+            (statistics[s] for s in range(S + 1)),
+        )
     # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
     for name, value in (in_memory | {name: data[name] for name in sorted(data)}).items():
         tensors[name] = (list(value.shape), value.dtype, [value])
@@ -115,8 +119,8 @@ def _numbers_per_parameter(update: UpdateCoefficients, L: int) -> Tensor:
 
 
 def _rows_per_weight(updates: StoredUpdates, name: str, sizes: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-    for update in updates:
-        yield broadcast_to_params(getattr(update, name), sizes, like)
+    for s in range(len(updates)):
+        yield broadcast_to_params(getattr(updates[s], name), sizes, like)
 
 
 def _matrices(updates: StoredUpdates, key: tuple[str, int], numbers: Sequence[int]) -> Iterator[Tensor]:

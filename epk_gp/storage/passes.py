@@ -150,7 +150,7 @@ class StoredPasses(Sequence[ForwardPass]):
                 group, first, count = places[row].tolist()
                 if group >= 0:
                     values[part] = tensors.get_slice(f"passes.{part}.{group}")[first : first + count].clone()
-        seen = {
+        seen: dict[str, Any] = {
             name: SeenRows(values[f"{name}.index"], values[f"{name}.values"])
             for name in _SEEN
             if f"{name}.index" in values

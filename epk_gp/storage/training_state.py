@@ -280,7 +280,7 @@ def _read_state(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
     """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
     message = f"{where} must hold the state to resume from"
     try:
-        state = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+        state: dict[str, Any] = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
         if not isinstance(state["keep"], dict) or "optimizer" not in state or _RANDOM not in tensors:
             raise ValueError("it lacks an entry")
         state = {"buffers": {}} | state
