@@ -25,11 +25,13 @@ TEST = X[:2] + 0.3
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.baselines.single_machine",
-    "cli.gram_commands.gram",
-    "cli.commands.attribute",
-    "cli.commands.influence",
-    "cli.commands.report",
-    "cli.commands.verify",
+    "cli.gram.gram",
+    "cli.attribute.attribute",
+    "cli.attribute.influence",
+    "cli.report.report",
+    "cli.runs.verify",
+    "cli.estimate.estimate",
+    "report.request.parse_request",
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
     "plots.contributions.influence_figure",

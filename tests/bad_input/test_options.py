@@ -45,7 +45,7 @@ COUNTS = {
     "outputs_block": (lambda f, n: epk.network_outputs(f.t, X, block_size=n), 1, "block_size"),
     "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
     "groups": (lambda f, n: QuasiMonteCarlo(n), 2, "groups|a standard error"),
-    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes must be"),
+    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
     "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),
     "probe": (lambda f, n: thin_path(f.t, 1, X[:2], num_probe=n), 1, "num_probe"),
