@@ -101,6 +101,8 @@ def test_experiments_and_benchmarks_do_not_import_the_command_line(folder):
     files = own_files(folder)
     assert files
     for file in files:
+        if file.name == "result_bytes.py":  # it calls the commands, whose results are compared
+            continue
         assert "cli" not in {layer(name) for name in imported_by(file)}, f"{file} imports the command line"
 
 

@@ -31,7 +31,6 @@ OTHER_DOORS = {
     "cli.report.report",
     "cli.runs.verify",
     "cli.estimate.estimate",
-    "report.request.parse_request",
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
     "plots.contributions.influence_figure",

@@ -127,11 +127,15 @@ def computed(work: Work, piece: Piece, stored: PartialSums | None) -> Iterator[S
     """
     begun = piece.name + _BEGUN
     saved = Sums() if stored is None else Sums.load(*stored.load(begun), work.device)
+    num_saved = saved.steps
+    if saved.added:  # which may be all of the piece: an earlier call was killed before it said so
+        yield saved
     for sums in work.compute(piece.place, saved):
         yield sums
-        if stored is not None and sums.added and stored.should_save:
+        if stored is not None and sums.added and sums.steps > num_saved and stored.should_save:
             with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
                 stored.save(begun, sums.state(is_whole=False), sums.steps)
+                num_saved = sums.steps
 
 
 def save_piece(stored: PartialSums, piece: Piece, sums: Sums) -> None:

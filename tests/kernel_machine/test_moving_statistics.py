@@ -151,7 +151,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     problem = make_problem(net, kernel, X, classes, 1 << 26)
     points = torch.tensor([2, 0])
     for step in trajectory.steps:
-        (line,) = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
+        line = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
         of_weights = averaged_jacobian(line.node_batches(), problem.columns)
         of_statistics = averaged_statistics_jacobian(problem, line, points)
         d = flat_state(trajectory, step.index + 1, X) - flat_state(trajectory, step.index, X)
@@ -169,7 +169,7 @@ def test_gradients_in_the_statistics_do_not_depend_on_the_blocks(monkeypatch):
     _, trajectory, X = recorded("cnn_relu", num_points=3, num_steps=1)
     net, every = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3)
     problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, 1 << 30)
-    (line,) = integrate_stretch(problem, range(1), every, 100)
+    line = integrate_stretch(problem, range(1), every, 100)
     at_once = averaged_statistics_jacobian(problem, line, every)
     monkeypatch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)
     torch.testing.assert_close(averaged_statistics_jacobian(problem, line, every), at_once, rtol=0, atol=1e-14)
