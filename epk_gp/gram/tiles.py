@@ -6,7 +6,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int64
@@ -212,7 +211,7 @@ class GramWork(RunWork):
     b: Points
 
     @classmethod
-    def of(cls, context: ExecutionContext, a: Points, b: Points) -> Self:
+    def of(cls, context: ExecutionContext, a: Points, b: Points) -> "GramWork":
         """Return the pieces of a block, some of which this thread may compute with the kernel's context."""
         options = replace(context.options, executor=None, progress=False, checkpoint=None)
         work = cls(

@@ -18,7 +18,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.files import checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.states import require_same_run
-from epk_gp.work.sums import Piece, Sums, Work, computed, save_piece
+from epk_gp.work.sums import BEGUN, Piece, Sums, Work, computed, save_piece
 from epk_gp.work.workers import only_owner, pieces_of_workers, scratch_folder, threads_of_workers
 
 
@@ -56,7 +56,7 @@ def run(
                     total = Sums() if stored is None or not done else _load(work, stored, pieces[0].total)
                     for number, piece in enumerate(pieces[done:], done + 1):
                         total.merge(next(results))
-                        used.append(piece.name)
+                        used += [piece.name, piece.name + BEGUN]
                         if executor is not None:
                             bar.update()
                         if stored is None:

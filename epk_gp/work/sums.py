@@ -12,7 +12,7 @@ from epk_gp.storage.partial_sums import PartialSums
 
 Place = tuple[int, ...]
 
-_BEGUN = "-begun"  # ends the name of a piece's sums that are not whole yet
+BEGUN = "-begun"  # ends the name of a piece's sums that are not whole yet
 _LARGEST, _CARRIED = "max.", "carried."  # begin names of tensors in a file
 
 
@@ -125,7 +125,7 @@ def computed(work: Work, piece: Piece, stored: PartialSums | None) -> Iterator[S
         piece: The piece.
         stored: The folder, if there is one.
     """
-    begun = piece.name + _BEGUN
+    begun = piece.name + BEGUN
     saved = Sums() if stored is None else Sums.load(*stored.load(begun), work.device)
     num_saved = saved.steps
     if saved.added:  # which may be all of the piece: an earlier call was killed before it said so
@@ -141,4 +141,4 @@ def computed(work: Work, piece: Piece, stored: PartialSums | None) -> Iterator[S
 def save_piece(stored: PartialSums, piece: Piece, sums: Sums) -> None:
     """Save the sums of a whole piece, and remove those that they grew from."""
     stored.save(piece.name, sums.state(), sums.steps)
-    stored.remove([piece.name + _BEGUN])
+    stored.remove([piece.name + BEGUN])
