@@ -134,7 +134,7 @@ def average_module_by_module(
         part = slice(first, first + sum(size for _, size in members))
         d = torch.zeros_like(w)
         d[part] = end[part] - w[part]
-        segment = WeightSegment(net, w, d, problem.kernel.head, problem.options.memory_budget)
+        segment = WeightSegment(net, w, d, problem.kernel.head, problem.memory_budget)
         integral = integrate(segment, X, problem.kernel.rule, trajectory.num_steps)
         line = IntegratedLine(problem, rows, segment, integral, max_nodes)
         averages.append(averaged_jacobian(line.node_batches(), problem.columns)[:, :, part])

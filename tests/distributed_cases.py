@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -269,7 +269,7 @@ class Squares:
     fault: Callable[[int], None] | None = field(default=None)
     count: int = COUNT
     piece_bytes: int = 8
-    device: Any = "cpu"
+    device: ClassVar[torch.device] = torch.device("cpu")
 
     @property
     def pieces(self) -> list[Piece]:

@@ -120,6 +120,10 @@ def _computed(
                     "one in the environment variable TMPDIR."
                 )
             yield Sums.load(result, steps, work.device)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, BrokenExecutor):
+            waiting.clear()  # a pool that died ends its calls itself, in a thread that fails at one that was cancelled
+        raise
     finally:
         for _, pending in waiting:
             if pending is not None:

@@ -269,7 +269,7 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 @pytest.mark.parametrize("where", ["submit", "result"])
 @pytest.mark.parametrize("then", ["none", "shuffled"])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
-    call, computed = CALLS[name], []
+    call, whole, computed = CALLS[name], alone(name), []
     for kind in (GramWork, DiagonalWork, AttributionWork, ReconstructionWork):
         count_pieces(kind, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
@@ -277,7 +277,7 @@ def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, mon
     assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
     before = len(computed)
     executor = None if then == "none" else Shuffled()
-    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), whole)
     assert len(computed) == len(set(computed))
     assert before == (0 if name == "features" else 2)
 
