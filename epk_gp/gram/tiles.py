@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -182,6 +183,9 @@ def _batch(points: Points, indices: Tensor, is_train: bool, key: Hashable) -> Co
     return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train, key)
 
 
+Kind = TypeVar("Kind", bound="GramWork")  # typing.Self is not checked at run time
+
+
 @dataclass(frozen=True, eq=False)
 class GramWork(RunWork):
     """A Gram block in pieces: a tile, and a range of its steps, or all of them (`WHOLE`) where there are many tiles.
@@ -211,7 +215,7 @@ class GramWork(RunWork):
     b: Points
 
     @classmethod
-    def of(cls, context: ExecutionContext, a: Points, b: Points) -> "GramWork":
+    def of(cls: type[Kind], context: ExecutionContext, a: Points, b: Points) -> Kind:
         """Return the pieces of a block, some of which this thread may compute with the kernel's context."""
         options = replace(context.options, executor=None, progress=False, checkpoint=None)
         work = cls(
