@@ -47,7 +47,7 @@ from epk_gp.analysis.measures import (
 )
 from epk_gp.classifier import EPKClassifier
 from epk_gp.cli import main
-from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out as process_without_one
 from epk_gp.gp.softmax import QuasiMonteCarlo

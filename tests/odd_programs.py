@@ -25,8 +25,8 @@ from odd_steps import AVERAGE, Averager, ByHand
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.averages import averaged_trajectory
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.states import averaged_trajectory
 from epk_gp.kernel_machine.axes import by_label, by_step
 from epk_gp.recording.setup import ClipNorm, ClipValue
 

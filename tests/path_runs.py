@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.quadrature.rules import QuadratureRule
 
 STEPS = 5  # chords of 2 leave one of a single step

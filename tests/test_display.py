@@ -1,10 +1,9 @@
-"""Results show what their tensors hold, as text and as HTML, whatever they hold, and read nothing else."""
+"""Results show what their tensors hold, whatever they hold, and read nothing else."""
 
 import re
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -291,9 +290,9 @@ def test_any_number_of_points_is_shown(make, n):
 def test_a_malformed_result_says_why_it_cannot_be_shown():
     """A debugger or a traceback shows it: another error there would hide what is wrong."""
     malformed = LogitPosterior(drawn(2, 3), torch.eye(3, dtype=torch.float64))
-    assert shown(malformed)["cannot be shown"][0].startswith("IndexError: ")
-    assert shown(LogitPosterior.__new__(LogitPosterior))["cannot be shown"][0].startswith("AttributeError: ")
-    assert "cannot be shown" not in shown(posterior())
+    assert "cannot be shown  IndexError: " in str(malformed)
+    assert "cannot be shown  AttributeError: " in str(LogitPosterior.__new__(LogitPosterior))
+    assert "cannot be shown" not in str(posterior())
 
 
 @pytest.mark.parametrize("make", [attribution, grouped, reconstruction, influence])
@@ -305,26 +304,12 @@ def test_numbers_that_are_not_finite_are_shown(make):
         changes["max_error"] = float("nan")
     broken = replace(result, **changes)
     assert "nan" in repr(broken)
-    assert "not certified" in broken._repr_html_()
+    assert "not certified" in str(broken)
 
 
-def test_names_of_groups_are_escaped_and_do_not_break_lines():
-    result = grouped(names=(HOSTILE, HOSTILE[::-1]))
-    for text in (repr(result), result._repr_html_()):
-        assert all(line.isprintable() for line in text.split("\n"))
-    assert "<script" not in result._repr_html_()
-    assert "&lt;" in result._repr_html_()
-
-
-@pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
-def test_html_needs_nothing_outside_of_it_and_takes_the_colours_of_the_page(make):
-    html = make()._repr_html_()
-    for element in ElementTree.fromstring(html).iter():
-        assert element.attrib.keys() <= {"style", "scope"}
-        assert "url(" not in element.get("style", "")
-        if element.tag in ("table", "tr", "th", "td"):  # for which notebooks have colours of their own
-            assert {"color: inherit", "background: transparent"} <= set(re.split("; ?", element.attrib["style"]))
-        assert not re.search(r"(?<!-)color: (?!inherit)", element.get("style", ""))
+def test_names_of_groups_do_not_break_lines():
+    text = repr(grouped(names=(HOSTILE, HOSTILE[::-1])))
+    assert all(line.isprintable() for line in text.split("\n"))
 
 
 @pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())

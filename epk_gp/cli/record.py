@@ -34,7 +34,6 @@ from epk_gp.storage.writer import MANIFEST_FILES, Storage
 OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
 LossName = Literal["cross-entropy", "mse"]
 
-_BLOCK = 1000  # inputs per forward pass when the accuracy is computed
 _OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -207,7 +206,7 @@ def record(
     shares = []
     for name, part in (("training", training), ("held-out", held_out)):
         if len(part):
-            right = network_outputs(trajectory, part.inputs, block_size=_BLOCK).argmax(1) == part.labels
+            right = network_outputs(trajectory, part.inputs).argmax(1) == part.labels
             shares.append(f"{name} {100 * float(right.double().mean()):.1f} % of {len(part)} points")
     typer.echo("accuracy: " + ", ".join(shares))
     if num_test is None and len(held_out) < available:

@@ -14,66 +14,58 @@ from torch import Tensor
 MIN_MEMORY_BUDGET = 1 << 20  # bytes; the smallest budget that the tests of the memory plan cover
 
 
-def validate_integer(value: object, name: str) -> None:
+def validate_integer(value: object, name: str, words: str = "a whole number") -> None:
     """Raise if a value is not an integer. NumPy's integers are integers, booleans are not.
 
     Raises:
         TypeError: The value is not an integer.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number: got {value!r}.")
+        raise TypeError(f"{name} must be {words}: got {value!r}.")
 
 
-def validate_number(value: object, name: str) -> None:
+def validate_number(value: object, name: str, words: str = "a number") -> None:
     """Raise if a value is not a real number. NumPy's numbers are numbers, booleans are not.
 
     Raises:
         TypeError: The value is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number: got {value!r}.")
+        raise TypeError(f"{name} must be {words}: got {value!r}.")
 
 
-def validate_positive(value: object, name: str) -> None:
+def validate_positive(value: Any, name: str) -> None:
     """Raise if a value is not a positive, finite number.
 
     Raises:
         TypeError: The value is not a real number.
         ValueError: The value is zero, negative, infinite or NaN.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a positive number: got {value!r}.")
+    validate_number(value, name, "a positive number")
     if not 0 < float(value) < float("inf"):
         raise ValueError(f"{name} must be positive and finite: got {value}.")
 
 
-def validate_count(value: object, name: str, *, minimum: int = 1) -> None:
-    """Raise if a value is not an integer of at least `minimum`. NumPy's integers are integers, booleans are not.
-
-    Args:
-        value: The value.
-        name: Name of the value in the error message.
-        minimum: The smallest value that is accepted.
+def validate_count(value: Any, name: str, *, minimum: int = 1) -> None:
+    """Raise if a value is not an integer of at least `minimum`.
 
     Raises:
         TypeError: The value is not an integer.
         ValueError: The value is below the minimum.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number, at least {minimum}: got {value!r}.")
+    validate_integer(value, name, f"a whole number, at least {minimum}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}: got {value}.")
 
 
-def validate_memory_budget(value: object) -> None:
+def validate_memory_budget(value: Any) -> None:
     """Raise if a value is not a memory budget of at least 1 MiB.
 
     Raises:
         TypeError: The value is not an integer.
         ValueError: The value is below 1 MiB.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"memory_budget must be a whole number of bytes: got {value!r}.")
+    validate_integer(value, "memory_budget", "a whole number of bytes")
     if value < MIN_MEMORY_BUDGET:
         raise ValueError(f"memory_budget must be at least 1 MiB ({MIN_MEMORY_BUDGET} bytes): got {value}.")
 

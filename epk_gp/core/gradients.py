@@ -1,35 +1,294 @@
-"""Gradients of the training loss, the steps they predict, and the rounding that separates those from recorded steps."""
+"""Gradients of the training loss: replayed passes, the steps that they predict, and the rounding of both.
+
+A replay has a copy of the network of its own and writes the recorded weights and statistics into it, so that activation
+checkpointing recomputes with them too. It computes in the recorded modes, on the rows as seen, with the recorded random
+numbers. Passes that draw random numbers are replayed in the run's own dtype, because `torch.rand` gives other numbers
+in another one, and by one thread at a time, because torch's source of random numbers is shared by all threads.
+"""
 
 import copy
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
-from torch import Tensor
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from epk_gp.core.losses import Loss, loss_terms
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed_initial
+from epk_gp.core.losses import (
+    ClassLoss,
+    CrossEntropy,
+    Loss,
+    PerSampleLoss,
+    fit_targets,
+    loss_input,
+    loss_terms,
+    per_sample_losses,
+    sample_weights,
+)
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed_initial, random_state_kept
 from epk_gp.core.plans import TensorSpec, batch_gradient_rows
-from epk_gp.core.replay import PassData, TrainingData, TrainingReplay, passes_of
-from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
 from epk_gp.core.trajectory import (
     Trajectory,
     batch_of,
     flat_state,
     flat_weights,
-    held_coefficients,
     step_coefficients,
 )
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import predict_step
+from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
 # (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
 CANCELLATION_FACTOR = 32
+
+_RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers is the process's
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """What a run was trained on: X, y and the loss."""
+
+    inputs: Shaped[Tensor, "M ..."]
+    targets: Shaped[Tensor, "M ..."]
+    loss: Loss
+
+
+@dataclass(frozen=True, eq=False)
+class PassData:
+    """One forward pass of a step with the data that it used.
+
+    Attributes:
+        forward: What the pass depended on beside weights and data.
+        samples: The training sample of each row, (n,).
+        X: The rows as the network saw them.
+        y: Their targets as recorded; rows of `forward.targets` have others.
+        c: The weight of each row's loss in the loss of the step.
+    """
+
+    forward: ForwardPass
+    samples: Int64[Tensor, " n"]
+    X: Shaped[Tensor, "n ..."]
+    y: Shaped[Tensor, "n ..."]
+    c: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedPass:
+    """A forward and backward pass that was computed once more.
+
+    Attributes:
+        gradient: sum_i c_i grad loss_i, (P,).
+        losses: The loss of each row, not weighted, (n,).
+        statistics: The moving statistics after the pass, (Q,).
+    """
+
+    gradient: Float[Tensor, " P"]
+    losses: Float[Tensor, " n"]
+    statistics: Float[Tensor, " Q"]
+
+
+def passes_of(step: Step, data: TrainingData) -> list[PassData]:
+    """Return the forward passes of a step with their data, as recorded."""
+    samples = (torch.arange(len(data.inputs)) if step.batch is None else step.batch).to(data.inputs.device)
+    y = data.targets[samples]
+    weights = sample_weights(data.loss, y) if step.sample_weights is None else step.sample_weights
+    c = weights.to(device=y.device, dtype=torch.float64)
+    forwards = step.passes or (ForwardPass(len(samples)),)
+    counts = [forward.num_rows for forward in forwards]
+    parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
+    return [
+        PassData(forward, rows, _seen_inputs(data.inputs, rows, forward.inputs), targets, weight)
+        for forward, rows, targets, weight in parts
+    ]
+
+
+def _seen_inputs(X: Tensor, rows: Tensor, seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
+    """Return rows of X as the network saw them."""
+    if seen is None:
+        return X[rows]
+    if len(seen.index) == len(rows):
+        return seen.values.to(X.device)
+    values = X[rows]
+    return values.index_copy(0, seen.index.to(X.device), seen.values.to(values))
+
+
+class TrainingReplay:
+    """Replays the forward passes of one run; to be used by one thread.
+
+    Args:
+        model: The network in the run's dtype, on the device of the computation.
+        loss: The run's loss.
+        spec: Dtype of passes that draw no random numbers.
+    """
+
+    def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec | None = None) -> None:
+        self.model, self.loss = model, loss
+        self.spec = model.spec if spec is None else spec
+        self._modules: dict[torch.dtype, nn.Module] = {}
+
+    def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
+        """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
+        model, module = self.model, self._module(data, exact=exact)
+        leaves = _leaves_of(module, model, self._state(state, data, exact=exact))
+        try:
+            with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
+                values = self._losses(self._call(module, data, exact), data)
+                after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
+                (data.c.to(values) @ values).backward()
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            gradient = torch.cat([(own.to_dense() if own.is_sparse else own).reshape(-1) for own in found])
+        finally:
+            for leaf in leaves:
+                leaf.requires_grad_(False)
+                leaf.grad = None
+        return ReplayedPass(gradient.to(state), values.detach(), after)
+
+    def losses(self, params: Mapping[str, Tensor], data: PassData, *, exact: bool = True) -> Float[Tensor, " n"]:
+        """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
+        module = self._module(data, exact=exact)
+        buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
+        keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
+        with disable_fused_attention(), self._conditions(module, data, exact=exact), keeping:
+            named = {**buffers, **params}
+            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact)
+            return self._losses(returned, data)
+
+    def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
+        """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
+        module = self._module(data)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = self.model.unflatten(self._state(state, data))
+        # in the memory order of its own: random numbers are drawn in that of what is computed from it
+        return {name: torch.empty_like(own[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
+
+    def module_in_modes(self, data: PassData) -> nn.Module:
+        """Return the network that replays a pass, in the pass's modes."""
+        module = self._module(data)
+        _set_modes(module, data.forward)
+        return module
+
+    def model_in_modes(self, data: PassData) -> FunctionalModel:
+        """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
+        model, module = self.model, copy.deepcopy(self.module_in_modes(data))
+        return FunctionalModel(
+            module, model.names, model.shapes, signature=model.signature, recomputes=model.recomputes
+        )
+
+    def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
+        """Return the rows of a pass in the dtype and the memory order in which it is replayed."""
+        X = data.X.to(self.spec.device)
+        is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
+        rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
+        order = data.forward.memory_order
+        if order is not None:
+            rows = rows.permute(order.tolist()).contiguous().permute(order.argsort().tolist())
+        return rows
+
+    @contextmanager
+    def random_numbers(self, data: PassData) -> Iterator[None]:
+        """Draw the random numbers that the pass drew."""
+        forward = data.forward
+        if forward.is_deterministic:
+            yield
+            return
+        with _RANDOM_NUMBERS, random_state_kept(self.spec.device):
+            if forward.random_state is not None:
+                # clones: torch reads the state of a view, as one in a recorder's arena is, at another place
+                torch.random.set_rng_state(forward.random_state.cpu().clone())
+            if forward.device_random_state is not None:
+                torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu().clone())
+            yield
+
+    def dtype_of(self, data: PassData, *, exact: bool = True) -> torch.dtype:
+        """Return the dtype in which a pass is replayed: that of the training where it is not to be exact."""
+        forward = data.forward
+        is_random = forward.random_state is not None or forward.device_random_state is not None
+        return self.model.spec.dtype if is_random or not exact else self.spec.dtype
+
+    def _module(self, data: PassData, *, exact: bool = True) -> nn.Module:
+        dtype = self.dtype_of(data, exact=exact)
+        if dtype not in self._modules:
+            self._modules[dtype] = copy.deepcopy(self.model.module).to(dtype=dtype, device=self.spec.device)
+        return self._modules[dtype]
+
+    def _state(self, state: Tensor, data: PassData, *, exact: bool = True) -> Tensor:
+        before = data.forward.statistics
+        if before is not None:
+            state = torch.cat([state[: self.model.num_weights], before.to(state)])
+        return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
+
+    def _call(self, function: Callable[..., Any], data: PassData, exact: bool) -> Any:
+        """Call the network with the rows of a pass, and return what it returns for them."""
+        spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
+        return self.model.signature.call(function, self.rows(data, exact=exact), spec)
+
+    def _losses(self, returned: Any, data: PassData) -> Tensor:
+        y = data.y.to(self.spec.device)
+        value = loss_input(self.model.signature, self.loss, returned, y)
+        if not isinstance(value, Tensor) and not isinstance(self.loss, PerSampleLoss):
+            raise ValueError(
+                f"{self.loss} must get a tensor: the network returns {type(returned).__name__} in training mode. Say "
+                "with output= how to take the outputs from what it returns, there and in evaluation mode."
+            )
+        if data.forward.targets is None:
+            return loss_terms(self.model.signature, self.loss, returned, y)
+        return seen_losses(self.loss, value, data)
+
+    @contextmanager
+    def _conditions(self, module: nn.Module, data: PassData, *, exact: bool) -> Iterator[None]:
+        _set_modes(module, data.forward)
+        autocast = None if exact else data.forward.autocast
+        mixed = nullcontext() if autocast is None else torch.autocast(self.spec.device.type, dtype=autocast)
+        with self.random_numbers(data), quiet_checkpoints(), mixed:
+            yield
+
+
+def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
+    """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
+
+    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels.
+    """
+    seen, y = data.forward.targets, data.y.to(outputs.device)
+    if seen is None:
+        return per_sample_losses(loss, outputs, y)
+    index, values = seen.index.to(outputs.device), seen.values.to(outputs.device)
+    if not values.is_floating_point():  # labels of several positions
+        return per_sample_losses(loss, outputs, y.index_copy(0, index, values.to(y.dtype)))
+    values = values.to(outputs)
+    if not isinstance(loss, ClassLoss):
+        return per_sample_losses(loss, outputs, fit_targets(y.to(outputs.dtype), outputs).index_copy(0, index, values))
+    q = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device).index_copy(0, index, values)
+    is_seen = torch.zeros(len(y), dtype=torch.bool, device=outputs.device).index_fill(0, index, True)
+    log_p = outputs.log_softmax(dim=1) if isinstance(loss, CrossEntropy) else outputs
+    return torch.where(is_seen, -(q * log_p).sum(dim=1), per_sample_losses(loss, outputs, y))
+
+
+def _set_modes(module: nn.Module, forward: ForwardPass) -> None:
+    if forward.modes is None:
+        module.eval()
+        return
+    for part, mode in zip(module.modules(), forward.modes.tolist(), strict=True):
+        part.training = mode
+
+
+def _leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
+    """Write weights and statistics into a network, and return its weights, which require gradients."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with torch.no_grad():
+        for name, value in model.unflatten(state).items():
+            own[name].copy_(value)
+    leaves = [own[name].requires_grad_(True) for name in model.names]
+    for leaf in leaves:
+        leaf.grad = None
+    return leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +332,6 @@ class UnseenMove:
     is_reset: bool
 
 
-def has_memory(trajectory: Trajectory) -> bool:
-    """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
-    return trajectory.average is not None or has_momentum(trajectory)
-
-
-def has_momentum(trajectory: Trajectory) -> bool:
-    """Whether the steps of a run take a buffer of earlier gradients."""
-    updates = (held_coefficients(trajectory, s) for s in range(trajectory.num_steps))
-    return any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
-
-
 def replayed_steps(
     trajectory: Trajectory,
     model: FunctionalModel,
@@ -93,8 +341,6 @@ def replayed_steps(
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
-    The updates are computed from the training gradients, not from the difference of the recorded weights.
-
     Args:
         trajectory: The run; of an average the run that it is made of.
         model: Its network in the dtype of the computation.
@@ -103,23 +349,20 @@ def replayed_steps(
         law: The steps as functions, for `by_options`.
     """
     trajectory = trajectory.trained
-    memory = None if law is None else law.initial()
-    momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))
-    own_momentum = momentum  # in the precision of the training
-    run = RunReplay(trajectory, model, reference)
+    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
+    momentum = own_momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))  # own: as the training rounds
     for step in trajectory.steps[steps]:
         w, before, own_before = flat_weights(trajectory, step.index, reference), momentum, own_momentum
         update = step_coefficients(trajectory, step.index, reference)
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
         as_trained, own, by_options = d, g, None
+        own_momentum = momentum
         # in another dtype rounding differs, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
             own, error = run.gradient(step, exact=False)
-            as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
-        else:
-            own_momentum = momentum
+            as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_before)
         if law is not None and memory is not None:
             memory = replace(memory, momentum=own_before)
             by_options, memory = law.step(step.index).replayed(update, memory, w, own)
@@ -169,27 +412,25 @@ class RunReplay:
 
     def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
         """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
-        recorded, model = self.trajectory.statistics, self.model
+        recorded = self.trajectory.statistics
         if recorded is None:
             return [None] * (len(passes) + 1)
         start, end = recorded[step.index], recorded[step.index + 1]
         forwards = [data.forward for data in passes]
         found = [start if own.statistics is None else own.statistics for own in forwards]
         left = [end if own.statistics_after is None else own.statistics_after for own in forwards]
-        return [_unseen_move(model, a, b) for a, b in zip([start, *left], [*found, end], strict=True)]
+        return [self._unseen_move(a, b) for a, b in zip([start, *left], [*found, end], strict=True)]
 
-
-def _unseen_move(model: FunctionalModel, left: Float[Tensor, " Q"], found: Float[Tensor, " Q"]) -> UnseenMove | None:
-    """Compare the statistics that one pass left with those that the next one found."""
-    sizes = [shape.numel() for shape in model.statistic_shapes]
-    pairs = list(zip(left.split(sizes), found.split(sizes), strict=True))
-    differ = [not torch.equal(a, b.to(a)) for a, b in pairs]
-    if not any(differ):
-        return None
-    moved = torch.cat([torch.full_like(b, own, dtype=torch.bool) for own, (_, b) in zip(differ, pairs, strict=True)])
-    initial = [1.0 if name.endswith("running_var") else 0.0 for name in model.statistics]
-    resets = [bool((b == value).all()) for value, (_, b) in zip(initial, pairs, strict=True)]
-    return UnseenMove(moved, found, all(reset for own, reset in zip(differ, resets, strict=True) if own))
+    def _unseen_move(self, left: Float[Tensor, " Q"], found: Float[Tensor, " Q"]) -> UnseenMove | None:
+        """Compare the statistics that one pass left with those that the next one found."""
+        sizes = [shape.numel() for shape in self.model.statistic_shapes]
+        moved, is_reset = torch.zeros_like(found, dtype=torch.bool), True
+        parts = zip(self.model.statistics, *(values.split(sizes) for values in (left, found, moved)), strict=True)
+        for name, before, after, is_moved in parts:
+            if not torch.equal(before, after.to(before)):
+                is_moved.fill_(True)
+                is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
+        return UnseenMove(moved, found, is_reset) if bool(moved.any()) else None
 
 
 def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:
@@ -206,11 +447,7 @@ def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"
 def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
     """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
 
-    It is the rounding of the weights and a small share of the step.
-
-    Args:
-        replayed: The step.
-        dtype: The coarser of the dtypes of run and computation.
+    It is the rounding of the weights and a small share of the step, in the coarser dtype of run and computation.
     """
     eps = torch.finfo(dtype).eps
     share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
@@ -290,51 +527,9 @@ def batch_gradient(
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
             value = c_block @ loss_terms(model.signature, loss, model.returned(weights, X_block), y_block)
-            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-            total += torch.cat(
-                [
-                    (torch.zeros_like(leaf) if g is None else g).reshape(-1)
-                    for leaf, g in zip(leaves, gradients, strict=True)
-                ]
-            )
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+            total += torch.cat([g.reshape(-1) for g in gradients])
     return total
-
-
-def step_tolerance(start: Tensor, predicted: Tensor) -> float:
-    """Return the largest difference between a recorded and a predicted step that rounding can explain.
-
-    A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
-    weight) beside the relative rounding of the gradient.
-    """
-    weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
-    return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
-
-
-def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
-    """Return the largest absolute value of a vector, without a copy of it."""
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high)
-
-
-def relative_rounding(dtype: torch.dtype) -> float:
-    """Return the relative rounding of a gradient or step that is accepted without a closer look.
-
-    In float64 it is the square root of eps, 1.5e-8. In float32 that would be 3.5e-4 and hide a weight decay or a
-    gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
-    (`consistent_up_to_rounding` in `epk_gp.recording.check`).
-    """
-    eps = float(torch.finfo(dtype).eps)
-    return eps**0.5 if dtype == torch.float64 else 64 * eps
-
-
-def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
-    """Return weights whose entries are moved by one eps of their size, up or down.
-
-    What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
-    """
-    index = torch.arange(w.numel(), device=w.device, dtype=torch.float64)
-    signs = (index * index).sin().sign().to(w.dtype)
-    return w * (1 + eps * signs)
 
 
 def allclose(a: Tensor, b: Tensor) -> bool:
@@ -343,23 +538,17 @@ def allclose(a: Tensor, b: Tensor) -> bool:
 
 
 _HOOKS_ARE_OFF = "epk_gp: this forward pass must set no hooks."
-_MUST_BE_KEPT = (
-    "activation checkpointing in evaluation mode must be torch.utils.checkpoint with use_reentrant=False around "
-    "torch's own functions: got {got}, which would be recomputed with other weights. {advice}, or checkpoint in "
-    "training mode only (if self.training)."
-)
 
 
 def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> FunctionalModel:
     """Return the model, such that nothing of a forward pass is computed again in the backward pass.
 
+    It is the same model if the network uses no activation checkpointing in evaluation mode.
+
     Args:
         model: The network in evaluation mode.
         state: Its initial weights, then its moving statistics.
         X: Inputs; a few are used.
-
-    Returns:
-        The same model if the network uses no activation checkpointing in evaluation mode.
 
     Raises:
         ValueError: It checkpoints re-entrantly, or around functions whose activations cannot be kept; or it cannot be
@@ -368,61 +557,44 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
     rows = X[:NUM_FINGERPRINT_POINTS]
     weights, statistics = state.split([model.num_weights, model.num_statistics])
     state = torch.cat([perturbed_initial(weights), statistics])  # other weights than those in the module
+
+    def gradient(model: FunctionalModel) -> Tensor:
+        """Differentiate a function of the outputs at these weights."""
+        params = {name: value.detach() for name, value in model.unflatten(state).items()}
+        leaves = [params[name].requires_grad_() for name in model.names]
+        with torch.enable_grad():
+            return _gradient_along_a_wave(model(params, rows), leaves)
+
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS_ARE_OFF):
-            outputs, _ = _outputs(model, state, rows)
+            gradient(model)
+        return model
     except RuntimeError as error:
-        if _HOOKS_ARE_OFF not in str(error):
+        if _HOOKS_ARE_OFF not in str(error) and "checkpoint" not in str(error).lower():
             raise ValueError(
                 f"the network must be differentiable in its weights: a forward pass with gradients fails: {error}"
             ) from error
-        model = model.keeping_activations()
-        outputs, leaves = _outputs(model, state, rows)
-        if not _has_reentrant_checkpoint(outputs):
-            _validate_kept(model, state, rows, outputs, leaves)
-    if _has_reentrant_checkpoint(outputs):
-        raise ValueError(_MUST_BE_KEPT.format(got="use_reentrant=True", advice="Pass use_reentrant=False"))
+    model, module = model.keeping_activations(), copy.deepcopy(model.module)
+    leaves, signature = _leaves_of(module, model, state), model.signature
+    try:
+        with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
+            again = signature.outputs(signature.call(module, rows, model.spec))
+            is_kept = allclose(gradient(model), _gradient_along_a_wave(again, leaves))
+    except RuntimeError:
+        is_kept = False
+    if not is_kept:
+        raise ValueError(
+            "activation checkpointing in evaluation mode must be torch.utils.checkpoint with use_reentrant=False "
+            "around torch's own functions: others are recomputed with other weights. Pass use_reentrant=False, call a "
+            "function of another kind (a torch.autograd.Function, or a scripted one) outside of the checkpoint, or "
+            "checkpoint in training mode only (if self.training)."
+        )
     return model
 
 
-def _outputs(model: FunctionalModel, state: Tensor, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    params = {name: value.detach() for name, value in model.unflatten(state).items()}
-    leaves = [params[name].requires_grad_() for name in model.names]
-    with torch.enable_grad():
-        return model(params, rows), leaves
-
-
-def _validate_kept(model: FunctionalModel, state: Tensor, rows: Tensor, outputs: Tensor, leaves: list[Tensor]) -> None:
-    """Raise if a gradient at given weights is not the one of a module that holds these weights."""
+def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
     wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
-    module = copy.deepcopy(model.module)
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    with torch.no_grad():
-        for name, value in model.unflatten(state).items():
-            own[name].copy_(value)
-    held = [own[name].requires_grad_() for name in model.names]
-    signature = model.signature
-    with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
-        again = signature.outputs(signature.call(module, rows, model.spec))
-        expected = torch.autograd.grad(again, held, wave, allow_unused=True, materialize_grads=True)
-        try:
-            found = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
-            is_kept = allclose(torch.cat([g.reshape(-1) for g in found]), torch.cat([g.reshape(-1) for g in expected]))
-        except RuntimeError:
-            is_kept = False
-    if not is_kept:
-        kind = "a function of another kind (a torch.autograd.Function, or a scripted one)"
-        raise ValueError(_MUST_BE_KEPT.format(got=kind, advice="Call it outside of the checkpoint"))
-
-
-def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
-    waiting, seen = [outputs.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting.extend(parent for parent, _ in node.next_functions)
-    return False
+    if not outputs.requires_grad:
+        return torch.cat([torch.zeros_like(leaf).reshape(-1) for leaf in leaves])
+    found = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.reshape(-1) for g in found])

@@ -8,10 +8,11 @@ alone, although it is computed from the whole graph.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int64, Integer, Shaped
@@ -25,9 +26,8 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
     """Yield the tensors that a network returned, in order."""
     if isinstance(returned, Tensor):
         yield returned
-    else:
-        for part in _parts(returned).values():
-            yield from tensors_of(part)
+    for part in _parts(returned).values():
+        yield from tensors_of(part)
 
 
 def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
@@ -38,7 +38,20 @@ def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: in
         rows: The rows to keep.
         num_rows: Number of rows that there are.
     """
-    return _map_tensors(lambda z: z[rows] if z.ndim and len(z) == num_rows else z, returned)
+    if isinstance(returned, Tensor):
+        return returned[rows] if returned.ndim and len(returned) == num_rows else returned
+    parts = {key: select_rows(part, rows, num_rows) for key, part in _parts(returned).items()}
+    if not parts:
+        return returned
+    if isinstance(returned, tuple | list):
+        values = list(parts.values())
+        return type(returned)(*values) if hasattr(returned, "_fields") else type(returned)(values)
+    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
+        return type(returned)(**parts) if dataclasses.is_dataclass(returned) else parts
+    result = copy.copy(returned)
+    for name, part in parts.items():
+        object.__setattr__(result, name, part)  # a data class may be frozen
+    return result
 
 
 def _parts(returned: Any) -> dict[Any, Any]:
@@ -46,32 +59,10 @@ def _parts(returned: Any) -> dict[Any, Any]:
         return dict(returned)
     if isinstance(returned, tuple | list):
         return dict(enumerate(returned))
-    if callable(returned):
+    if isinstance(returned, Tensor) or callable(returned):
         return {}
-    attributes = dict(vars(returned)) if hasattr(returned, "__dict__") else {}
-    if dataclasses.is_dataclass(returned):
-        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)} | attributes
-    return attributes
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], returned: Any) -> Any:
-    if isinstance(returned, Tensor):
-        return function(returned)
-    parts = {key: _map_tensors(function, part) for key, part in _parts(returned).items()}
-    if not parts:
-        return returned
-    if isinstance(returned, tuple):
-        values = list(parts.values())
-        return type(returned)(*values) if hasattr(returned, "_fields") else tuple(values)
-    if isinstance(returned, list):
-        return list(parts.values())
-    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
-        make: Callable[..., Any] = type(returned) if dataclasses.is_dataclass(returned) else dict
-        return make(**parts) if make is not dict else parts
-    result = copy.copy(returned)
-    for name, part in parts.items():
-        object.__setattr__(result, name, part)  # a data class may be frozen
-    return result
+    own = [field.name for field in dataclasses.fields(returned)] if dataclasses.is_dataclass(returned) else []
+    return {name: getattr(returned, name) for name in own} | dict(getattr(returned, "__dict__", {}))
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -101,7 +92,12 @@ class Graph:
         if not self.tensors:
             raise ValueError("a graph must have at least one tensor, such as its nodes' features: got none.")
         for key, value in self.tensors.items():
-            _validate_tensor(value, key)
+            label = f"tensor {key!r} of the graph"
+            _validate_dense(value, label)
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise ValueError(f"{label} must be finite: it holds NaN or infinity.")
+            if value.is_floating_point() and not value.is_contiguous():
+                raise ValueError(f"{label} must be contiguous, for dropout draws in memory order: call contiguous().")
 
     @property
     def tensors(self) -> dict[int | str, Tensor]:
@@ -139,8 +135,8 @@ class RecordedGraph:
     @property
     def graph(self) -> Graph:
         """The graph as it was given."""
-        args, kwargs = self._arguments(self.tensors)
-        return Graph(*args, **kwargs)
+        graph: Graph = _with_arguments(Graph, self.tensors)
+        return graph
 
     def call(self, function: Callable[..., Any], nodes: Shaped[Tensor, "n ..."], spec: TensorSpec | None) -> Any:
         """Call a network with the whole graph, and keep what it returns for some nodes.
@@ -150,8 +146,12 @@ class RecordedGraph:
             nodes: Node numbers.
             spec: Dtype of floating-point tensors, and device of all; as recorded by default.
         """
-        args, kwargs = self._arguments(self.tensors if spec is None else self._tensors_for(spec))
-        return select_rows(function(*args, **kwargs), nodes.reshape(-1), self.num_nodes)
+        tensors = self.tensors
+        if spec is not None:
+            if spec not in self._cast:
+                self._cast[spec] = {key: spec.cast(value) for key, value in tensors.items()}
+            tensors = self._cast[spec]
+        return select_rows(_with_arguments(function, tensors), nodes.reshape(-1), self.num_nodes)
 
     def parse_nodes(self, X: object, name: str = "X") -> Int64[Tensor, "n 1"]:
         """Return points as a column of node numbers: those of a tensor, or all of them for the graph itself.
@@ -167,9 +167,8 @@ class RecordedGraph:
             return self.nodes
         if not isinstance(X, Tensor):
             raise TypeError(f"{name} must be a tensor of node numbers, or the graph: got {type(X).__name__}.")
-        if X.is_floating_point() or X.is_complex() or X.dtype == torch.bool:
-            advice = f" Pass {name}.nonzero().squeeze(1)." if X.dtype == torch.bool else ""
-            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.{advice}")
+        if X.dtype == torch.bool or X.is_floating_point() or X.is_complex():
+            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.")
         if X.ndim == 0 or X.shape[1:].numel() != 1:
             raise ValueError(f"{name} must have shape (n,), one number per node: got {tuple(X.shape)}.")
         validate_has_values(X, name)
@@ -185,61 +184,42 @@ class RecordedGraph:
             return f"it consists of the tensors {list(self.tensors)}, got {list(tensors)}"
         for key, recorded in self.tensors.items():
             value = tensors[key]
-            if not isinstance(value, Tensor):
-                return f"tensor {key!r} is {type(value).__name__}"
-            if value.shape != recorded.shape or value.dtype != recorded.dtype or value.layout != recorded.layout:
-                expected, got = (f"{tuple(z.shape)} of {z.dtype}" for z in (recorded, value))
-                return f"tensor {key!r} has shape {expected}, got {got}"
-            if not torch.equal(value.to(recorded.device), recorded):
+            expected, got = (_described(z) for z in (recorded, value))
+            if got != expected:
+                return f"tensor {key!r} is {expected}, got {got}"
+            if not torch.equal(cast(Tensor, value).to(recorded.device), recorded):
                 return f"tensor {key!r} holds other numbers"
         return None
 
-    def _tensors_for(self, spec: TensorSpec) -> dict[int | str, Tensor]:
-        if spec not in self._cast:
-            self._cast[spec] = {key: spec.cast(value) for key, value in self.tensors.items()}
-        return self._cast[spec]
 
-    @staticmethod
-    def _arguments(tensors: Mapping[int | str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        args = [value for key, value in tensors.items() if isinstance(key, int)]
-        return args, {key: value for key, value in tensors.items() if isinstance(key, str)}
+def _with_arguments(function: Callable[..., Any], tensors: Mapping[int | str, Tensor]) -> Any:
+    """Call a function with tensors by position or keyword."""
+    args = [value for key, value in tensors.items() if isinstance(key, int)]
+    return function(*args, **{key: value for key, value in tensors.items() if isinstance(key, str)})
 
 
-def _validate_tensor(value: object, key: int | str) -> None:
-    label = f"tensor {key!r} of the graph"
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"of shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+
+
+def _validate_dense(value: object, label: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor, or leave it "
             "out and set it inside the network."
         )
     validate_has_values(value, label)
-    if not value.is_floating_point():
-        return
-    if not torch.isfinite(value).all():
-        raise ValueError(f"{label} must be finite: it holds NaN or infinity.")
-    if not value.is_contiguous():
-        raise ValueError(f"{label} must be contiguous, for dropout draws in memory order: call contiguous() on it.")
 
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
 # The nodes of a graph are points too: the graph stands for all of them.
 Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph
 
-DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS, torch.bool)}
 
 
 @dataclass(frozen=True)
@@ -296,18 +276,14 @@ class InputLayout:
         The dtype of the tensors if they share one; else that of the floating-point ones; else int64.
         """
         dtypes = {tensor.dtype for tensor in self.tensors}
-        if len(dtypes) == 1:
-            return next(iter(dtypes))
-        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-        return reduce(torch.promote_types, floating) if floating else torch.int64
+        if len(dtypes) > 1:
+            dtypes = {dtype for dtype in dtypes if dtype.is_floating_point} or {torch.int64}
+        return reduce(torch.promote_types, dtypes)
 
     def columns(self) -> list[tuple[InputTensor, int]]:
         """Return each tensor with the first of its columns."""
-        first, result = 0, []
-        for tensor in self.tensors:
-            result.append((tensor, first))
-            first += tensor.size
-        return result
+        ends = accumulate((tensor.size for tensor in self.tensors), initial=0)
+        return list(zip(self.tensors, ends, strict=False))
 
 
 def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = "X") -> tuple[Tensor, InputLayout]:
@@ -327,20 +303,20 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
         raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
     items = _items(X, name)
     for label, value in items:
-        _validate_part(value, label)
+        _validate_dense(value, label)
+        if str(value.dtype) not in DTYPES:
+            raise TypeError(f"{label} must hold real numbers: got {value.dtype}. Convert it first.")
+        if value.ndim == 0:
+            raise ValueError(f"{label} must have one row per point: got a scalar.")
+        validate_finite(value, label)
     (first_label, first), values = items[0], [value for _, value in items]
     for label, value in items[1:]:
-        if len(value) != len(first):
+        if (len(value), value.device) != (len(first), first.device):
             raise ValueError(
-                f"all tensors of {name} must have one row per point: {first_label} has {len(first)} rows, {label} has "
-                f"{len(value)}."
+                f"all tensors of {name} must have one row per point and be on one device: {first_label} has "
+                f"{len(first)} rows on {first.device}, {label} has {len(value)} rows on {value.device}."
             )
-        if value.device != first.device:
-            raise ValueError(
-                f"all tensors of {name} must be on one device: {first_label} is on {first.device}, {label} on "
-                f"{value.device}."
-            )
-    keys: list[Any] = sorted(X) if isinstance(X, Mapping) else list(range(len(X)))
+    keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(X))
     layout = InputLayout(
         tuple(InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True))
     )
@@ -370,9 +346,9 @@ def validate_same_layout(recorded: InputLayout, given: InputLayout, name: str = 
     for before, now in zip(recorded.tensors, given.tensors, strict=True):
         label = f"{name}[{before.key!r}]"
         if before.shape != now.shape:
-            expected = ", ".join(map(str, ("n", *before.shape)))
-            shown = ", ".join(map(str, ("n", *now.shape)))
-            raise ValueError(f"{label} must have shape ({expected}) like the training inputs: got ({shown}).")
+            raise ValueError(
+                f"{label} must have points of shape {before.shape}, as the training inputs: got {now.shape}."
+            )
         if before.kind != now.kind:
             raise TypeError(f"{label} must be of the training inputs' kind ({before.dtype}): got {now.dtype}.")
 
@@ -389,8 +365,7 @@ def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "
             continue
         if not torch.equal(part.to(tensor.dtype).to(part.dtype), part):
             raise ValueError(
-                f"{name}[{tensor.key!r}] must hold whole numbers ({tensor.dtype}), as the training inputs do: got "
-                "another number. Round them."
+                f"{name}[{tensor.key!r}] must hold whole numbers ({tensor.dtype}), as the training inputs do."
             )
 
 
@@ -412,22 +387,6 @@ def _items(X: Any, name: str) -> list[tuple[str, Any]]:
     return [(f"{name}[{key!r}]", X[key]) for key in sorted(X)]
 
 
-def _validate_part(value: object, label: str) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor, or leave it "
-            "out and set it inside the network."
-        )
-    if value.layout != torch.strided:
-        raise TypeError(f"{label} must be a dense tensor: got {value.layout}. Convert it with to_dense().")
-    if str(value.dtype) not in DTYPES:
-        raise TypeError(f"{label} must hold real numbers: got {value.dtype}. Convert it first.")
-    validate_has_values(value, label)
-    if value.ndim == 0:
-        raise ValueError(f"{label} must have one row per point: got a scalar.")
-    validate_finite(value, label)
-
-
 def side_by_side(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return tensors of n rows as one, (n, D), without checks."""
     return torch.cat([value.reshape(len(value), value.shape[1:].numel()).to(dtype) for value in values], dim=1)
@@ -439,26 +398,21 @@ def layout_from_json(entries: object) -> InputLayout:
     Raises:
         ValueError: The description is damaged.
     """
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"the header's 'signature' must describe the network's input tensors: got {entries!r}.")
-    tensors = []
-    for entry in entries:
-        described: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        key, shape, dtype = (described.get(name) for name in ("key", "shape", "dtype"))
-        if not _is_input_tensor(key, shape, dtype):
-            raise ValueError(f"the header's 'signature' must describe an input tensor: got {entry!r}.")
-        tensors.append(InputTensor(described["key"], tuple(described["shape"]), DTYPES[described["dtype"]]))
-    keys = [tensor.key for tensor in tensors]
-    is_sorted = all(isinstance(key, str) for key in keys) and keys == sorted(set(map(str, keys)))
-    if not is_sorted and keys != list(range(len(keys))):
-        raise ValueError(f"the header's 'signature' must have positions or sorted keywords as keys: got {keys}.")
-    return InputLayout(tuple(tensors))
-
-
-def _is_input_tensor(key: Any, shape: Any, dtype: Any) -> bool:
-    is_key = isinstance(key, str) or type(key) is int
-    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-    return is_key and is_shape and isinstance(dtype, str) and dtype in DTYPES
+    try:
+        listed = entries if isinstance(entries, list) else []
+        tensors = tuple(InputTensor(entry["key"], tuple(entry["shape"]), DTYPES[entry["dtype"]]) for entry in listed)
+        keys = [tensor.key for tensor in tensors]
+        kinds, sizes = {type(key) for key in keys}, [size for tensor in tensors for size in tensor.shape]
+        is_valid = (kinds == {int} and keys == list(range(len(keys)))) or (kinds == {str} and keys == sorted(set(keys)))
+        is_valid = is_valid and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
+    except (KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            "the header's 'signature' must describe the network's input tensors, by positions or sorted keywords: got "
+            f"{entries!r}."
+        )
+    return InputLayout(tensors)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -487,15 +441,13 @@ class Points:
         packed, layout = (X, None) if isinstance(X, Tensor) else pack_inputs(X)
         for name, value in (("X", packed), ("is_train", is_train), ("layout", layout)):
             object.__setattr__(self, name, value)
-        if isinstance(self.is_train, bool):
+        if isinstance(is_train, bool):
             return
-        if not isinstance(self.is_train, Tensor) or self.is_train.dtype != torch.bool:
-            got = self.is_train.dtype if isinstance(self.is_train, Tensor) else type(self.is_train).__name__
-            raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
-        if self.is_train.shape != self.X.shape[:1]:
+        if not isinstance(is_train, Tensor) or is_train.dtype != torch.bool:
+            raise TypeError(f"is_train must be a bool or a bool tensor: got {is_train!r}. Convert it with .bool().")
+        if is_train.shape != packed.shape[:1]:
             raise ValueError(
-                "is_train must have one entry per point: "
-                f"got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
+                f"is_train must have one entry per point: got shape {tuple(is_train.shape)} for {len(packed)} points."
             )
 
     def __len__(self) -> int:
@@ -511,9 +463,7 @@ class Points:
 
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
-        if isinstance(self.is_train, bool):
-            return torch.arange(len(self) if self.is_train == is_train else 0, device=self.X.device)
-        return (self.is_train == is_train).nonzero().squeeze(1).to(self.X.device)
+        return (self.mask == is_train).nonzero().squeeze(1).to(self.X.device)
 
 
 def validate_points(points: object, name: str) -> None:
@@ -523,7 +473,5 @@ def validate_points(points: object, name: str) -> None:
         TypeError: The object is not `Points`.
     """
     if not isinstance(points, Points):
-        raise TypeError(
-            f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got "
-            f"{type(points).__name__}."
-        )
+        got = type(points).__name__
+        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")

@@ -1,7 +1,7 @@
 """Losses: the value of each sample and its derivative in the outputs; the output head; the terms of a batch's loss."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,13 @@ from epk_gp.core.inputs import select_rows, tensors_of
 from epk_gp.core.signature import Signature
 
 Reduction = Literal["mean", "sum"]
+
+
+def _described(loss: Any) -> str:
+    """Return the name of a loss with the options that differ from their defaults."""
+    options = {f.name: getattr(loss, f.name) for f in fields(loss) if getattr(loss, f.name) != f.default}
+    options = {"reduction": loss.reduction, **options}
+    return f"{type(loss).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,7 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     ignore_index: int | None = None
 
-    def __str__(self) -> str:
-        """Return the name of the loss with the options that differ from their defaults."""
-        return _describe(self)
+    __str__ = _described
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,7 @@ class NegativeLogLikelihood:
     class_weights: tuple[float, ...] | None = None
     ignore_index: int | None = None
 
-    def __str__(self) -> str:
-        """Return the name of the loss with the options that differ from their defaults."""
-        return _describe(self)
+    __str__ = _described
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,17 @@ class PerSampleLoss:
         Raises:
             TypeError: One of them cannot be called.
         """
-        if self.counts is not None and not callable(self.counts):
-            raise TypeError(f"counts must be a function of the targets, or None: got {self.counts!r}.")
-        if not callable(self.function):
-            raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
+        if not callable(self.function) or (self.counts is not None and not callable(self.counts)):
+            raise TypeError(
+                "the loss must be a function of outputs and targets, and counts one of the targets: got "
+                f"{self.function!r} and {self.counts!r}."
+            )
 
 
 # Loss modules of torch that compare outputs and targets entry by entry.
 ELEMENTWISE = (
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.PoissonNLLLoss,
-    nn.SoftMarginLoss,
+    *(nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+    *(nn.PoissonNLLLoss, nn.SoftMarginLoss),
 )
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss
 ClassLoss = CrossEntropy | NegativeLogLikelihood
@@ -130,15 +129,19 @@ def as_loss(loss: object) -> Loss:
         TypeError: The object is neither a loss of this package nor a loss module of torch.
         ValueError: The reduction is unknown, or an option is out of its range.
     """
-    if isinstance(loss, nn.CrossEntropyLoss):
-        weights, ignored = _options_of(loss)
-        loss = CrossEntropy(loss.reduction, weights, loss.label_smoothing, ignored)  # type: ignore[arg-type]
-    elif isinstance(loss, nn.NLLLoss):
-        loss = NegativeLogLikelihood(loss.reduction, *_options_of(loss))  # type: ignore[arg-type]  # checked below
-    elif isinstance(loss, nn.MSELoss):
-        loss = MeanSquaredError(loss.reduction)  # type: ignore[arg-type]  # checked below
-    elif isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
-        loss = PerSampleLoss(loss, loss.reduction, type(loss).__name__)  # type: ignore[arg-type]  # checked below
+    if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
+        reduction: Any = loss.reduction  # checked below
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            weights = None if loss.weight is None else tuple(loss.weight.tolist())
+            ignored = None if loss.ignore_index == _TORCH_IGNORES else loss.ignore_index
+            if isinstance(loss, nn.NLLLoss):
+                loss = NegativeLogLikelihood(reduction, weights, ignored)
+            else:
+                loss = CrossEntropy(reduction, weights, loss.label_smoothing, ignored)
+        elif isinstance(loss, nn.MSELoss):
+            loss = MeanSquaredError(reduction)
+        else:
+            loss = PerSampleLoss(loss, reduction, type(loss).__name__)
     if not isinstance(loss, Loss):
         raise TypeError(
             "loss must be epk_gp.CrossEntropy, NegativeLogLikelihood, MeanSquaredError, a torch loss module, or "
@@ -148,11 +151,12 @@ def as_loss(loss: object) -> Loss:
         raise ValueError(f"reduction must be 'mean' or 'sum': got {loss.reduction!r}.")
     if isinstance(loss, CrossEntropy) and not 0 <= loss.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1]: got {loss.label_smoothing}.")
-    ignored = loss.ignore_index if isinstance(loss, ClassLoss) else None
-    if ignored is not None and (type(ignored) is not int or not -(1 << 62) < ignored < 1 << 62):
-        raise ValueError(f"ignore_index must be a whole number, or None: got {ignored!r}.")
-    if isinstance(loss, ClassLoss) and loss.class_weights is not None:
-        weights = tuple(float(weight) for weight in loss.class_weights)
+    if not isinstance(loss, ClassLoss):
+        return loss
+    if loss.ignore_index is not None and (type(loss.ignore_index) is not int or abs(loss.ignore_index) >= 1 << 62):
+        raise ValueError(f"ignore_index must be a whole number, or None: got {loss.ignore_index!r}.")
+    if loss.class_weights is not None:
+        weights = tuple(map(float, loss.class_weights))
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ValueError(f"class weights must be finite, not negative, and not all 0: got {weights}.")
         loss = replace(loss, class_weights=weights)
@@ -174,27 +178,39 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
     if isinstance(loss, ClassLoss):
         z = classes_second(outputs, y)
         options: dict[str, Any] = {"weight": _class_weights(loss, z), "ignore_index": ignored_class(loss)}
-        if isinstance(loss, NegativeLogLikelihood):
-            return _over_positions(F.nll_loss(z, y, reduction="none", **options), "sum")
-        smoothing = loss.label_smoothing
-        return _over_positions(F.cross_entropy(z, y, reduction="none", label_smoothing=smoothing, **options), "sum")
+        if isinstance(loss, CrossEntropy):
+            smoothing = loss.label_smoothing
+            return _over_positions(F.cross_entropy(z, y, reduction="none", label_smoothing=smoothing, **options), "sum")
+        return _over_positions(F.nll_loss(z, y, reduction="none", **options), "sum")
     if isinstance(loss, MeanSquaredError):
         return _over_positions((outputs - fit_targets(y, outputs)).square(), loss.reduction)
     if isinstance(loss.function, ELEMENTWISE) and loss.counts is None:
-        return _over_positions(_not_reduced(loss.function)(outputs, fit_targets(y, outputs)), loss.reduction)
+        function = copy.copy(loss.function)
+        function.reduction = "none"
+        return _over_positions(function(outputs, fit_targets(y, outputs)), loss.reduction)
     values = loss.function(outputs, y)
     if isinstance(values, Tensor) and values.ndim == 0:
-        return _row_by_row(loss, outputs, y)
+        counts = torch.ones(len(y)) if loss.counts is None or loss.reduction == "sum" else _counts(loss, y)
+        rows = zip(counts.tolist(), _rows(outputs, y), strict=True)
+        # the mean over a sample without counts is not a number
+        losses = [count * loss.function(*row) if count else torch.zeros_like(values) for count, row in rows]
+        return torch.stack(losses)
     if not isinstance(values, Tensor) or values.shape != targets.shape[:1]:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
             f"the loss function must return one value per sample, shape ({len(targets)},), or the batch's reduced "
-            f"loss, a scalar: got {got}.{broadcast_hint(outputs, targets)}"
+            f"loss, a scalar: got {got}.{_broadcast_hint(outputs, targets)}"
         )
     return values
 
 
-def broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
+def _rows(outputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Yield what a loss takes of each row alone."""
+    n = len(targets)
+    return ((select_rows(outputs, slice(i, i + 1), n), targets[i : i + 1]) for i in range(n))
+
+
+def _broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
     """Return what to do where a function compares outputs (n, 1) with targets (n,), which torch makes (n, n) of."""
     if not isinstance(outputs, Tensor) or outputs.shape[1:] != (1,) or targets.ndim != 1:
         return ""
@@ -264,7 +280,7 @@ def loss_derivatives(
 
 
 def soft_targets(
-    loss: CrossEntropy | NegativeLogLikelihood, targets: Shaped[Tensor, "n ..."], reference: Float[Tensor, "_ C"]
+    loss: ClassLoss, targets: Shaped[Tensor, "n ..."], reference: Float[Tensor, "_ C"]
 ) -> Float[Tensor, "n C"]:
     """Return class targets as vectors q such that the loss of a sample is -<q, log softmax(outputs)>.
 
@@ -294,31 +310,13 @@ def soft_targets(
     return q.masked_fill(ignored[:, None], 0)
 
 
-def _describe(loss: CrossEntropy | NegativeLogLikelihood) -> str:
-    options = {f.name: getattr(loss, f.name) for f in fields(loss) if getattr(loss, f.name) != f.default}
-    options = {"reduction": loss.reduction, **options}
-    return f"{type(loss).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
-
-
-def _options_of(loss: nn.CrossEntropyLoss | nn.NLLLoss) -> tuple[tuple[float, ...] | None, int | None]:
-    weights = None if loss.weight is None else tuple(loss.weight.tolist())
-    return weights, None if loss.ignore_index == _TORCH_IGNORES else loss.ignore_index
-
-
-def _class_weights(loss: CrossEntropy | NegativeLogLikelihood, outputs: Tensor) -> Tensor | None:
+def _class_weights(loss: ClassLoss, outputs: Tensor) -> Tensor | None:
     return None if loss.class_weights is None else outputs.new_tensor(loss.class_weights)
 
 
-def ignored_class(loss: CrossEntropy | NegativeLogLikelihood) -> int:
+def ignored_class(loss: ClassLoss) -> int:
     """Return the class index of the samples that a loss leaves out."""
     return _TORCH_IGNORES if loss.ignore_index is None else loss.ignore_index
-
-
-def _not_reduced(function: nn.Module) -> nn.Module:
-    """Return a loss module of torch that returns a value for each entry."""
-    result = copy.copy(function)
-    result.reduction = "none"  # type: ignore[assignment]  # every module here has it, as a string
-    return result
 
 
 def _over_positions(values: Tensor, reduction: Reduction) -> Tensor:
@@ -329,27 +327,13 @@ def _over_positions(values: Tensor, reduction: Reduction) -> Tensor:
     return flat.mean(dim=1) if reduction == "mean" else flat.sum(dim=1)
 
 
-def _row_by_row(loss: PerSampleLoss, outputs: Any, y: Tensor) -> Tensor:
-    n = len(y)
-    rows = [(select_rows(outputs, slice(i, i + 1), n), y[i : i + 1]) for i in range(n)]
-    if loss.counts is None or loss.reduction == "sum":
-        return torch.stack([loss.function(*row) for row in rows])
-    counts = _counts(loss, y)
-    reference = next(tensors_of(outputs))  # the mean over a sample without counts is not a number
-    sums = [
-        count * loss.function(*row) if count else reference.new_zeros(())
-        for count, row in zip(counts.tolist(), rows, strict=True)
-    ]
-    return torch.stack(sums)
-
-
 def _counts(loss: PerSampleLoss, targets: Tensor) -> Tensor:
     """Return what each sample counts for.
 
     Raises:
         ValueError: The function of the loss does not return one finite number >= 0 per sample.
     """
-    counts = torch.ones(len(targets)) if loss.counts is None else loss.counts(targets)
+    counts = None if loss.counts is None else loss.counts(targets)
     if not isinstance(counts, Tensor) or counts.shape != targets.shape[:1]:
         got = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise ValueError(f"counts must return one number per sample, shape ({len(targets)},): got {got}.")
@@ -378,24 +362,15 @@ def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
         The head itself if one is given; else "log_softmax" for cross entropy with C >= 2, and "logits" otherwise.
 
     Raises:
-        ValueError: As `validate_head`.
+        ValueError: The head is unknown, or it is the log-softmax of a single output, which is the constant 0.
     """
     if head is None:
         return "log_softmax" if isinstance(loss, CrossEntropy) and num_outputs > 1 else "logits"
-    validate_head(head, num_outputs)
-    return head
-
-
-def validate_head(head: str, num_outputs: int) -> None:
-    """Raise if the head does not exist or carries no information.
-
-    Raises:
-        ValueError: The head is unknown, or it is the log-softmax of a single output, which is the constant 0.
-    """
     if head not in get_args(Head):
         raise ValueError(f"head must be one of {list(get_args(Head))}: got {head!r}.")
     if head == "log_softmax" and num_outputs == 1:
         raise ValueError('head="log_softmax" needs at least 2 outputs: got a network with 1. Use head="logits".')
+    return head
 
 
 def apply_head(z: Float[Tensor, "*n C"], head: Head) -> Float[Tensor, "*n C"]:
@@ -420,20 +395,6 @@ def loss_terms(
     return per_sample_losses(loss, loss_input(signature, loss, returned, targets), targets)
 
 
-def takes_outputs(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> bool:
-    """Return whether a loss depends on the network through its outputs f, (n, C), alone.
-
-    Its derivative in them then gives the gradient of every sample's loss. Without `output=` every loss does.
-
-    Args:
-        signature: The network's signature.
-        loss: The loss.
-        returned: What the network returned for a few inputs.
-        targets: Their targets.
-    """
-    return signature.output is None or _own_input(loss, returned, targets) is None
-
-
 def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> Any:
     """Return what a loss takes of that which a network returned.
 
@@ -441,11 +402,8 @@ def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[
     otherwise. The other losses take the tensor that the network returned, or the tensor `logits` in it, if its shape
     fits the targets; and else the outputs.
     """
-    if signature.output is not None:
-        value = _own_input(loss, returned, targets)
-        if value is not None:
-            return value
-    return signature.outputs(returned)
+    value = None if signature.output is None else own_input(loss, returned, targets)
+    return signature.outputs(returned) if value is None else value
 
 
 def validate_loss_row_independence(
@@ -466,14 +424,13 @@ def validate_loss_row_independence(
     """
     n, reduced = len(targets), None
     if isinstance(loss, PerSampleLoss):
-        together = _call(loss, value, targets)
+        together = _loss_together(loss, value, targets)
         reduced = together if isinstance(together, Tensor) and together.ndim == 0 else None
     elif alone is None:
         return
     batched = per_sample_losses(loss, value, targets)
     if alone is None:
-        rows = ((select_rows(value, slice(i, i + 1), n), targets[i : i + 1]) for i in range(n))
-        alone = torch.cat([per_sample_losses(loss, z, target) for z, target in rows])
+        alone = torch.cat([per_sample_losses(loss, *row) for row in _rows(value, targets)])
     rounding = torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max()
     if reduced is not None:
         expected = sample_weights(loss, targets).to(alone) @ alone
@@ -481,7 +438,7 @@ def validate_loss_row_independence(
             raise ValueError(
                 f"the loss function must be the {loss.reduction} of the samples' losses, as "
                 f"reduction={loss.reduction!r} states: it gives {float(reduced):.6g} for {n} samples, their "
-                f"{loss.reduction} is {float(expected):.6g}.{broadcast_hint(value, targets)}"
+                f"{loss.reduction} is {float(expected):.6g}.{_broadcast_hint(value, targets)}"
             )
     if not (batched - alone).abs().max() <= rounding:
         raise ValueError(
@@ -490,7 +447,7 @@ def validate_loss_row_independence(
         )
 
 
-def _call(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
+def _loss_together(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
     """Call the function of a loss on the samples together.
 
     Raises:
@@ -500,12 +457,9 @@ def _call(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
     if isinstance(value, Tensor) and isinstance(loss.function, ELEMENTWISE):
         y = fit_targets(y, value)
     is_torch_loss = type(loss.function).__module__ == nn.MSELoss.__module__
-    if is_torch_loss and isinstance(value, Tensor) and y.is_floating_point() and y.shape != value.shape:
-        raise ValueError(
-            f"{loss.name} needs targets of the outputs' shape (M, {', '.join(map(str, value.shape[1:]))}): got "
-            f"(M{''.join(f', {size}' for size in targets.shape[1:])})."
-        )
     try:
+        if is_torch_loss and isinstance(value, Tensor) and y.is_floating_point() and y.shape != value.shape:
+            raise ValueError(f"{loss.name} needs targets of the outputs' shape")
         return loss.function(value, y)
     except (RuntimeError, TypeError, IndexError, AttributeError, KeyError, ValueError) as error:
         shapes = ", ".join(f"{tuple(z.shape)} of {z.dtype}" for z in tensors_of(value)) or type(value).__name__
@@ -515,11 +469,11 @@ def _call(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
         ) from error
 
 
-def _own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
+def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
     """Return what a loss takes of that which a network returned, or None where it takes the outputs."""
     if isinstance(loss, PerSampleLoss) and not isinstance(loss.function, ELEMENTWISE):
         return returned
-    z = returned if isinstance(returned, Tensor) else _logits(returned)
+    z = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)
     if not isinstance(z, Tensor) or not z.is_floating_point():
         return None
     if not isinstance(loss, ClassLoss):
@@ -527,7 +481,3 @@ def _own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
     if targets.is_floating_point():
         return z if targets.shape == z.shape else None
     return z if z.ndim > 1 and classes_second(z, targets)[:, 0].shape == targets.shape else None
-
-
-def _logits(returned: Any) -> Any:
-    return returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)

@@ -141,22 +141,6 @@ class Step:
         )
 
 
-def describe_steps(steps: Sequence[Step], num_points: int) -> tuple[str, str]:
-    """Return how many steps there are, and in words their batches and learning rates.
-
-    Args:
-        steps: The steps.
-        num_points: M, the size of a batch that is all of the data.
-    """
-    if not steps:
-        return "0", ""
-    sizes = [num_points if step.batch is None else len(step.batch) for step in steps]
-    rates = [step.lr for step in steps]
-    lr = f"{rates[0]:.4g}" if min(rates) == max(rates) else f"{min(rates):.4g} to {max(rates):.4g}"
-    rows = f"{sizes[0]:,}" if min(sizes) == max(sizes) else f"{min(sizes):,} to {max(sizes):,}"
-    return f"{len(steps):,}", f"batches of {rows}, learning rate {lr}"
-
-
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
@@ -190,19 +174,11 @@ def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
     return fingerprint(*(part for x in tensors for part in (x, x.device)))
 
 
-def fingerprint_data(
-    inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."], *graph: Shaped[Tensor, "..."]
-) -> str:
-    """Hash the shapes, dtypes and entries of the training data, and of the tensors of a graph."""
-    return fingerprint_tensors(inputs, targets, *graph)
-
-
-def fingerprint_tensors(*tensors: Shaped[Tensor, "..."]) -> str:
-    """Hash the shapes, dtypes and entries of tensors; the number of threads does not count."""
+def fingerprint_data(*tensors: Shaped[Tensor, "..."]) -> str:
+    """Hash the shapes, dtypes and entries of tensors, such as those of the training data."""
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for tensor in tensors:
-        hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        hasher.update(tensor_bytes(tensor))
+        _hash_tensor(hasher, tensor)
     return hasher.hexdigest()
 
 
@@ -266,13 +242,12 @@ def fingerprint_step(
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for value in vars(forward).values():
-        if isinstance(value, SeenRows):
-            _hash_tensor(hasher, value.index)
-            _hash_tensor(hasher, value.values)
-        elif isinstance(value, Tensor):
-            _hash_tensor(hasher, value)
-        else:
-            hasher.update(b"none")
+        tensors = (value.index, value.values) if isinstance(value, SeenRows) else (value,)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                _hash_tensor(hasher, tensor)
+            else:
+                hasher.update(b"none")
 
 
 def _hash_tensor(hasher: hashlib.blake2b, value: Tensor) -> None:
@@ -392,7 +367,10 @@ class RowIdentity:
         groups = [group for group in self._groups if len(group[1]) >= 4]
         targets, batches, is_mixed = self._targets, self._num_batches, self._is_mixed
         self._groups, self._targets, self._num_batches, self._is_mixed = [], [], 0, False
-        error = self._wrong_targets(targets) or self._placeholder(groups)
+        error = self._wrong_targets(targets)
+        varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
+        if error is None and varies and not bool((self.X[:1] != self.X).any()):
+            error = "all rows of X are alike, and those that the network saw are not"
         if error is None and groups:
             return self._wrong_rows(groups, batches, is_mixed)
         self.num_confirmed += bool(batches)
@@ -417,12 +395,6 @@ class RowIdentity:
             "the targets that the loop's loss used agree with y at the announced indices no more than by chance "
             f"(a correlation of {correlation:.2f} over {n} samples)"
         )
-
-    def _placeholder(self, groups: list[_Group]) -> str | None:
-        varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
-        if not varies or bool((self.X[:1] != self.X).any()):
-            return None
-        return "all rows of X are alike, and those that the network saw are not"
 
     def _wrong_rows(self, groups: list[_Group], batches: int, is_mixed: bool) -> str | None:
         won, count = (sum(values) for values in zip(*(self._shares_won(*group) for group in groups), strict=True))
@@ -491,14 +463,10 @@ class RowIdentity:
         own = self._own(torch.cat([samples for _, samples in groups])).to(seen)
         if bool(((seen - own).abs() <= 1e-2 * (seen - seen.mean()).abs().max()).all()):
             return None  # noise so small that it is not told from a shift
-        axes = {"all numbers": tuple(range(seen.ndim)), "each channel": (0, *range(2, seen.ndim)), "each column": (0,)}
-        for kind, dims in axes.items():
-            s, x = seen - seen.mean(dim=dims, keepdim=True), own - own.mean(dim=dims, keepdim=True)
-            slope = (s * x).sum(dim=dims, keepdim=True) / x.square().sum(dim=dims, keepdim=True).clamp(min=1e-300)
-            if bool(((s - slope * x).abs() <= 1e-3 * s.abs().max()).all()):
-                shift = float(seen.mean() - slope.mean() * own.mean())
-                numbers = f": {float(slope.mean()):.4g} X[i] {shift:+.4g}" if kind == "all numbers" else ""
-                return f"{kind} of every row are those of X[i], scaled and shifted{numbers}"
+        s, x = seen - seen.mean(dim=0), own - own.mean(dim=0)
+        slope = (s * x).sum(dim=0) / x.square().sum(dim=0).clamp(min=1e-300)
+        if bool(((s - slope * x).abs() <= 1e-3 * s.abs().max()).all()):
+            return "each column of every row is that of X[i], scaled and shifted"
         return None
 
 

@@ -1,5 +1,6 @@
 """The trajectory: a read-only view of a recorded run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -9,13 +10,13 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
-from epk_gp.core.checks import validate_count, validate_finite, validate_has_values, validate_integer
+from epk_gp.core.checks import validate_finite, validate_has_values, validate_integer
 from epk_gp.core.inputs import Inputs, Points, validate_packed, validate_same_layout
-from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, resolve_head, takes_outputs
+from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import Step, describe_steps, identity_finding
+from epk_gp.core.step import Step, identity_finding
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
@@ -54,27 +55,10 @@ class Updates(Protocol):
         """Read one step's coefficients."""
 
 
-@runtime_checkable
-class ComputedStates(Protocol):
-    """Weight states that depend on the dtype of the computation."""
-
-    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
-        """Compute one state in this dtype and on this device."""
-
-
-@runtime_checkable
-class ComputedUpdates(Protocol):
-    """The update rule's coefficients of each step, which depend on the dtype of the computation."""
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a preconditioner scales any of them."""
-
-    def at(self, step: int, spec: TensorSpec) -> UpdateCoefficients:
-        """Compute one step's coefficients in this dtype and on this device."""
-
-    def held(self, step: int) -> UpdateCoefficients:
-        """Return what is held of one step's coefficients, without computing any."""
+def read_state(states: States, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+    """Read a state for a computation; some states depend on its dtype, and have a method `at` beside."""
+    read: Callable[[int, TensorSpec], Tensor] | None = getattr(states, "at", None)
+    return states[state] if read is None else read(state, spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,11 +173,11 @@ class Trajectory(Displayed):
         """
         if self.statistics is not None or any(step.passes for step in self.steps):
             return False
-        if isinstance(self.updates, ComputedUpdates) and self.updates.is_scaled:
+        if getattr(self.updates, "is_scaled", False):
             return False
         coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
         return self.average is None and all(
-            not u.has_matrices
+            not (u.left or u.right)
             and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
             and bool((u.lr == u.lr[0]).all())
             and bool((u.grad_scale == u.grad_scale[0]).all())
@@ -207,9 +191,8 @@ class Trajectory(Displayed):
         if model.signature.output is None:
             return True
         with torch.no_grad():
-            state = flat_state(self, 0, self.inputs)
-            returned = model.returned(model.unflatten(state), self.inputs[:1])
-        return takes_outputs(model.signature, self.loss, returned, self.targets[:1])
+            returned = model.returned(model.unflatten(flat_state(self, 0, self.inputs)), self.inputs[:1])
+        return own_input(self.loss, returned, self.targets[:1]) is None
 
     @cached_property
     def identity_finding(self) -> str | None:
@@ -278,12 +261,21 @@ class Trajectory(Displayed):
                 Entry("targets", f"{tuple(self.targets.shape)}", kind_of(self.targets)),
                 Entry("loss", loss),
                 Entry("update rule", self.update_rule, accepted),
-                Entry("steps", *describe_steps(self.steps, self.num_points)),
-                *([] if self.identity_finding is None else [Entry("indices", self.identity_finding, is_warning=True)]),
+                Entry("steps", f"{len(self.steps):,}", self._described_steps()),
+                *([] if self.identity_finding is None else [Entry("indices", self.identity_finding)]),
                 Entry("states", f"{len(self.states):,}", "in memory" if folder is None else f"in {folder}"),
                 Entry("digest", self.digest),
             ),
         )
+
+    def _described_steps(self) -> str:
+        """Say how large the batches are, and the learning rates."""
+        if not self.steps:
+            return ""
+        sizes = [self.num_points if step.batch is None else len(step.batch) for step in self.steps]
+        low, high, first, last = min(sizes), max(sizes), *(f(step.lr for step in self.steps) for f in (min, max))
+        rows = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        return f"batches of {rows}, learning rate {first:.4g}" + ("" if first == last else f" to {last:.4g}")
 
 
 def validate_trajectory(trajectory: object) -> None:
@@ -299,35 +291,6 @@ def validate_trajectory(trajectory: object) -> None:
         )
 
 
-def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str = "X") -> None:
-    """Raise if the network cannot take the points.
-
-    Raises:
-        TypeError: X is not a dense tensor, or it holds integers for a network of floats (or the reverse).
-        ValueError: X has the wrong shape, holds no points, or holds NaN or infinity.
-    """
-    validate_trajectory(trajectory)
-    if not isinstance(X, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
-    if X.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor: got {X.layout}. Convert it with {name}.to_dense().")
-    if tuple(X.shape[1:]) != trajectory.input_shape or X.ndim == 0:
-        raise ValueError(
-            f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "
-            f"got {tuple(X.shape)}."
-        )
-    validate_has_values(X, name)
-    if X.shape[0] == 0:
-        raise ValueError(f"{name} must hold at least one point: got an empty batch.")
-    if X.is_floating_point() != trajectory.inputs.is_floating_point() or X.is_complex():
-        raise TypeError(f"{name} must be of the training inputs' kind ({trajectory.inputs.dtype}): got {X.dtype}.")
-    if X.is_floating_point() and X.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} must be float32 or float64: got {X.dtype}.")
-    validate_finite(X, name)
-    if trajectory.model.signature.layout is not None:
-        validate_packed(trajectory.model.signature.layout, X, name)
-
-
 def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
     """Return inputs as one tensor: those of a network that takes several are packed, packed ones stay as they are.
 
@@ -336,8 +299,25 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
         ValueError: X has the wrong shape or structure, holds no points, or holds NaN or infinity.
     """
     validate_trajectory(trajectory)
-    packed = trajectory.model.signature.pack(X, name)
-    validate_inputs(trajectory, packed, name)
+    signature, kind = trajectory.model.signature, trajectory.inputs.dtype
+    packed = signature.pack(X, name)
+    if packed.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor: got {packed.layout}. Convert it with {name}.to_dense().")
+    if tuple(packed.shape[1:]) != trajectory.input_shape or packed.ndim == 0:
+        raise ValueError(
+            f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "
+            f"got {tuple(packed.shape)}."
+        )
+    validate_has_values(packed, name)
+    if len(packed) == 0:
+        raise ValueError(f"{name} must hold at least one point: got an empty batch.")
+    if packed.is_floating_point() != kind.is_floating_point or packed.is_complex():
+        raise TypeError(f"{name} must be of the training inputs' kind ({kind}): got {packed.dtype}.")
+    if packed.is_floating_point() and packed.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64: got {packed.dtype}.")
+    validate_finite(packed, name)
+    if signature.layout is not None:
+        validate_packed(signature.layout, packed, name)
     return packed
 
 
@@ -362,7 +342,7 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
     They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
     a step ends at a kept state after states that were computed again.
     """
-    if trajectory.unexplained is not None or isinstance(trajectory.trained.states, ComputedStates):
+    if trajectory.unexplained is not None or hasattr(trajectory.trained.states, "at"):
         return True
     return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
 
@@ -370,7 +350,7 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
-    return aligned(_weights(trajectory, state, spec).to(dtype=spec.dtype, device=spec.device))
+    return aligned(read_state(trajectory.states, state, spec).to(dtype=spec.dtype, device=spec.device))
 
 
 def flat_state(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " PQ"]:
@@ -380,36 +360,35 @@ def flat_state(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..
 
 
 def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
-    w = _weights(trajectory, state, spec)
+    w = read_state(trajectory.states, state, spec)
     return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
-
-
-def _weights(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
-    states = trajectory.states
-    return states.at(state, spec) if isinstance(states, ComputedStates) else states[state]
 
 
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:
     """Read the coefficients of a step of the recorded run, for a computation on `reference`."""
-    updates = trajectory.updates
-    if isinstance(updates, ComputedUpdates):
-        return updates.at(step, trajectory.model.spec_for(reference))
-    return updates[step]
+    read: Callable[[int, TensorSpec], UpdateCoefficients] | None = getattr(trajectory.updates, "at", None)
+    return trajectory.updates[step] if read is None else read(step, trajectory.model.spec_for(reference))
 
 
 def held_coefficients(trajectory: Trajectory, step: int) -> UpdateCoefficients:
     """Read what is held of the coefficients of a step: of one that a preconditioner scales perhaps one weight's."""
-    updates = trajectory.updates
-    return updates.held(step) if isinstance(updates, ComputedUpdates) else updates[step]
+    read: Callable[[int], UpdateCoefficients] = getattr(trajectory.updates, "held", trajectory.updates.__getitem__)
+    return read(step)
+
+
+def has_memory(trajectory: Trajectory) -> bool:
+    """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
+    return trajectory.average is not None or has_momentum(trajectory)
+
+
+def has_momentum(trajectory: Trajectory) -> bool:
+    """Whether the steps of a run take a buffer of earlier gradients."""
+    updates = (held_coefficients(trajectory, s) for s in range(trajectory.num_steps))
+    return any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
 
 
 def network_outputs(
-    trajectory: Trajectory,
-    X: Inputs,
-    *,
-    state: int = -1,
-    head: Head | None = "logits",
-    block_size: int = EVALUATED_ROWS,
+    trajectory: Trajectory, X: Inputs, *, state: int = -1, head: Head | None = "logits"
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
 
@@ -418,7 +397,6 @@ def network_outputs(
         X: n inputs.
         state: s in 0 .. S, negative from the end: -1 is the trained network.
         head: "logits" or "log_softmax"; None follows the run's loss, as everywhere else.
-        block_size: Inputs evaluated at a time.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
@@ -426,11 +404,10 @@ def network_outputs(
     """
     X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    validate_count(block_size, "block_size")
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     with torch.no_grad(), disable_fused_attention():
-        return torch.cat([apply_head(model(params, block), head) for block in X.split(int(block_size))])
+        return torch.cat([apply_head(model(params, block), head) for block in X.split(EVALUATED_ROWS)])
 
 
 def batch_of(

@@ -1,15 +1,14 @@
 """The steps of a recorded run as functions of weights, gradients and what the optimizer keeps.
 
 Under Adam and its relatives a coefficient of a parameter's weights is proportional to a scale that follows from the
-gradients (`epk_gp.optimizers.preconditioners`). One of its values therefore says all of them, once the scale is
+gradients (`epk_gp.optimizers.torch_rules`). One of its values therefore says all of them, once the scale is
 computed again:
 
     coefficient[i] = coefficient[r] * scale[i] / scale[r],    r the weight with the smallest coefficient
 
 which is the weight with the largest gradients so far, whose scale suffers least from rounding.
 
-With the coefficients of `epk_gp.optimizers.update_rules` and the scales of `epk_gp.optimizers.preconditioners`, one
-step is
+With the coefficients of `epk_gp.optimizers.update_rules`, one step is
 
     h = grad_scale * g + weight_decay * w
     scale, kept' = preconditioner(kept, h)
@@ -22,9 +21,10 @@ scale is. `StepLaw.replayed` makes the step of the recorded run by the scale its
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,11 +32,18 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
-from epk_gp.optimizers.preconditioners import LINEAR_RULES, PRECONDITIONERS, Memory, Part, part_of, with_eps
-from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.optimizers.torch_rules import (
+    LINEAR_RULES,
+    PRECONDITIONERS,
+    Memory,
+    OptimizerGroup,
+    Preconditioner,
+    with_eps,
+)
 from epk_gp.optimizers.update_rules import (
     FIELDS,
     Clip,
+    Options,
     UpdateCoefficients,
     broadcast_to_params,
     is_clipped,
@@ -110,6 +117,48 @@ def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]
     return place, float(values[place])
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Weights that a preconditioner scales: neighbours, each by its own numbers alone, or those of one parameter.
+
+    Attributes:
+        preconditioner: The preconditioner.
+        options: The options of its optimizer.
+        columns: Which of the flat weights.
+        parameters: Which of the L parameters.
+        sizes: Their numbers of weights.
+        shape: Shape of the first of them.
+    """
+
+    preconditioner: Preconditioner
+    options: Options
+    columns: slice
+    parameters: slice
+    sizes: Tensor
+    shape: torch.Size
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the scale of a weight depends on other weights."""
+        return self.preconditioner.sizes is not None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the coefficients that are proportional to the scale."""
+        return self.preconditioner.fields(self.options)
+
+    def whole(self, scale: Tensor) -> Float[Tensor, " p"]:
+        """Return a scale that weights may share as one number per weight."""
+        return scale.expand(self.columns.stop - self.columns.start)
+
+    def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
+        """Return what the optimizer keeps of these weights before the first step."""
+        like, values = reference[..., self.columns], self.preconditioner.initial(self.options)
+        sizes = self.preconditioner.sizes
+        lengths = (like.shape[-1],) * len(values) if sizes is None else sizes(self.shape)
+        return tuple(like.new_full((*like.shape[:-1], n), value) for n, value in zip(lengths, values, strict=False))
+
+
 def restore_update(
     compact: CompactUpdate, parts: Sequence[Part], scales: Sequence[Tensor], sizes: Sequence[int]
 ) -> UpdateCoefficients:
@@ -127,19 +176,17 @@ def restore_update(
         numbers = getattr(compact.update, name).to(scales[0])
         if len(numbers) != len(sizes):  # held per weight beside steps that need it
             numbers = numbers[firsts[:-1].clamp(max=len(numbers) - 1)]
-        whole = broadcast_to_params(numbers, sizes, scales[0])
+        restored[name] = broadcast_to_params(numbers, sizes, scales[0])
         for part, scale in zip(parts, scales, strict=True):
-            at = places[part.parameters]
+            at, repeats = places[part.parameters], part.sizes.to(scale.device)
             if name not in part.fields or not bool((at >= 0).any()):
                 continue
-            full = scale.expand(part.columns.stop - part.columns.start)
-            flat = firsts[:-1][part.parameters] + at.clamp(min=0) - part.columns.start
-            flat = flat.clamp(max=len(full) - 1).to(scale.device)  # a parameter of no weights may be the last
-            repeats = torch.tensor(sizes[part.parameters], device=scale.device)
-            own = (numbers[part.parameters] / full[flat]).repeat_interleave(repeats) * full
+            full = part.whole(scale)
+            r = firsts[:-1][part.parameters] + at.clamp(min=0) - part.columns.start
+            r = r.clamp(max=len(full) - 1).to(scale.device)  # a parameter of no weights may be the last
+            own = (numbers[part.parameters] / full[r]).repeat_interleave(repeats) * full
             is_scaled = (at >= 0).to(scale.device).repeat_interleave(repeats)
-            whole[part.columns] = torch.where(is_scaled, own, whole[part.columns])
-        restored[name] = whole
+            restored[name][part.columns] = torch.where(is_scaled, own, restored[name][part.columns])
     return replace(compact.update, **restored)
 
 
@@ -221,20 +268,21 @@ class StepLaw:
             is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
                 the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
         """
-        counts = memory.counts + self.moves.to(memory.counts)
-        scales, kept, h = self.scales(memory, w, g)
+        scales, after, h = self.scales(memory, w, g)
         found = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
-                found[name] = self._scaled(found[name], part, ratio)
+                whole = found[name].expand(*ratio.shape[:-1], -1)
+                own = whole[..., part.columns] * ratio
+                found[name] = whole.slice_scatter(own, -1, part.columns.start, part.columns.stop)
         m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, OptimizerMemory(m, kept, counts), found)
+        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, replace(after, momentum=m), found)
 
     def scales(
         self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
-    ) -> tuple[list[Tensor], tuple[Memory, ...], Tensor]:
-        """Return the scale of each part, what its preconditioner keeps afterwards, and h.
+    ) -> tuple[list[Tensor], OptimizerMemory, Tensor]:
+        """Return the scale of each part, what the optimizer keeps afterwards but for its momentum, and h.
 
         Args:
             memory: As in `advance`, like the others.
@@ -243,8 +291,22 @@ class StepLaw:
         """
         h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
         counts = memory.counts + self.moves.to(memory.counts)
-        found = [self._scale(part, own, h, w, counts) for part, own in zip(self.parts, memory.kept, strict=True)]
-        return [scale for scale, _ in found], tuple(kept for _, kept in found), h
+        scales, kept = [], []
+        for part, before in zip(self.parts, memory.kept, strict=True):
+            own = counts[part.parameters].clamp(min=1)
+            count = (own[0] if bool((own == own[0]).all()) else own.repeat_interleave(part.sizes)).to(h)
+            x, v = h[..., part.columns], w[..., part.columns]
+            scale, after = part.preconditioner.scale(before, x, part.options, count, v, part.shape)
+            if self.is_moved is not None:  # the optimizer passed over the weights that did not move
+                moved = self.is_moved[part.columns]
+                scale = torch.where(moved, scale, 1.0)
+                if part.is_coupled:
+                    after = after if bool(moved.any()) else before
+                else:
+                    after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
+            scales.append(scale)
+            kept.append(after)
+        return scales, OptimizerMemory(memory.momentum, tuple(kept), counts), h
 
     def replayed(
         self, update: UpdateCoefficients, memory: OptimizerMemory, w: Float[Tensor, " P"], g: Float[Tensor, " P"]
@@ -261,18 +323,16 @@ class StepLaw:
             The change of the weights, NaN where a parameter moves that is in no recorded group; and what the optimizer
             keeps afterwards.
         """
-        scales, kept, _ = self.scales(memory, w, g)
-        counts = memory.counts + self.moves.to(memory.counts)
+        scales, after, _ = self.scales(memory, w, g)
         found, members = dict(self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
         for part, scale in zip(self.parts, scales, strict=True):
             if not part.preconditioner.replays:
                 continue
-            whole = scale.expand(part.columns.stop - part.columns.start)
-            numbers = counts[part.parameters].repeat_interleave(self._repeats(part))
+            numbers = after.counts[part.parameters].repeat_interleave(part.sizes)
             for count in numbers.unique():
                 at = (numbers == count).nonzero()[:, 0]
                 key = id(part.options), float(count), part.fields
-                members.setdefault(key, []).append((at + part.columns.start, whole[at]))
+                members.setdefault(key, []).append((at + part.columns.start, part.whole(scale)[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
@@ -280,36 +340,16 @@ class StepLaw:
                 r = torch.where(recorded == 0, torch.inf, scale).argmin()
                 value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
                 found[name] = found[name].index_copy(0, columns, value)
-        if bool((self.moves & ~self.is_known).any()):
-            unknown = (self.moves & ~self.is_known).repeat_interleave(torch.tensor(self.sizes, device=g.device))
-            found["lr"] = torch.where(unknown, torch.nan, found["lr"])
+        is_unknown = self.moves & ~self.is_known
+        if bool(is_unknown.any()):
+            sizes = torch.tensor(self.sizes, device=g.device)
+            found["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, found["lr"])
         clip = step_clip(self.clip, update, self.recorded["grad_scale"], g)
         if clip is not None:
             found["grad_scale"] = found["grad_scale"].sign() * clip.factors(torch.where(found["grad_scale"] == 0, 0, g))
         own = UpdateCoefficients(**found, left=update.left, right=update.right)
         d, _ = predict_step(own, self.sizes, w, g, memory.momentum)
-        return d, OptimizerMemory(memory.momentum, kept, counts)
-
-    def _scale(self, part: Part, before: Memory, h: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Memory]:
-        """Return the scale of a part, and what its preconditioner keeps afterwards."""
-        own = counts[part.parameters].clamp(min=1)
-        count = own[0] if bool((own == own[0]).all()) else own.repeat_interleave(self._repeats(part))
-        scale, after = part.scale(before, h[..., part.columns], w[..., part.columns], count.to(h))
-        if self.is_moved is None:
-            return scale, after
-        moved = self.is_moved[part.columns]
-        return torch.where(moved, scale, 1.0), part.kept(before, after, moved)
-
-    def _scaled(self, value: Tensor, part: Part, ratio: Tensor) -> Tensor:
-        if part.columns == slice(0, sum(self.sizes)):
-            return value * ratio
-        whole = value.expand(*ratio.shape[:-1], -1)
-        return torch.cat(
-            [whole[..., : part.columns.start], whole[..., part.columns] * ratio, whole[..., part.columns.stop :]], -1
-        )
-
-    def _repeats(self, part: Part) -> Tensor:
-        return torch.tensor(self.sizes[part.parameters], device=self.moves.device)
+        return d, after
 
 
 class UpdateLaw:
@@ -329,48 +369,47 @@ class UpdateLaw:
     """
 
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
-        self.trajectory, self.reference = trajectory.trained, reference
-        model = trajectory.model
-        self.sizes = model.sizes
-        firsts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
-        parts: list[Part] = []
-        held = set[str]()
-        if not self.trajectory.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
+        run, model = trajectory.trained, trajectory.model
+        self.trajectory, self.reference, self.sizes = run, reference, model.sizes
+        if not run.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
             raise ValueError(
-                f"the run must hold the options of its optimizer, {trajectory.update_rule}, whose preconditioner "
-                "depends on the gradients: it was recorded by an earlier version of epk_gp. Record it again."
+                f"the run must hold the options of its optimizer, {trajectory.update_rule}. Record it again."
             )
-        changes = [(step.index, step.groups) for step in self.trajectory.steps if step.groups is not None]
-        recorded = [(0, self.trajectory.optimizer_groups), *changes]
+        changes = [(step.index, step.groups) for step in run.steps if step.groups is not None]
+        recorded = [(0, run.optimizer_groups), *changes]
         self._starts = [start for start, _ in recorded]
         # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
         eps = float(torch.finfo(model.spec.dtype).eps)
-        resolved = (
-            [replace(group, options=with_eps(group.options, eps)) for group in groups] for _, groups in recorded
-        )
-        self._groups = [{name: group for group in groups for name in group.names} for groups in resolved]
-        histories: list[list[OptimizerGroup | None]] = []
-        for number, name in enumerate(model.names):
-            history = [groups.get(name) for groups in self._groups]
+        resolved = [[replace(own, options=with_eps(own.options, eps)) for own in groups] for _, groups in recorded]
+        groups = [{name: own for own in several for name in own.names} for several in resolved]
+        firsts, held = [0, *torch.tensor(self.sizes).cumsum(0).tolist()], set[str]()
+        parts: list[tuple[Part, list[OptimizerGroup | None]]] = []
+        histories = [[named.get(name) for named in groups] for name in model.names]
+        for _, neighbours in groupby(enumerate(histories), key=lambda numbered: list(map(id, numbered[1]))):
+            numbers, (history, *_) = zip(*neighbours, strict=True)
             known = [group for group in history if group is not None]
             rules = {group.rule for group in known}
             if rules <= LINEAR_RULES:
                 continue
-            options = max((group.options for group in known), key=lambda own: bool(own.get("amsgrad")))
-            columns = slice(firsts[number], firsts[number + 1])
-            own = part_of(known[0].rule, options, columns, number, model.shapes[number]) if len(rules) == 1 else None
+            own = PRECONDITIONERS.get(known[0].rule) if len(rules) == 1 else None
             if own is None:
                 held |= {rule or "own rule" for rule in rules}
                 continue
-            is_beside = bool(parts) and all(a is b for a, b in zip(history, histories[-1], strict=True))
-            joined = parts[-1].joined(own) if is_beside else None
-            if joined is not None:
-                parts.pop()
-                histories.pop()
-            parts.append(joined or own)
-            histories.append(history)
-        self.parts, self.held, self._histories = tuple(parts), tuple(sorted(held)), histories
-        self._at: dict[int, tuple[tuple[Part, ...], Tensor]] = {}
+            options = max((group.options for group in known), key=lambda each: bool(each.get("amsgrad")))
+            for first, *rest in [numbers] if own.sizes is None else [(number,) for number in numbers]:
+                members = slice(first, first + len(rest) + 1)
+                sizes = torch.tensor(self.sizes[members], device=reference.device)
+                columns = slice(firsts[members.start], firsts[members.stop])
+                parts.append((Part(own, options, columns, members, sizes, model.shapes[first]), history))
+        self.parts, self.held = tuple(part for part, _ in parts), tuple(sorted(held))
+        self._at = []  # with the options from each change on; and which parameters are in a group, (L,)
+        for place, named in enumerate(groups):
+            of_step = [
+                part if (group := history[place]) is None else replace(part, options=group.options)
+                for part, history in parts
+            ]
+            is_known = [name in named or not run.optimizer_groups for name in model.names]
+            self._at.append((tuple(of_step), torch.tensor(is_known, device=reference.device)))
 
     @cached_property
     def clipping(self) -> str:
@@ -402,37 +441,14 @@ class UpdateLaw:
         counts = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.reference.device)
         return OptimizerMemory(momentum, tuple(part.initial(momentum) for part in self.parts), counts)
 
-    def _at_step(self, index: int) -> tuple[tuple[Part, ...], Tensor]:
-        """Return what preconditioners scale, with the options of a step; and which parameters are in a group, (L,)."""
-        place = bisect_right(self._starts, index) - 1
-        if place not in self._at:
-            groups_of_parts = (history[place] for history in self._histories)
-            own = [
-                part if group is None else replace(part, options=group.options)
-                for part, group in zip(self.parts, groups_of_parts, strict=True)
-            ]
-            groups = self._groups[place]
-            is_known = [name in groups or not self.trajectory.optimizer_groups for name in self.trajectory.model.names]
-            self._at[place] = tuple(own), torch.tensor(is_known, device=self.reference.device)
-        return self._at[place]
-
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
-        (parts, is_known), clip = self._at_step(index), self.trajectory.clip
+        parts, is_known = self._at[bisect_right(self._starts, index) - 1]
         update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
-        is_still = (
-            (recorded["beta"] == 1)
-            & (recorded["one_minus_dampening"] == 0)
-            & (recorded["lr"] == 0)
-            & (recorded["momentum_lr"] == 0)
-        )
-        if not bool(is_still.any()):
-            moves = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device)
-            return StepLaw(parts, self.sizes, recorded, moves, None, is_known, clip)
-        moves = torch.stack([~part.all() for part in is_still.split(list(self.sizes))])
-        return StepLaw(parts, self.sizes, recorded, moves, ~is_still, is_known, clip)
-
-    def steps(self) -> Iterator[StepLaw]:
-        """Return the steps in their order."""
-        return map(self.step, range(self.trajectory.num_steps))
+        is_still = (recorded["beta"] == 1) & (recorded["one_minus_dampening"] == 0)
+        is_still &= (recorded["lr"] == 0) & (recorded["momentum_lr"] == 0)
+        moves, is_moved = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device), None
+        if bool(is_still.any()):
+            moves, is_moved = torch.stack([~own.all() for own in is_still.split(list(self.sizes))]), ~is_still
+        return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip)

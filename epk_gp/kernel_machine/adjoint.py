@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from epk_gp.core.gradients import RunReplay
-from epk_gp.core.replay import PassData, TrainingReplay, passes_of
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian

@@ -136,7 +136,7 @@ class CertifiedTerms(Displayed):
                 "at most: contributions are so many times larger than what they sum to, and cancel, so that one alone "
                 "says little; sum them over groups, take the difference of two classes, or ask epk_gp.influence"
             )
-            entry = replace(entry, note=advice, is_warning=True)
+            entry = replace(entry, note=advice)
         return (*certificate_entries(self), entry)
 
 

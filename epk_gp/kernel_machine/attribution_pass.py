@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.recomputation import recomputation_of
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel

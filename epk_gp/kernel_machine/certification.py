@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding, replayed_steps
+from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
+from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
+from epk_gp.optimizers.update_rules import relative_rounding
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus

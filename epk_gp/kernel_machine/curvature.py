@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.forward_mode import needing_second_derivatives, require_second_derivatives
-from epk_gp.core.gradients import RunReplay, UnseenMove
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove, passes_of
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
-from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
-from epk_gp.core.replay import PassData, TrainingReplay, passes_of
+from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.trajectory import Trajectory, flat_state

@@ -23,8 +23,7 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode, require_second_derivatives
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.core.gradients import RunReplay
-from epk_gp.core.replay import PassData, seen_losses
+from epk_gp.core.gradients import PassData, RunReplay, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.terms import AttributionProblem, grouped_products

@@ -12,15 +12,22 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.averages import PredictedPath
-from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
+from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.plans import integration_points, panel_points
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.states import PredictedPath
 from epk_gp.core.step import fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained, network_outputs
+from epk_gp.core.trajectory import (
+    Trajectory,
+    flat_state,
+    flat_weights,
+    has_memory,
+    leaves_unexplained,
+    network_outputs,
+)
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import number_row, place_table, shown_places

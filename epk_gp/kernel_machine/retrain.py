@@ -12,13 +12,12 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.averages import averaged_trajectory
 from epk_gp.core.checks import validate_finite, validate_integer
+from epk_gp.core.gradients import passes_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.options import MEMORY_BUDGET, ComputeSettings, parse_options
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
-from epk_gp.core.replay import passes_of
 from epk_gp.core.show import (
     SHOWN_POINTS,
     Displayed,
@@ -32,6 +31,7 @@ from epk_gp.core.show import (
     number,
     warn_uncertified,
 )
+from epk_gp.core.states import averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, outside_autocast
 from epk_gp.core.trajectory import (

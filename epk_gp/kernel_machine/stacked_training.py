@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import RunReplay, UnseenMove
-from epk_gp.core.replay import PassData, passes_of
+from epk_gp.core.gradients import PassData, RunReplay, UnseenMove, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients

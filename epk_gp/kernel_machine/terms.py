@@ -14,7 +14,7 @@ from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
-from epk_gp.core.recomputation import recomputation_of
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel

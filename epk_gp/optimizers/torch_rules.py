@@ -1,8 +1,17 @@
 """The update rule of every optimizer of torch that takes one gradient a step, and of several on one network.
 
-Each reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step. What
-an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
+Each rule reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step.
+What an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
 recorded: the step is linear in the gradients with these numbers.
+
+Under Adam and its relatives some coefficients are proportional to a scale that the optimizer derives from the
+gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has these scales, as functions of
+what the optimizer keeps and of
+
+    h = grad_scale * g + weight_decay * w,
+
+so that a coefficient at other gradients is the recorded one times the ratio of both scales. Learning rates and their
+schedules are common factors and drop out.
 """
 
 import math
@@ -14,12 +23,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.preconditioners import scale_options
 from epk_gp.optimizers.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
-
-def _sign(group: Options) -> float:
-    return -1.0 if group.get("maximize", False) else 1.0
+Memory = tuple[Tensor, ...]
 
 
 def _count(group: Options, state: Options) -> Any:
@@ -27,60 +33,49 @@ def _count(group: Options, state: Options) -> Any:
     return state["step"] if group.get("capturable", False) else float(state["step"])
 
 
-def _option(group: Options, name: str) -> Any:
+def _as_computed(group: Options, value: Any) -> Any:
     """Return an option as torch computes with it: a tensor stays one, with its rounding, but in fused kernels."""
-    value = group[name]
     if not isinstance(value, Tensor):
         return value
     return float(value) if group.get("fused", False) else value.detach().squeeze()
 
 
-def _betas(group: Options) -> tuple[Any, Any]:
-    beta1, beta2 = (_option({**group, "beta": beta}, "beta") for beta in group["betas"])
-    return beta1, beta2
+def _step(group: Options, **coefficients: Any) -> LinearStep:
+    """Add what all optimizers have: the sign of the gradient, and the decay of the weights."""
+    decay = group.get("weight_decay", 0.0)
+    if group.get("decoupled_weight_decay", False):  # torch multiplies the weights with 1 - lr * weight_decay
+        shrunk = 1 - float(1 - _as_computed(group, group["lr"]) * _as_computed(group, decay))
+        coefficients = {"decoupled_decay": shrunk} | coefficients
+    else:
+        coefficients = {"weight_decay": float(decay)} | coefficients
+    return LinearStep(grad_scale=-1.0 if group.get("maximize", False) else 1.0, **coefficients)
 
 
-def _decoupled(group: Options) -> float:
-    """Return by how much of themselves the weights shrink: torch multiplies them with 1 - lr * weight_decay."""
-    return 1 - float(1 - _option(group, "lr") * _option(group, "weight_decay"))
-
-
-def _decays(group: Options, *, decoupled: bool) -> dict[str, Any]:
-    if decoupled:
-        return {"decoupled_decay": _decoupled(group)}
-    return {"weight_decay": float(group["weight_decay"])}
+def _mean(group: Options, before: Options) -> dict[str, Any]:
+    """Return the coefficients of a moving average of gradients."""
+    beta1 = float(group["betas"][0])
+    return {"beta": beta1 if before else 0.0, "one_minus_dampening": 1 - beta1}
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    lr, mu = float(group["lr"]), float(group["momentum"])
     if mu == 0:
-        return LinearStep(lr=lr, beta=1.0, grad_scale=_sign(group), weight_decay=decay)
-    return LinearStep(
-        lr=lr if group["nesterov"] else 0.0,
-        momentum_lr=lr * mu if group["nesterov"] else lr,
-        beta=mu if before else 0.0,
-        # torch starts the buffer with the gradient itself, not dampened
-        one_minus_dampening=1.0 - float(group["dampening"]) if before else 1.0,
-        grad_scale=_sign(group),
-        weight_decay=decay,
-    )
+        return _step(group, lr=lr, beta=1.0)
+    # torch starts the buffer with the gradient itself, not dampened
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])} if before else {}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
+    return _step(group, **{"one_minus_dampening": 1.0, **rates, **buffer})
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    (beta1, beta2), count = _betas(group), _count(group, after)
+    (beta1, beta2), count = (_as_computed(group, beta) for beta in group["betas"]), _count(group, after)
     v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
-    rate, root = _option(group, "lr") / (1 - beta1**count), (1 - beta2**count) ** 0.5
+    rate, root = _as_computed(group, group["lr"]) / (1 - beta1**count), (1 - beta2**count) ** 0.5
     if group.get("capturable", False):  # torch multiplies float32 numbers first
         momentum_lr = 1 / (v.sqrt() / float(root * rate) + float(group["eps"] / rate))
     else:
         momentum_lr = float(rate) / (v.sqrt() / float(root) + float(group["eps"]))
-    return LinearStep(
-        momentum_lr=momentum_lr,
-        beta=float(beta1) if before else 0.0,
-        one_minus_dampening=1 - float(beta1),
-        grad_scale=_sign(group),
-        **_decays(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
-    )
+    return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 
 def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -88,129 +83,82 @@ def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
 
 
 def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    beta1 = float(group["betas"][0])
-    return LinearStep(
-        momentum_lr=float(_option(group, "lr") / (1 - beta1 ** _count(group, after))) / after["exp_inf"],
-        beta=beta1 if before else 0.0,
-        one_minus_dampening=1 - beta1,
-        grad_scale=_sign(group),
-        **_decays(group, decoupled=False),
-    )
+    rate = float(_as_computed(group, group["lr"]) / (1 - float(group["betas"][0]) ** _count(group, after)))
+    return _step(group, momentum_lr=rate / after["exp_inf"], **_mean(group, before))
 
 
 def _nadam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, decay = _option(group, "lr"), float(group["momentum_decay"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = _as_computed(group, group["lr"]), float(group["momentum_decay"])
+    beta1, beta2 = map(float, group["betas"])
     count, product = _count(group, after), float(after["mu_product"])  # the product of mu_1 .. mu_t
     mu, mu_next = (float(beta1 * (1 - 0.5 * 0.96 ** (n * decay))) for n in (count, count + 1))
     denominator = (after["exp_avg_sq"] / float(1 - beta2**count)).sqrt() + float(group["eps"])
-    return LinearStep(
-        lr=float(lr * (1 - mu) / (1 - product)) / denominator,
-        momentum_lr=float(lr * mu_next / (1 - product * mu_next)) / denominator,
-        beta=beta1 if before else 0.0,
-        one_minus_dampening=1 - beta1,
-        grad_scale=_sign(group),
-        **_decays(group, decoupled=bool(group["decoupled_weight_decay"])),
-    )
+    rates = {"lr": lr * (1 - mu) / (1 - product), "momentum_lr": lr * mu_next / (1 - product * mu_next)}
+    return _step(group, **{name: float(rate) / denominator for name, rate in rates.items()}, **_mean(group, before))
 
 
 def _radam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr = float(group["lr"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    count = _count(group, after)
+    beta1, beta2 = map(float, group["betas"])
+    count, rho_inf = _count(group, after), 2 / (1 - beta2) - 1
     correction = 1 - beta2**count
-    rho_inf = 2 / (1 - beta2) - 1
     rho = float(rho_inf - 2 * count * beta2**count / correction)
-    momentum_lr: float | Tensor = lr / float(1 - beta1**count)
+    momentum_lr: float | Tensor = float(group["lr"]) / float(1 - beta1**count)
     if rho > 5:  # before that, torch takes the momentum as it is
         rectified = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         scale = rectified * float(correction**0.5)
         momentum_lr = momentum_lr * scale / (after["exp_avg_sq"].sqrt() + float(group["eps"]))
-    return LinearStep(
-        momentum_lr=momentum_lr,
-        beta=beta1 if before else 0.0,
-        one_minus_dampening=1 - beta1,
-        grad_scale=_sign(group),
-        **_decays(group, decoupled=bool(group["decoupled_weight_decay"])),
-    )
+    return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 
 def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     """Adam on the entries of the sparse gradient; the buffers of the others keep what they hold."""
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    count = float(after["step"])
-    seen, one = _seen_entries(p), torch.ones_like(after["exp_avg"])
-    denominator = after["exp_avg_sq"].sqrt() + float(group["eps"])
-    rate = float(_option(group, "lr") * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
-    return LinearStep(
-        momentum_lr=torch.where(seen, rate / denominator, 0.0),
-        beta=torch.where(seen, one * (beta1 if before else 0.0), one),
-        one_minus_dampening=torch.where(seen, one * (1 - beta1), 0.0),
-        grad_scale=_sign(group),
-    )
-
-
-def _seen_entries(p: nn.Parameter) -> Tensor:
-    """Return which entries of a parameter its sparse gradient holds."""
-    seen = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+    beta1, beta2 = map(float, group["betas"])
+    count, seen = float(after["step"]), torch.zeros(p.shape, dtype=torch.bool, device=p.device)
     if p.grad is not None:
         seen[tuple(p.grad.coalesce().indices())] = True
-    return seen
+    rate = float(_as_computed(group, group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
+    found = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
+    one = torch.ones_like(after["exp_avg"])
+    kept = {"beta": 1.0}
+    return _step(group, **{name: torch.where(seen, one * found[name], kept.get(name, 0.0)) for name in found})
 
 
 def _rmsprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
-    v = after["square_avg"]
+    lr, mu, v = float(group["lr"]), float(group["momentum"]), after["square_avg"]
     if group["centered"]:
         v = v.addcmul(after["grad_avg"], after["grad_avg"], value=-1)
-    inverse = 1 / (v.sqrt() + float(group["eps"]))
-    return LinearStep(
-        lr=0.0 if mu > 0 else lr * inverse,
-        momentum_lr=lr if mu > 0 else 0.0,
-        beta=mu if before else 0.0,
-        one_minus_dampening=inverse if mu > 0 else 0.0,
-        grad_scale=_sign(group),
-        weight_decay=float(group["weight_decay"]),
-    )
+    inverse, beta = 1 / (v.sqrt() + float(group["eps"])), mu if before else 0.0
+    if mu > 0:
+        return _step(group, momentum_lr=lr, beta=beta, one_minus_dampening=inverse)
+    return _step(group, lr=lr * inverse, beta=beta)
 
 
 def _adagrad(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     lr = float(group["lr"]) / (1 + (float(after["step"]) - 1) * float(group["lr_decay"]))
-    return LinearStep(
-        lr=lr / (after["sum"].sqrt() + float(group["eps"])),
-        grad_scale=_sign(group),
-        weight_decay=float(group["weight_decay"]),
-    )
+    return _step(group, lr=lr / (after["sum"].sqrt() + float(group["eps"])))
 
 
 def _adadelta(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    eps, after_squares = float(group["eps"]), after["square_avg"]
-    before_deltas = before.get("acc_delta", torch.zeros_like(after_squares))
-    return LinearStep(
-        lr=float(group["lr"]) * (before_deltas + eps).sqrt() / (after_squares + eps).sqrt(),
-        grad_scale=_sign(group),
-        weight_decay=float(group["weight_decay"]),
-    )
+    eps, squares = float(group["eps"]), after["square_avg"]
+    deltas = before.get("acc_delta", torch.zeros_like(squares))
+    return _step(group, lr=float(group["lr"]) * (deltas + eps).sqrt() / (squares + eps).sqrt())
 
 
 def _asgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     # torch keeps the step size eta in float32; the one after a step is that of the next step
     eta = float(before["eta"] if before else torch.as_tensor(group["lr"]).to(after["eta"].dtype))
-    return LinearStep(
-        lr=eta,
-        grad_scale=_sign(group),
-        weight_decay=float(group["weight_decay"]),
-        decoupled_decay=float(group["lambd"]) * eta,
-    )
+    return _step(group, lr=eta, decoupled_decay=float(group["lambd"]) * eta)
 
 
 def _rprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     size = after["prev"].abs()  # of the gradient, and 0 where its sign changed and the step was left out
-    return LinearStep(lr=torch.where(size > 0, after["step_size"] / size, 0.0), grad_scale=_sign(group))
+    return _step(group, lr=torch.where(size > 0, after["step_size"] / size, 0.0))
 
 
 def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, count = _option(group, "lr"), float(after["step"])
+    def root_mean_square(value: Tensor) -> float:
+        return float(value.norm(2)) / math.sqrt(value.numel())
+
     eps1, eps2 = group["eps"]
     eps1 = torch.finfo(p.dtype).eps if eps1 is None else float(eps1)
     if p.ndim > 1:
@@ -220,13 +168,10 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
         V = after["variance"]
     inverse = V.clamp(min=eps1 * eps1).rsqrt()
     gradient = torch.zeros_like(p) if p.grad is None else p.grad
-    alpha = max(float(eps2), _root_mean_square(before[WEIGHTS])) * min(lr, count**-0.5)
-    clipping = max(1.0, _root_mean_square(inverse * gradient) / float(group["d"]))
-    return LinearStep(lr=float(alpha / clipping) * inverse, grad_scale=_sign(group), decoupled_decay=_decoupled(group))
-
-
-def _root_mean_square(value: Tensor) -> float:
-    return float(value.norm(2)) / math.sqrt(value.numel())
+    rate = min(_as_computed(group, group["lr"]), float(after["step"]) ** -0.5)
+    alpha = max(float(eps2), root_mean_square(before[WEIGHTS])) * rate
+    clipping = max(1.0, root_mean_square(inverse * gradient) / float(group["d"]))
+    return _step({**group, "decoupled_weight_decay": True}, lr=float(alpha / clipping) * inverse)
 
 
 def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -236,28 +181,21 @@ def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     Q = orthogonalising_matrix(U, group["ns_coefficients"], int(group["ns_steps"]), float(group["eps"]))
     rows, columns = p.shape
     rates = {"original": math.sqrt(max(1, rows / columns)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
-    rate = float(_option(group, "lr") * rates.get(group["adjust_lr_fn"] or "original", 1.0))
-    return LinearStep(
+    rate = float(_as_computed(group, group["lr"]) * rates.get(group["adjust_lr_fn"] or "original", 1.0))
+    return _step(
+        {**group, "decoupled_weight_decay": True},
         lr=rate * (1 - mu) if nesterov else 0.0,
         momentum_lr=rate * mu if nesterov else rate,
         beta=mu if before else 0.0,
         one_minus_dampening=1 - mu,
-        decoupled_decay=_decoupled(group),
-        left=None if rows > columns else Q,
-        right=Q if rows > columns else None,
+        **{"right" if rows > columns else "left": Q},
     )
 
 
 def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
 
-    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / |U|.
-
-    Args:
-        U: The update, (rows, columns).
-        coefficients: a, b and c.
-        steps: Number of iterations.
-        eps: Smallest norm that U is divided by.
+    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
     """
     a, b, c = coefficients
     X = U.T if U.shape[0] > U.shape[1] else U
@@ -271,40 +209,192 @@ def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], 
     return Q.T if U.shape[0] > U.shape[1] else Q
 
 
-def _of_torch(named: Mapping[str, Callable[..., LinearStep] | UpdateRule]) -> dict[type[Optimizer], UpdateRule]:
-    """Return the rules of the optimizers that the installed torch has."""
-    return {
-        getattr(optim, name): rule if isinstance(rule, UpdateRule) else UpdateRule(name, rule)
-        for name, rule in named.items()
-        if hasattr(optim, name)
-    }
+RULES: dict[type[Optimizer], UpdateRule] = {
+    getattr(optim, rule.name): rule
+    for rule in (
+        UpdateRule("SGD", _sgd),
+        UpdateRule("Adam", _adam),
+        UpdateRule("AdamW", _adamw),
+        UpdateRule("RMSprop", _rmsprop),
+        UpdateRule("Adagrad", _adagrad),
+        UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
+        UpdateRule("Adafactor", _adafactor, (WEIGHTS,)),
+        UpdateRule("Adamax", _adamax),
+        UpdateRule("ASGD", _asgd, ("eta",)),
+        UpdateRule("NAdam", _nadam),
+        UpdateRule("RAdam", _radam),
+        UpdateRule("Rprop", _rprop),
+        UpdateRule("SparseAdam", _sparse_adam),
+        UpdateRule("Muon", _muon, unexplained=0.5),
+    )
+    if hasattr(optim, rule.name)  # the installed torch may be older
+}
 
 
-RULES = _of_torch(
-    {
-        "SGD": _sgd,
-        "Adam": _adam,
-        "AdamW": _adamw,
-        "RMSprop": _rmsprop,
-        "Adagrad": _adagrad,
-        "Adadelta": UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
-        "Adafactor": UpdateRule("Adafactor", _adafactor, (WEIGHTS,)),
-        "Adamax": _adamax,
-        "ASGD": UpdateRule("ASGD", _asgd, ("eta",)),
-        "NAdam": _nadam,
-        "RAdam": _radam,
-        "Rprop": _rprop,
-        "SparseAdam": _sparse_adam,
-        "Muon": UpdateRule("Muon", _muon, unexplained=0.5),
-    }
-)
-REFUSED: dict[type[Optimizer], str] = {
-    optim.LBFGS: (
-        "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, at weights "
-        "that are not recorded, and its step is not linear in the gradients. Use another optimizer of torch.optim for "
-        "the steps that are recorded."
+@dataclass(frozen=True)
+class Preconditioner:
+    """The scale of an optimizer's coefficients.
+
+    Attributes:
+        scale: Maps what the optimizer keeps before a step, h, the options, the number of the step from 1 on, the
+            weights before it and the parameter's shape to the scale, and to what is kept after the step. Tensors are
+            flat, with any leading dimensions; the number of the step is one, or one per weight.
+        initial: Returns what each of the kept tensors holds before the first step.
+        fields: Returns the names of the coefficients that are proportional to the scale.
+        replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
+            optimizer decides by signs: the derivative is right, steps on other gradients are not.
+        sizes: Returns the lengths of the kept tensors for a parameter's shape, where the scale of a weight depends on
+            other weights of its parameter; None where it is computed entry by entry.
+    """
+
+    scale: Callable[[Memory, Tensor, Options, Tensor, Tensor, torch.Size], tuple[Tensor, Memory]]
+    initial: Callable[[Options], tuple[float, ...]] = lambda options: (0.0,)
+    fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
+    replays: bool = True
+    sizes: Callable[[torch.Size], tuple[int, ...]] | None = None
+
+
+def _sqrt(v: Tensor) -> Tensor:
+    """Return the root, with derivative 0 at 0: where all gradients so far are 0."""
+    is_positive = v > 0
+    return torch.where(is_positive, torch.where(is_positive, v, 1.0).sqrt(), 0.0)
+
+
+def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
+    return decay * kept + (1 - decay) * value
+
+
+def _adam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_: Any) -> tuple[Tensor, Memory]:
+    v = _average(memory[0], h * h, options["betas"][1])
+    used, memory = v, (v, *memory[1:])
+    if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
+        used = torch.maximum(memory[1], v)
+        memory = (v, used)
+    return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
+
+
+def _radam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_: Any) -> tuple[Tensor, Memory]:
+    beta2 = options["betas"][1]
+    v = _average(memory[0], h * h, beta2)
+    rho = 2 / (1 - beta2) - 1 - 2 * count * beta2**count / (1 - beta2**count)
+    return torch.where(rho > 5, 1 / (_sqrt(v) + options["eps"]), 1.0), (v,)
+
+
+def _adamax_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
+    u = torch.maximum(options["betas"][1] * memory[0], h.abs() + options["eps"])
+    return 1 / u, (u,)
+
+
+def _sparse_adam_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
+    v = _average(memory[0], h * h, options["betas"][1])
+    return 1 / (_sqrt(v) + options["eps"]), (v,)
+
+
+def _rmsprop_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
+    used = v = _average(memory[0], h * h, options["alpha"])
+    mean = memory[1]
+    if options["centered"]:
+        mean = _average(mean, h, options["alpha"])
+        used = (v - mean * mean).clamp(min=0)
+    return 1 / (_sqrt(used) + options["eps"]), (v, mean)
+
+
+def _adagrad_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
+    total = memory[0] + h * h
+    return 1 / (_sqrt(total) + options["eps"]), (total,)
+
+
+def _adadelta_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
+    squares, deltas = memory
+    squares = _average(squares, h * h, options["rho"])
+    scale = ((deltas + options["eps"]) / (squares + options["eps"])).sqrt()
+    return scale, (squares, _average(deltas, (scale * h) ** 2, options["rho"]))
+
+
+def _rprop_scale(memory: Memory, h: Tensor, *_: Any) -> tuple[Tensor, Memory]:
+    return torch.where(h == 0, 1.0, 1 / h.abs()), memory
+
+
+def _adafactor_scale(
+    memory: Memory, h: Tensor, options: Options, count: Tensor, w: Tensor, shape: torch.Size
+) -> tuple[Tensor, Memory]:
+    def root_mean_square(value: Tensor) -> Tensor:
+        return _sqrt(value.square().mean(dim=-1, keepdim=True))
+
+    eps1, eps2 = map(float, options["eps"])
+    share = count ** float(options["beta2_decay"])
+    if len(shape) > 1:
+        squares = h.unflatten(-1, shape).square()
+        means = (squares.mean(dim=-1).flatten(-len(shape) + 1), squares.mean(dim=-2).flatten(-len(shape) + 1))
+        memory = tuple(torch.lerp(kept, value, share) for kept, value in zip(memory, means, strict=True))
+        row = memory[0].unflatten(-1, shape[:-1])
+        column = memory[1].unflatten(-1, (*shape[:-2], shape[-1]))
+        size = row.mean(dim=-1, keepdim=True).clamp(min=eps1)
+        V = ((row / size)[..., None] * column[..., None, :]).flatten(-len(shape))
+    else:
+        memory = (torch.lerp(memory[0], h.square(), share),)
+        V = memory[0]
+    inverse = V.clamp(min=eps1 * eps1).rsqrt()
+    clipping = (root_mean_square(inverse * h) / float(options["d"])).clamp(min=1.0)
+    return root_mean_square(w).clamp(min=eps2) / clipping * inverse, memory
+
+
+def _adafactor_sizes(shape: torch.Size) -> tuple[int, ...]:
+    return (shape[:-1].numel(), shape.numel() // max(1, shape[-2])) if len(shape) > 1 else (max(1, shape.numel()),)
+
+
+_ADAM = Preconditioner(_adam_scale, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
+
+PRECONDITIONERS: dict[str, Preconditioner] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "NAdam": _ADAM,
+    "RAdam": Preconditioner(_radam_scale),
+    "Adamax": Preconditioner(_adamax_scale),
+    "SparseAdam": Preconditioner(_sparse_adam_scale),
+    "RMSprop": Preconditioner(
+        _rmsprop_scale,
+        lambda options: (0.0, 0.0),
+        # with momentum the optimizer divides the gradient before it enters the buffer
+        lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
+    ),
+    "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
+    "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
+    "Rprop": Preconditioner(_rprop_scale, lambda options: (), replays=False),
+    "Adafactor": Preconditioner(
+        _adafactor_scale, lambda options: (0.0, 0.0), lambda options: ("lr",), sizes=_adafactor_sizes
     ),
 }
+LINEAR_RULES = frozenset({"SGD", "ASGD"})  # their coefficients do not depend on the gradients
+
+
+def _scale_options(rule: str, options: Options) -> dict[str, Any]:
+    """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
+    names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay")
+    found = [name for name in (*names, "initial_accumulator_value") if name in options and rule in PRECONDITIONERS]
+    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in found}
+
+
+def with_eps(options: Options, eps: float) -> Options:
+    """Return options whose first eps is a number: Adafactor's default is that of the weights' dtype."""
+    own = options.get("eps")
+    if isinstance(own, Sequence) and len(own) == 2 and own[0] is None:
+        return {**options, "eps": [eps, own[1]]}
+    return options
+
+
+def fits_scale(rule: str, options: Options) -> bool:
+    """Return whether a rule's scale can be computed by options that a file holds."""
+    if rule not in PRECONDITIONERS:
+        return True
+    own, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
+    options = with_eps(options, torch.finfo(one.dtype).eps)
+    try:
+        memory = tuple(value * one for value in own.initial(options))
+        scale, _ = own.scale(memory, one, options, one, one, torch.Size((1, 1)))
+        return bool(own.fields(options) and scale.isfinite().all())
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -333,7 +423,7 @@ class OptimizerGroup:
 
     def of_scale(self) -> "OptimizerGroup":
         """Return the group with those options alone that its preconditioner depends on."""
-        return OptimizerGroup(self.rule, self.names, scale_options(self.rule, self.options))
+        return OptimizerGroup(self.rule, self.names, _scale_options(self.rule, self.options))
 
     @classmethod
     def from_json(cls, group: Mapping[str, Any]) -> "OptimizerGroup":
@@ -342,43 +432,40 @@ class OptimizerGroup:
 
 
 def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of all optimizers.
-
-    Args:
-        optimizers: One optimizer, or several.
-        rules: The update rules that the user gave, as `rule_for` takes them.
-        net: The network that they train.
-    """
+    """Return the parameter groups of all optimizers of a network, with the update rules that the user gave."""
     names = {id(p): name for name, p in net.named_parameters()}
-    given = given_rules(optimizers, rules)
-    return tuple(group for own, optimizer in given for group in groups_of(optimizer, own, names))
+    return tuple(
+        group for own, optimizer in given_rules(optimizers, rules) for group in groups_of(optimizer, own, names)
+    )
 
 
 def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
-    """Return each optimizer with the update rule that the user gave for it."""
+    """Return each optimizer with the update rule that the user gave for it.
+
+    Raises:
+        ValueError: There is not one entry for each optimizer.
+    """
     several = as_optimizers(optimizers)
     given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
+    if len(given) != len(several):
+        raise ValueError(f"update_rule must have one entry per optimizer: got {len(given)} for {len(several)}.")
     return list(zip(given, several, strict=True))
 
 
 def groups_of(
     optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
 ) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of one optimizer as they are now.
+    """Return the parameter groups of one optimizer as they are now, or those options that preconditioners depend on.
 
-    Args:
-        optimizer: The optimizer.
-        own: The update rule that the user gave.
-        names: The network's parameters by their `id`.
-        of_scale: Whether to read those options alone that preconditioners depend on.
+    The user gave its `own` update rule; `names` has the network's parameters by their `id`.
     """
     rule = RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else ""
-    found = []
+    groups = []
     for group in optimizer.param_groups:
-        options = scale_options(rule, group) if of_scale else group
+        options = _scale_options(rule, group) if of_scale else group
         plain = {key: _plain(value) for key, value in options.items() if key != "params"}
-        found.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
-    return tuple(found)
+        groups.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
+    return tuple(groups)
 
 
 def _plain(option: Any) -> Any:
@@ -403,13 +490,12 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
     if not several:
         raise ValueError("there must be at least one optimizer: got an empty sequence.")
-    owners: dict[int, int] = {}
-    for number, optimizer in enumerate(several):
+    owners: dict[int, Optimizer] = {}
+    for optimizer in several:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if owners.setdefault(id(p), number) != number:
+            if owners.setdefault(id(p), optimizer) is not optimizer:
                 raise ValueError(
-                    "every parameter must belong to one optimizer: got a parameter of shape "
-                    f"{tuple(p.shape)} that two of them hold."
+                    f"every parameter must belong to one optimizer: two hold one of shape {tuple(p.shape)}."
                 )
     return several
 
@@ -417,25 +503,19 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
     """Return the update rule of an optimizer, or the common one of several optimizers of one network.
 
-    Args:
-        optimizers: One optimizer, or several.
-        given: The rule of an optimizer that is not one of torch's; of several optimizers a sequence with one entry for
-            each, None for torch's own.
+    A rule is given for an optimizer that is not one of torch's; of several optimizers a sequence with one entry for
+    each, None for torch's own.
 
     Raises:
         TypeError: An object is not an optimizer.
         ValueError: The update rule of an optimizer is not known, or the optimizer cannot be covered.
     """
-    several = as_optimizers(optimizers)
-    rules = (given,) * len(several) if given is None or isinstance(given, UpdateRule) else tuple(given)
-    if len(rules) != len(several):
-        raise ValueError(f"update_rule must have one entry per optimizer: got {len(rules)} for {len(several)}.")
-    found = tuple(_known_rule(o) if rule is None else rule for o, rule in zip(several, rules, strict=True))
-    if len(found) == 1:
-        return found[0]
+    rules = [(_known_rule(type(o)) if rule is None else rule, o) for rule, o in given_rules(optimizers, given)]
+    if len(rules) == 1:
+        return rules[0][0]
 
     def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-        for optimizer, rule in zip(several, found, strict=True):
+        for rule, optimizer in rules:
             if any(group is its_own for its_own in optimizer.param_groups):
                 # what another rule needs would make a first step look like a later one
                 own = {name: value for name, value in before.items() if name != WEIGHTS or name in rule.needs_before}
@@ -443,43 +523,39 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         raise ValueError("the parameter group must be one of the optimizers' that are recorded: it is another one.")
 
     return UpdateRule(
-        name=" + ".join(dict.fromkeys(rule.name for rule in found)),
+        name=" + ".join(dict.fromkeys(rule.name for rule, _ in rules)),
         coefficients=coefficients,
-        needs_before=tuple(dict.fromkeys(name for rule in found for name in rule.needs_before)),
-        unexplained=max(rule.unexplained for rule in found),
+        needs_before=tuple(dict.fromkeys(name for rule, _ in rules for name in rule.needs_before)),
+        unexplained=max(rule.unexplained for rule, _ in rules),
     )
 
 
-def _known_rule(optimizer: Optimizer) -> UpdateRule:
-    kind = type(optimizer)
+def _known_rule(kind: type[Optimizer]) -> UpdateRule:
     if kind in RULES:
         return RULES[kind]
-    if kind in REFUSED:
-        raise ValueError(REFUSED[kind])
+    if kind is optim.LBFGS:
+        raise ValueError(
+            "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, and "
+            "its step is not linear in the gradients. Use another optimizer for the steps that are recorded."
+        )
     known = ", ".join(sorted(rule.__name__ for rule in RULES))
     raise ValueError(
-        f"the optimizer's update rule must be known: that of "
-        f"{kind.__module__}.{kind.__name__} is not. Use one of torch.optim's {known}, "
-        "or pass the rule as update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
+        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Use one of "
+        f"torch.optim's {known}, or pass the rule as update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
     )
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
     """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
 
-    Args:
-        rule: The update rule.
-        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
-
     Raises:
         ValueError: The rule leaves more than rounding, and no share is given.
     """
     if rule.unexplained > 0 and unexplained is None:
         raise ValueError(
-            f"unexplained must be given for {rule.name}, whose steps the update rule explains up to a share only: got "
-            "None. The optimizer computes a part of its step in a lower precision than that of the weights. Pass "
-            f"unexplained={rule.unexplained}, the share of a step's norm that may be left: what is left becomes a term "
-            "of its own in every result, with its size."
+            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
+            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
+            "be left: what is left becomes a term of its own in every result, with its size."
         )
 
 
@@ -493,13 +569,13 @@ def validate_fresh_optimizer(optimizers: Optimizers) -> None:
     """
     for optimizer in as_optimizers(optimizers):
         for group in optimizer.param_groups:
-            for state in (optimizer.state.get(p, {}) for p in group["params"]):
-                for name, value in sorted(state.items(), key=lambda entry: entry[0] == "step"):
-                    if _holds_gradients(optimizer, group, name, value):
-                        raise ValueError(
-                            f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
-                            "Make a new optimizer, or record from its first step on."
-                        )
+            entries = [entry for p in group["params"] for entry in optimizer.state.get(p, {}).items()]
+            held = [name for name, value in entries if _holds_gradients(optimizer, group, name, value)]
+            if held:
+                raise ValueError(
+                    f"the optimizer must be fresh: its {min(held, key='step'.__eq__)} holds gradients from before the "
+                    "recording. Make a new optimizer, or record from its first step on."
+                )
 
 
 def _holds_gradients(optimizer: Optimizer, group: Options, name: str, value: Any) -> bool:

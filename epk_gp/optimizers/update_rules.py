@@ -110,11 +110,6 @@ class UpdateCoefficients:
         """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
         return iter(getattr(self, name) for name in FIELDS)
 
-    @property
-    def has_matrices(self) -> bool:
-        """Whether the step of any parameter is multiplied with a matrix."""
-        return bool(self.left or self.right)
-
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
         yield from self
@@ -135,25 +130,25 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     """
     matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
     for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
-        for name in MATRICES:
-            if (Q := getattr(step, name)) is not None:
-                matrices[name][k] = Q.detach()
-        _matrix_shape(matrices["left"].get(k), matrices["right"].get(k), size)
+        own = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
+        for name, Q in own.items():
+            matrices[name][k] = Q
+        _matrix_shape(own.get("left"), own.get("right"), size)
     joined = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
-        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
-        if not tensors:
+        like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+        if like is None:
             joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-            continue
-        rows = [
-            value.detach().reshape(-1)
-            if isinstance(value, Tensor) and value.ndim
-            else tensors[0].new_full((size,), float(value))
-            for value, size in zip(values, sizes, strict=True)
-        ]
-        joined[name] = torch.cat(rows)
-    return UpdateCoefficients(*joined.values(), left=matrices["left"], right=matrices["right"])
+        else:
+            rows = (
+                value.detach().reshape(-1)
+                if isinstance(value, Tensor) and value.ndim
+                else like.new_full((size,), float(value))
+                for value, size in zip(values, sizes, strict=True)
+            )
+            joined[name] = torch.cat(list(rows))
+    return UpdateCoefficients(**joined, left=matrices["left"], right=matrices["right"])
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
@@ -185,8 +180,9 @@ def predict_step(
         """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""
         total: Tensor | None = None
         for coefficient, vector in terms:
-            value = _scalar_or_per_weight(coefficient, sizes, w)
-            number = float(coefficient[0]) if value.ndim == 0 else None
+            is_shared = len(coefficient) == len(sizes) and len(set(coefficient.tolist())) == 1
+            value = coefficient[0].to(w) if is_shared else broadcast_to_params(coefficient, sizes, w)
+            number = float(coefficient[0]) if is_shared else None
             if number != 0:
                 product = vector if number == 1 else value * vector
                 total = product if total is None else total + product
@@ -196,6 +192,43 @@ def predict_step(
     after = sum_of((update.beta, m), (update.one_minus_dampening, h))
     direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, after), (update.lr, h)))
     return sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w)), after
+
+
+def step_tolerance(start: Tensor, predicted: Tensor) -> float:
+    """Return the largest difference between a recorded and a predicted step that rounding can explain.
+
+    A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
+    weight) beside the relative rounding of the gradient.
+    """
+    weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
+    return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+
+
+def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
+    """Return the largest absolute value of a vector, without a copy of it."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
+
+
+def relative_rounding(dtype: torch.dtype) -> float:
+    """Return the relative rounding of a gradient or step that is accepted without a closer look.
+
+    In float64 it is the square root of eps, 1.5e-8. In float32 that would be 3.5e-4 and hide a weight decay or a
+    gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
+    (`consistent_up_to_rounding` in `epk_gp.recording.check`).
+    """
+    eps = float(torch.finfo(dtype).eps)
+    return eps**0.5 if dtype == torch.float64 else 64 * eps
+
+
+def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
+    """Return weights whose entries are moved by one eps of their size, up or down.
+
+    What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
+    """
+    index = torch.arange(w.numel(), device=w.device, dtype=torch.float64)
+    signs = (index * index).sin().sign().to(w.dtype)
+    return w * (1 + eps * signs)
 
 
 def apply_matrices(
@@ -212,7 +245,7 @@ def apply_matrices(
     Returns:
         The products; the vectors themselves where the step has no matrices.
     """
-    if not update.has_matrices:
+    if not (update.left or update.right):
         return vectors
     parts = list(vectors.split(list(sizes), dim=-1))
     for k in update.left.keys() | update.right.keys():
@@ -228,27 +261,16 @@ def apply_matrices(
 
 def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple[int, int]:
     """Return rows and columns of a parameter that is multiplied with matrices."""
-    for Q in (left, right):
-        if Q is not None and (Q.ndim != 2 or Q.shape[0] != Q.shape[1] or size % len(Q)):
-            raise ValueError(
-                "the matrix of a step must be square, with a side that divides the parameter's number of weights: got "
-                f"{tuple(Q.shape)} for {size} weights."
-            )
     rows = len(left) if left is not None else size // (1 if right is None else len(right))
-    columns = size // rows
-    if right is not None and len(right) != columns:
+    columns = len(right) if right is not None else size // rows
+    expected = [Q is None or Q.shape == (side, side) for Q, side in ((left, rows), (right, columns))]
+    if rows * columns != size or not all(expected):
+        got = ", ".join(str(tuple(Q.shape)) for Q in (left, right) if Q is not None)
         raise ValueError(
-            f"the matrices of a step must fit a parameter of {size} weights from both sides: got {rows} rows and "
-            f"{len(right)} columns."
+            "the matrices of a step must be square, with sides that fit the parameter's number of weights: got "
+            f"{got} for {size} weights."
         )
     return rows, columns
-
-
-def _scalar_or_per_weight(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Tensor:
-    """Return a coefficient as a scalar where all parameters share it, else as one number per weight."""
-    if len(value) == len(sizes) and len(set(value.tolist())) == 1:
-        return value[0].to(reference)
-    return broadcast_to_params(value, sizes, reference)
 
 
 def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
@@ -267,36 +289,30 @@ class ClipNorm:
     """Clipping of the norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        max_norm: The largest norm that is not clipped.
+        bound: The largest norm that is not clipped.
         norm_type: The p of the p-norm.
     """
 
-    max_norm: float
+    bound: float
     norm_type: float = 2.0
-
-    @property
-    def bound(self) -> float:
-        """The number that must be positive and finite."""
-        return self.max_norm
 
     def factor(self, g: Float[Tensor, " P"]) -> float:
         """Return the factor by which this clipping multiplies a gradient."""
-        norm = float(torch.linalg.vector_norm(g, self.norm_type))
-        return min(1.0, self.max_norm / (norm + EPSILON))
+        return min(1.0, self.bound / (float(torch.linalg.vector_norm(g, self.norm_type)) + EPSILON))
 
     def factors(self, g: Float[Tensor, "*m P"]) -> Float[Tensor, "*m 1"]:
         """Return the factor of each of several gradients."""
         norms: Tensor = torch.linalg.vector_norm(g, self.norm_type, dim=-1, keepdim=True)
-        return (self.max_norm / (norms + EPSILON)).clamp(max=1.0)
+        return (self.bound / (norms + EPSILON)).clamp(max=1.0)
 
     def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
         """Return whether a gradient is as large as this clipping leaves it: up to rounding, not below the bound."""
         norm = float(torch.linalg.vector_norm(used, self.norm_type))
-        return not norm * (1 + CLIP_ROUNDING[False]) + EPSILON < self.max_norm
+        return not norm * (1 + CLIP_ROUNDING[False]) + EPSILON < self.bound
 
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
-        nn.utils.clip_grad_norm_(net.parameters(), self.max_norm, self.norm_type)
+        nn.utils.clip_grad_norm_(net.parameters(), self.bound, self.norm_type)
 
 
 @dataclass(frozen=True)
@@ -304,31 +320,24 @@ class ClipValue:
     """Clipping of every entry of the gradient, as `torch.nn.utils.clip_grad_value_`.
 
     Attributes:
-        max_value: The largest absolute value that is not clipped.
+        bound: The largest absolute value that is not clipped.
     """
 
-    max_value: float
-
-    @property
-    def bound(self) -> float:
-        """The number that must be positive and finite."""
-        return self.max_value
-
-    def factor(self, g: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """Return the factor by which this clipping multiplies each entry of a gradient."""
-        return self.factors(g)
+    bound: float
 
     def factors(self, g: Float[Tensor, "*m P"]) -> Float[Tensor, "*m P"]:
-        """Return the factor of each entry of several gradients."""
-        return torch.where(g.abs() > self.max_value, self.max_value / g.abs(), 1.0)
+        """Return the factor by which this clipping multiplies each entry of gradients."""
+        return torch.where(g.abs() > self.bound, self.bound / g.abs(), 1.0)
+
+    factor = factors
 
     def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
         """Return whether a gradient has an entry as large as this clipping leaves it."""
-        return not float(torch.linalg.vector_norm(used, float("inf"))) * (1 + CLIP_ROUNDING[False]) < self.max_value
+        return not float(torch.linalg.vector_norm(used, float("inf"))) * (1 + CLIP_ROUNDING[False]) < self.bound
 
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
-        nn.utils.clip_grad_value_(net.parameters(), self.max_value)
+        nn.utils.clip_grad_value_(net.parameters(), self.bound)
 
 
 Clip = ClipNorm | ClipValue

@@ -14,25 +14,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import (
-    CANCELLATION_FACTOR,
-    batch_gradient,
-    largest_entry,
-    move_by_rounding,
-    relative_rounding,
-    statistics_error,
-    step_tolerance,
-)
+from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replay import TrainingReplay, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
     UpdateCoefficients,
+    largest_entry,
+    move_by_rounding,
     predict_step,
+    relative_rounding,
     scale_gradient,
     stack_coefficients,
+    step_tolerance,
 )
 from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
 from epk_gp.recording.optimizer import OptimizerPart

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.gradients import move_by_rounding
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.update_rules import move_by_rounding
 from epk_gp.recording.check import CheckSchedule, ObservedStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.recording.validation import evenly_spread

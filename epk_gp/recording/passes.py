@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
+from epk_gp.core.gradients import TrainingData
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -26,7 +27,6 @@ from epk_gp.core.losses import (
     sample_weights,
     soft_targets,
 )
-from epk_gp.core.replay import TrainingData
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.mode_check import ModeCheck

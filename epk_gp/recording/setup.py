@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from epk_gp.core.checks import validate_count, validate_finite
-from epk_gp.core.gradients import largest_entry, move_by_rounding, relative_rounding, with_kept_activations
+from epk_gp.core.gradients import TrainingData, with_kept_activations
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import (
     Loss,
@@ -29,7 +29,6 @@ from epk_gp.core.model import (
     perturbed_initial,
     random_state_kept,
 )
-from epk_gp.core.replay import TrainingData
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import (
@@ -40,7 +39,18 @@ from epk_gp.optimizers.torch_rules import (
     validate_fresh_optimizer,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import CLIP_ROUNDING, EPSILON, Clip, ClipNorm, ClipValue, UpdateRule, rounded_bound
+from epk_gp.optimizers.update_rules import (
+    CLIP_ROUNDING,
+    EPSILON,
+    Clip,
+    ClipNorm,
+    ClipValue,
+    UpdateRule,
+    largest_entry,
+    move_by_rounding,
+    relative_rounding,
+    rounded_bound,
+)
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.recording.history import StepResult
 from epk_gp.recording.mode_check import moving_statistics

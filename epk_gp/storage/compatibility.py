@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.gradients import batch_gradient, step_tolerance
+from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.signature import signature_from_json
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory, batch_of
-from epk_gp.optimizers.update_rules import predict_step
+from epk_gp.optimizers.update_rules import predict_step, step_tolerance
 from epk_gp.storage.schema import WEIGHT_DTYPES, RunHeader, describe_loss
 
 _KNOWN_LOSSES: dict[str, Any] = {

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
-from epk_gp.optimizers.preconditioners import fits_scale
-from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,

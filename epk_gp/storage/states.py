@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.recomputation import recomputation_of, recomputed_run
+from epk_gp.core.states import recomputation_of, recomputed_run
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import read_places, read_row, read_update

@@ -79,7 +79,6 @@ WRONG_VALUES = {
         r"there must be at least one point: got shape \(0, 5\)",
     ),
     "one_point": (lambda t: epk.train_copy(X[0]), r"one row per point: got shape \(4,\). A single point is X\[None\]"),
-    "empty_blocks": (lambda t: epk.network_outputs(t, X, block_size=0), "block_size must be at least 1: got 0"),
     "order_zero": (lambda t: epk.adaptive(order=0), "order must be at least 1: got 0"),
     "fit_backwards": (
         lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=1, lr=-1.0),

@@ -1,16 +1,15 @@
-"""A run shows what it is without reading a state, and every text is escaped."""
+"""A run shows what it is without reading a state, and every text is printable."""
 
 import shutil
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from shown_results import HOSTILE, shown
-from torch import Tensor, nn
+from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.core.show import Entry, Summary, Table, as_html, as_text, shortened
+from epk_gp.core.show import Entry, Summary, Table, shortened
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.retrain import Retraining
 from loops import data, mlp, sgd
@@ -23,15 +22,9 @@ def run() -> Trajectory:
     return epk.train(net, X, y, optimizer=sgd(net, 0.1, momentum=0.9, weight_decay=0.01), steps=3)
 
 
-def test_every_text_of_a_summary_is_escaped():
-    entry, table = Entry(HOSTILE, HOSTILE, HOSTILE, is_warning=True), Table((HOSTILE,) * 2, ((HOSTILE,) * 2,), HOSTILE)
-    summary = Summary(HOSTILE, (entry,), table)
-    html = as_html(summary)
-    assert html.count("&lt;script&gt;") == 9
-    assert {element.tag for element in ElementTree.fromstring(html).iter()} <= {
-        *("div", "table", "thead", "tbody", "tr", "th", "td", "span"),
-    }
-    assert all(line.isprintable() for line in as_text(summary).split("\n"))
+def test_every_text_of_a_summary_is_printable():
+    entry, table = Entry(HOSTILE, HOSTILE, HOSTILE), Table((HOSTILE,) * 2, ((HOSTILE,) * 2,), HOSTILE)
+    assert all(line.isprintable() for line in str(Summary(HOSTILE, (entry,), table)).split("\n"))
 
 
 def test_a_long_name_keeps_its_ends():
@@ -72,8 +65,8 @@ def test_a_run_whose_folder_was_removed_is_shown_with_its_path(tmp_path):
     epk.train(net, X, y, optimizer=sgd(net), steps=2, folder=folder)
     stored = epk.load_trajectory(folder, mlp())
     shutil.rmtree(folder)
-    assert shown(stored)["states"] == [f"3 (in {tmp_path / '<b>run & '}\\x07)"]
-    assert "<b>" not in stored._repr_html_()
+    assert shown(stored)["states"] == [f"3 (in {folder})"]
+    assert "<b>run & \\x07" in " ".join(str(stored).split())
 
 
 def test_a_run_shows_what_it_is(run):
@@ -97,10 +90,3 @@ def test_a_run_shows_ranges_a_function_as_its_loss_and_what_it_accepts(run):
     assert cells["loss"][0].endswith(", a function")
     assert cells["update rule"] == [f"{run.update_rule} (up to 0.02 of a step may be unexplained)"]
     assert shown(replace(run, steps=()))["steps"] == ["0"]
-
-
-def test_the_network_s_class_is_escaped(run):
-    named = type(HOSTILE, (nn.Sequential,), {})
-    run = replace(run, model=epk.core.model.functionalize(named(*mlp())))
-    assert "<script" not in run._repr_html_()
-    assert all(line.isprintable() for line in str(run).split("\n"))

@@ -16,9 +16,9 @@ from epk_gp.core.losses import (
     as_loss,
     loss_input,
     loss_terms,
+    own_input,
     per_sample_losses,
     sample_weights,
-    takes_outputs,
     validate_loss_row_independence,
 )
 from epk_gp.core.signature import ONE_TENSOR, Signature
@@ -74,19 +74,13 @@ def test_a_mean_over_samples_first_is_another_loss():
     assert abs(torch.stack(means).mean() - expected) > 1e-3 * expected
 
 
-def test_pixels_have_torchs_loss():
-    z, y = torch.randn(N, V, *PIXELS).double(), torch.randint(0, V, (N, *PIXELS))
-    loss = epk.CrossEntropy()
-    assert_close(sample_weights(loss, y) @ per_sample_losses(loss, z, y), F.cross_entropy(z, y))
+def test_pixels_have_torchs_loss_and_where_both_orders_fit_classes_are_second():
+    loss, z, y = epk.CrossEntropy(), torch.randn(N, V, *PIXELS).double(), torch.randint(0, V, (N, *PIXELS))
     soft = torch.rand(N, V, *PIXELS).double().softmax(1)
-    assert_close(sample_weights(loss, soft) @ per_sample_losses(loss, z, soft), F.cross_entropy(z, soft))
-
-
-def test_where_both_orders_fit_classes_are_second():
-    z, y = torch.randn(N, V, V).double(), torch.randint(0, V, (N, V))
-    assert_close(
-        sample_weights(epk.CrossEntropy(), y) @ per_sample_losses(epk.CrossEntropy(), z, y), F.cross_entropy(z, y)
-    )
+    square = torch.randn(N, V, V).double(), torch.randint(0, V, (N, V))
+    for scores, targets in ((z, y), (z, soft), square):
+        value = sample_weights(loss, targets) @ per_sample_losses(loss, scores, targets)
+        assert_close(value, F.cross_entropy(scores, targets))
 
 
 REGRESSIONS = {
@@ -132,10 +126,9 @@ def test_a_loss_takes_what_fits_its_targets():
 
 def test_only_a_loss_of_the_outputs_takes_outputs():
     labels = torch.randint(0, V, (N,))
-    assert takes_outputs(ONE_TENSOR, epk.PerSampleLoss(lambda r, y: r), labels, labels)
-    assert takes_outputs(OUTPUT, epk.CrossEntropy(), RETURNED, labels)
-    assert not takes_outputs(OUTPUT, epk.CrossEntropy(), RETURNED, tokens())
-    assert not takes_outputs(OUTPUT, epk.PerSampleLoss(lambda r, y: r), RETURNED, labels)
+    assert own_input(epk.CrossEntropy(), RETURNED, labels) is None
+    assert own_input(epk.CrossEntropy(), RETURNED, tokens()) is not None
+    assert own_input(epk.PerSampleLoss(lambda r, y: r), RETURNED, labels) is not None
 
 
 def shifted(returned: ModelOutput, ids: Tensor) -> Tensor:
@@ -190,13 +183,6 @@ class Mapped(OrderedDict):
         self.update((name, value) for name, value in vars(self).items() if value is not None)
 
 
-def test_rows_of_a_dictionary_that_is_a_data_class_are_one():
-    row = select_rows(Mapped(torch.arange(6.0)), slice(2, 4), 6)
-    assert isinstance(row, Mapped)
-    assert row.logits.tolist() == row["logits"].tolist() == [2.0, 3.0]
-    assert row.loss is None
-
-
 def test_rows_are_taken_from_every_structure():
     z = torch.arange(12.0).view(6, 2)
     nested = Nested((z, [z + 1], {"a": z + 2}), torch.tensor(3.0))
@@ -207,6 +193,10 @@ def test_rows_are_taken_from_every_structure():
     assert row.name == "x"
     pair = select_rows(namedtuple("Pair", "a b")(z, 3), slice(0, 2), 6)
     assert (pair.a.shape, pair.b) == ((2, 2), 3)
+    mapped = select_rows(Mapped(torch.arange(6.0)), slice(2, 4), 6)
+    assert isinstance(mapped, Mapped)
+    assert mapped.logits.tolist() == mapped["logits"].tolist() == [2.0, 3.0]
+    assert mapped.loss is None
 
 
 WRONG_TARGETS = {
@@ -228,14 +218,11 @@ WRONG_TARGETS = {
 
 @pytest.mark.parametrize(("loss", "y", "message"), WRONG_TARGETS.values(), ids=WRONG_TARGETS.keys())
 def test_targets_of_positions_are_checked(loss, y, message):
-
     with pytest.raises(ValueError, match=message):
         validate_targets(loss, y, N, V, (T, V))
 
 
 def test_scores_of_tokens_must_be_log_probabilities_for_the_likelihood():
-
-    z = RETURNED.logits
-    validate_output_scale(NegativeLogLikelihood(), z.log_softmax(2), tokens())
+    validate_output_scale(NegativeLogLikelihood(), RETURNED.logits.log_softmax(2), tokens())
     with pytest.raises(ValueError, match="needs outputs that are log-probabilities"):
-        validate_output_scale(NegativeLogLikelihood(), z, tokens())
+        validate_output_scale(NegativeLogLikelihood(), RETURNED.logits, tokens())

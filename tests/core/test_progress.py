@@ -15,24 +15,16 @@ ROOT = Path(epk_gp.__file__).parent
 def test_a_bar_counts_the_items_with_rate_and_remaining_time(capsys):
     assert list(tracked(iter("abc"), "parts", total=3, unit="part")) == ["a", "b", "c"]
     shown = capsys.readouterr().err
-    assert "parts: 100%" in shown
-    assert "3/3 [" in shown
-    assert "part/s]" in shown
-
-
-def test_a_resumed_call_counts_from_where_it_began(capsys):
+    assert all(text in shown for text in ("parts: 100%", "3/3 [", "part/s]"))
     with progress_bar(10, "steps", initial=7) as bar:
         bar.update(2)
         assert bar.n == 9
     assert "9/10" in capsys.readouterr().err
 
 
-def test_nothing_is_written_where_progress_is_not_shown(capsys):
+def test_nothing_is_written_where_progress_is_not_shown_or_there_is_no_error_stream(capsys, monkeypatch):
     assert list(tracked(range(20), "parts", shown=False)) == list(range(20))
     assert capsys.readouterr().err == ""
-
-
-def test_without_an_error_stream_there_is_no_progress(monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
     assert list(tracked(range(3), "parts")) == [0, 1, 2]
 
@@ -66,10 +58,10 @@ def said_of(total, seconds_each, *, first=0.0):
 
 
 def test_a_quiet_call_that_will_be_long_says_so_once_after_three_seconds():
-    assert said_of(400, 0.6) == [(5, SlowCallWarning, "the attribution will take about 4 minutes: do less.")]
-    assert said_of(10, 5) == [(2, SlowCallWarning, "the attribution will take about 50 seconds: do less.")]
-    assert said_of(10, 5, first=30) == [(2, SlowCallWarning, "the attribution will take about 80 seconds: do less.")]
-    assert said_of(30_000, 0.5)[0][2] == "the attribution will take about 4 hours: do less."
+    for call, place, minutes in (((400, 0.6), 5, 4.0), ((10, 5), 2, 0.8)):
+        message = f"the attribution will take about {minutes} minutes: do less."
+        assert said_of(*call) == [(place, SlowCallWarning, message)]
+    assert said_of(10, 5, first=30)[0][2] == "the attribution will take about 1.3 minutes: do less."
 
 
 @pytest.mark.parametrize(
@@ -82,6 +74,6 @@ def test_a_call_that_is_not_long_or_is_nearly_done_says_nothing(total, seconds_e
 
 
 def test_a_call_says_nothing_of_its_length_where_it_shows_a_bar_or_has_no_advice():
-    assert isinstance(progress_bar(9, "attribution", shown=False, advice="do less"), SlowCallNotice)
-    assert not isinstance(progress_bar(9, "attribution", shown=True, advice="do less"), SlowCallNotice)
-    assert not isinstance(progress_bar(9, "attribution", shown=False), SlowCallNotice)
+    shown = [(False, "do less"), (True, "do less"), (False, None)]
+    bars = [progress_bar(9, "attribution", shown=is_shown, advice=advice) for is_shown, advice in shown]
+    assert [isinstance(bar, SlowCallNotice) for bar in bars] == [True, False, False]

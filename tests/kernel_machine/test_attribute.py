@@ -235,7 +235,7 @@ def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow
     with pytest.warns(SlowCallWarning) as caught:
         epk.attribute(trajectory, X, **options)
     (warning,) = caught
-    (ways,) = re.findall(r"^the attribution will take about \d+ \w+: (.*)\.$", str(warning.message))
+    (ways,) = re.findall(r"^the attribution will take about [\d.]+ minutes: (.*)\.$", str(warning.message))
     assert len(ways.split("; ")) == len(said)
     assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
 

@@ -87,9 +87,9 @@ def regrouping() -> WeightedLoop:
 def stated(clip: Clip, make: Make = sgd, *, is_stated: bool = True) -> WeightedLoop:
     def clip_gradients(p: list[nn.Parameter]) -> None:
         if isinstance(clip, ClipNorm):
-            clip_grad_norm_(p, clip.max_norm, clip.norm_type)
+            clip_grad_norm_(p, clip.bound, clip.norm_type)
         else:
-            clip_grad_value_(p, clip.max_value)
+            clip_grad_value_(p, clip.bound)
 
     return WeightedLoop(make, clip=clip_gradients, options={"clip": clip} if is_stated else {})
 

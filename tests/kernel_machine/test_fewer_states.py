@@ -8,11 +8,10 @@ from captured_loops import CapturedLoop
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.core import recomputation
-from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
+from epk_gp.core import states as recomputation
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients, recomputation_of, recomputed_run
 from epk_gp.recording.setup import ClipNorm, ClipValue
 
 STEPS, KEEP = 7, 3

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
-from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.influence_pass import InfluencePass
 from epk_gp.optimizers.torch_rules import rule_for

@@ -12,7 +12,7 @@ from weighted_loops import POINTS, Encoder, WeightedLoop, convolutions, mlp
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import random_subsets
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.optimizers.preconditioners import PRECONDITIONERS
+from epk_gp.optimizers.torch_rules import PRECONDITIONERS
 
 WEIGHTS = torch.cat(
     [
@@ -100,9 +100,9 @@ def test_every_scale_is_computed_once_a_step_and_once_for_the_certificate(
 ) -> None:
     run, counts = WeightedLoop(lambda p: OF_TORCH[rule](p, lr=0.02)).record(), []
 
-    def counted(memory: Any, step: Any) -> Any:
-        counts.append(step.h.shape[-1])
-        return own.scale(memory, step)
+    def counted(memory: Any, h: torch.Tensor, *rest: Any) -> Any:
+        counts.append(h.shape[-1])
+        return own.scale(memory, h, *rest)
 
     own = PRECONDITIONERS[rule]
     monkeypatch.setitem(PRECONDITIONERS, rule, replace(own, scale=counted))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.core.averages import averaged_trajectory
+from epk_gp.core.states import averaged_trajectory
 from recipes import graphs, images, loops, sequences, targets, unusual, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.recomputation import recomputation_of
+from epk_gp.core.states import recomputation_of
 from epk_gp.storage.export import export_run
 from epk_gp.storage.schema import read_header
 from epk_gp.storage.verify import check_run

@@ -1,0 +1,512 @@
+"""Weight states that are not read but computed: averaged weights, and states between kept ones.
+
+Averaged weights (EMA, SWA) are a path of their own, which ends at the averaged network:
+
+    wbar_0 = w_0,   wbar_{s+1} = (1 - a_s) wbar_s + a_s w_{s+1}
+
+The steps of the average are linear in the steps of the run, and so in all gradients: with d_s = w_{s+1} - w_s and the
+lead e_s = w_s - wbar_s of the trained weights,
+
+    wbar_{s+1} - wbar_s = a_s (d_s + e_s),   e_{s+1} = (1 - a_s) (d_s + e_s),   e_0 = 0
+
+A run that keeps some of its states is computed again from each kept state to the next. From a kept state on the
+recorded steps are made again on exact gradients, in the dtype of the computation,
+
+    w~_{s+1} = w~_s + (step of the update rule on the gradient at w~_s),
+
+up to the next kept state. The path goes along these states and from the last of them to the kept one, so that the step
+that ends at a kept state is the law's step and a jump: the difference of kept and computed state. Sums along the path
+are exact whatever the jumps are; a jump belongs to no sample (docs/theory.md, section 4).
+
+Momentum and preconditioners follow from all gradients since the first step. What the optimizer keeps is therefore
+computed once, from the first stretch to the last, and held at the beginning of each.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from threading import RLock
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.plans import TensorSpec, rows_of_weights
+from epk_gp.core.step import tensor_bytes
+from epk_gp.core.trajectory import (
+    States,
+    Trajectory,
+    WeightAverage,
+    aligned,
+    flat_weights,
+    has_momentum,
+    read_state,
+    validate_trajectory,
+)
+from epk_gp.core.update_law import CompactUpdate, OptimizerMemory, UpdateLaw, restore_update, scaled_fields
+from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
+
+# Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what
+# optimizers keep at the beginning of all stretches, from which on they lie in a temporary file. A choice.
+HELD_BYTES = 256 << 20
+
+# By how much a kept state may miss the computed one, relative to the way between two kept states, by norms. As for a
+# run that is trained again: rounding is amplified along the steps.
+JUMP_SHARE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+def averaging_coefficients(
+    num_steps: int, updates: Iterable[int] | None = None, *, decay: float | None = None, copies_first: bool = True
+) -> Float64[Tensor, " S"]:
+    """Return the coefficients a_s of an average of the weights, as `torch.optim.swa_utils.AveragedModel` makes it.
+
+    Args:
+        num_steps: Number S of steps of the run.
+        updates: How many steps of the run were made at each call of `update_parameters`; by default it is called after
+            every step, range(1, S + 1).
+        decay: The decay of an exponential average, of `get_ema_multi_avg_fn(decay)`. None for the equal average of the
+            weights at all updates, which is `AveragedModel`'s own.
+        copies_first: Whether the first update copies the weights, as that of `AveragedModel` does. Otherwise it counts
+            the initial weights as the average so far.
+
+    Returns:
+        One coefficient per step. Before a first update that copies, the average follows the weights (a_s = 1): it does
+        not matter for the average at the end.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: The decay is not in [0, 1], or an update is not one of the steps 1 .. S, in ascending order.
+    """
+    validate_count(num_steps, "num_steps", minimum=0)
+    if decay is not None and not 0 <= decay <= 1:
+        raise ValueError(f"decay must lie in [0, 1]: got {decay}.")
+    made = list(range(1, num_steps + 1) if updates is None else updates)
+    for number in made:
+        validate_integer(number, "updates")
+    if made != sorted(set(made)) or (made and not 1 <= made[0] <= made[-1] <= num_steps):
+        raise ValueError(
+            f"updates must be numbers of steps made, ascending within 1..{num_steps}: got {made[:5]}. After the first "
+            "step one step is made."
+        )
+    a = torch.zeros(num_steps, dtype=torch.float64)
+    if copies_first:
+        a[: made[0] if made else num_steps] = 1.0
+    for count, number in enumerate(made[1:] if copies_first else made, start=1):
+        a[number - 1] = 1 / (count + 1) if decay is None else 1 - decay
+    return a
+
+
+def averaged_trajectory(
+    trajectory: Trajectory, coefficients: Float[Tensor, " S"], *, network: nn.Module | None = None
+) -> Trajectory:
+    """Return the path of the averaged weights of a run, whose end is the averaged network.
+
+        wbar_0 = w_0,   wbar_{s+1} = (1 - a_s) wbar_s + a_s w_{s+1}
+
+    `reconstruct`, `attribute` and `attribute_by` explain the averaged network with it, exactly: every training gradient
+    is that of the recorded run, taken at w_s, and every test point is integrated along the average.
+
+    Args:
+        trajectory: Training run with S steps.
+        coefficients: a_s in [0, 1], as `averaging_coefficients` gives them.
+        network: The averaged network that the loop made, such as an `AveragedModel`. It is compared with the average.
+
+    Raises:
+        TypeError: The trajectory is no recorded run.
+        ValueError: The coefficients are not S numbers in [0, 1], the run is an average itself, or the network's weights
+            are not the average.
+    """
+    validate_trajectory(trajectory)
+    if trajectory.average is not None:
+        raise ValueError("trajectory must be a recorded run: it is the average of one. Combine the coefficients.")
+    a = coefficients.detach().to("cpu", torch.float64)
+    if a.shape != (trajectory.num_steps,) or not bool(((a >= 0) & (a <= 1)).all()):
+        raise ValueError(
+            f"coefficients must be one number in [0, 1] per step, ({trajectory.num_steps},): got shape "
+            f"{tuple(a.shape)} and values {a[:5].tolist()}."
+        )
+    digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
+    digest.update(tensor_bytes(a))
+    average, states = WeightAverage(trajectory, a), AveragedStates(trajectory.states, a)
+    result = replace(trajectory, states=states, average=average, digest=digest.hexdigest())
+    if network is not None:
+        _validate_average(result, network)
+    return result
+
+
+def _validate_average(average: Trajectory, network: nn.Module) -> None:
+    model, S = average.model, average.num_steps
+    named = {**dict(network.named_buffers()), **dict(network.named_parameters())}
+    held = {name.removeprefix("module."): value.detach() for name, value in named.items()}
+    missing = [name for name in model.names if name not in held]
+    if missing:
+        raise ValueError(f"network must have the parameters of the trained one: got none of the name {missing[0]!r}.")
+    if average.statistics is not None and all(name in held for name in model.statistics):
+        own = model.flatten_statistics(held)
+        if not torch.allclose(own, average.statistics[S].to(own), rtol=1e-6, atol=0):
+            raise ValueError(
+                "network must have the moving statistics of the run's last step: it has others (update_bn, or averaged "
+                "buffers), which the path of the average does not lead to."
+            )
+    expected = average.states[S]
+    w = model.flatten({name: held[name] for name in model.names}).to(expected)
+    difference = float((w - expected).abs().max())
+    allowed = 4 * torch.finfo(expected.dtype).eps * (S + 1) * float(expected.abs().max())
+    if not difference <= allowed:
+        raise ValueError(
+            f"network must hold the average of the run's weights: it differs by {difference:.2e}, more than rounding "
+            f"explains ({allowed:.2e}). Check after which steps it was updated (`updates`), and its decay."
+        )
+
+
+class AveragedStates:
+    """The averaged weights wbar_0 .. wbar_S, computed from those of a run.
+
+    Every k-th one is kept, k about the root of S, and the others of one stretch at a time. Averages are taken in
+    float64.
+
+    Args:
+        states: The weights of the run.
+        coefficients: a_s, (S,).
+        spec: Dtype and device in which states are computed that were not kept.
+    """
+
+    def __init__(self, states: States, coefficients: Float64[Tensor, " S"], spec: TensorSpec | None = None) -> None:
+        self.states, self.coefficients, self._spec = states, coefficients, spec
+        self.stride = max(1, int(len(states) ** 0.5))
+        self._reference = self._trained(0).new_empty(0)
+        self._anchors = [self._trained(0).double()]
+        for first in range(0, len(coefficients), self.stride):
+            self._anchors.append(self._average(first, self._anchors[-1])[-1])
+        self._stretch: tuple[int, list[Tensor]] = (-1, [])
+        self._of: dict[TensorSpec, AveragedStates] = {}
+
+    def __len__(self) -> int:
+        """Count the states, S + 1."""
+        return len(self.states)
+
+    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
+        """Read one state, negative from the end."""
+        if not -len(self) <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1} (or be negative): got {state}.")
+        number, place = divmod(state % len(self), self.stride)
+        first = number * self.stride
+        if not place:
+            return self._anchors[number].to(self._reference)
+        held, stretch = self._stretch
+        if held != first:
+            stretch = self._average(first, self._anchors[number])
+            self._stretch = first, stretch  # at once: several threads may read
+        return stretch[place - 1].to(self._reference)
+
+    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+        """Read one state of a computation, whose dtype states may depend on that are computed again."""
+        if not hasattr(self.states, "at"):
+            return self[state]
+        if spec not in self._of:
+            self._of[spec] = AveragedStates(self.states, self.coefficients, spec)
+        return self._of[spec][state]
+
+    def _trained(self, state: int) -> Tensor:
+        return self.states[state] if self._spec is None else read_state(self.states, state, self._spec)
+
+    def _average(self, first: int, start: Tensor) -> list[Tensor]:
+        """Return the averages after the state `first`, up to the next one that is kept."""
+        averages = []
+        for s in range(first, min(first + self.stride, len(self.coefficients))):
+            start = torch.lerp(start, self._trained(s + 1).double(), float(self.coefficients[s]))
+            averages.append(start)
+        return averages
+
+
+class PredictedPath:
+    """The steps of the path whose end is evaluated, predicted from those that the training gradients give.
+
+    Of a recorded run they are the same. Those of an average follow from the lead e_s, which needs no recorded weights.
+
+    Args:
+        trajectory: The run, or its average.
+    """
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        self._lead: Tensor | None = None
+
+    def step(
+        self, index: int, w: Float[Tensor, " P"], d: Float[Tensor, " P"]
+    ) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+        """Return start and length of a step of the path; to be called for every step, in their order.
+
+        Args:
+            index: Number of the step.
+            w: The trained weights before it.
+            d: Their predicted change.
+        """
+        average = self.trajectory.average
+        if average is None:
+            return w, d
+        a = float(average.coefficients[index])
+        moved = d if self._lead is None else d + self._lead
+        self._lead = (1 - a) * moved
+        return flat_weights(self.trajectory, index, w), a * moved
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """The steps between two kept states, made again.
+
+    Attributes:
+        states: The state before each step, and the one after the last; the first is kept.
+        updates: The coefficients of each step; empty where they are held as recorded.
+        after: What the optimizer keeps at the end.
+    """
+
+    states: list[Tensor]
+    updates: list[UpdateCoefficients]
+    after: OptimizerMemory
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        tensors = [*self.states, *(value for update in self.updates for value in update)]
+        return sum(value.nbytes for value in tensors)
+
+
+class _Memories:
+    """What the optimizer keeps at the beginning of each stretch: in memory, or in a temporary file."""
+
+    def __init__(self, first: OptimizerMemory, count: int) -> None:
+        self._first, self._counts = first, [first.counts]
+        flat = torch.cat(first.tensors())
+        self._rows = rows_of_weights(count, len(flat), flat, HELD_BYTES // max(1, flat.nbytes))
+        self._rows[0] = flat
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def append(self, memory: OptimizerMemory) -> None:
+        self._rows[len(self)] = torch.cat(memory.tensors()).to(self._rows.device)
+        self._counts.append(memory.counts)
+
+    def __getitem__(self, number: int) -> OptimizerMemory:
+        like = self._first.tensors()
+        row = self._rows[number].to(like[0].device, copy=True)
+        momentum, *rest = row.split([len(value) for value in like])
+        values = iter(rest)
+        kept = tuple(tuple(next(values) for _ in memory) for memory in self._first.kept)
+        return OptimizerMemory(momentum, kept, self._counts[number])
+
+
+class _Computation:
+    """The states of a run in one dtype and on one device; to be used by one thread at a time.
+
+    Args:
+        run: The run, whose states are the kept ones and whose coefficients are compact.
+        kept: The kept states.
+        updates: The coefficients.
+        spec: Dtype and device.
+    """
+
+    def __init__(self, run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> None:
+        self.run, self.kept, self.updates, self.spec = run, kept, updates, spec
+        self.model, self.numbers = run.model.variant(spec), kept.numbers
+        reference = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        self.replay = RunReplay(run, self.model, reference)
+        # without scales no step depends on the options of the optimizer
+        self.law = UpdateLaw(run, reference) if any(scaled_fields(run.optimizer_groups, self.model.names)) else None
+        nothing = torch.zeros(len(self.model.sizes), dtype=torch.float64)
+        plain = OptimizerMemory(reference.new_zeros(self.model.num_weights), (), nothing)
+        self.first = plain if self.law is None else self.law.initial()
+        needs_memory = self.law is not None or has_momentum(run)
+        self.memories = _Memories(self.first, len(self.numbers) - 1) if needs_memory and len(self.numbers) > 1 else None
+        self.stretches: dict[int, _Stretch] = {}  # the one used last stands last
+
+    def stretch(self, number: int) -> _Stretch:
+        """Return the steps from kept state `number` to the next one."""
+        if number in self.stretches:
+            self.stretches[number] = self.stretches.pop(number)
+            return self.stretches[number]
+        if self.memories is None:
+            return self._make(number, self.first)
+        for before in range(len(self.memories) - 1, number):
+            self.memories.append(self._make(before, self.memories[before]).after)
+        made = self._make(number, self.memories[number])
+        if number + 1 == len(self.memories) < len(self.numbers) - 1:
+            self.memories.append(made.after)
+        return made
+
+    def _make(self, number: int, memory: OptimizerMemory) -> _Stretch:
+        run, P = self.run, self.model.num_weights
+        w = _kept_state(self.kept, self.numbers[number], self.spec)
+        states, updates = [w], []
+        for index in range(self.numbers[number], self.numbers[number + 1]):
+            state = w if run.statistics is None else torch.cat([w, run.statistics[index].to(w)])
+            g, update = self.replay.gradient_at(run.steps[index], state)[0][:P], self.updates[index]
+            if self.law is not None:
+                law = self.law.step(index)
+                scales, memory, _ = law.scales(memory, w, g)
+                update = restore_update(CompactUpdate(update, self.updates.places(index)), law.parts, scales, law.sizes)
+                updates.append(update)
+            d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
+            w, memory = w + d, replace(memory, momentum=momentum)
+            states.append(w)
+        self.stretches[number] = made = _Stretch(states, updates, memory)
+        while len(self.stretches) > 1 and sum(held.nbytes for held in self.stretches.values()) > HELD_BYTES:
+            del self.stretches[next(iter(self.stretches))]
+        return made
+
+
+def _kept_state(kept: Any, state: int, spec: TensorSpec) -> Tensor:
+    return aligned(kept[state].to(dtype=spec.dtype, device=spec.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """The states and coefficients of a run that keeps some of them, in any dtype. Several threads may read at once.
+
+    Attributes:
+        run: The run, whose states are the kept ones and whose coefficients are compact.
+        kept: The kept states, [s], which `numbers` names in ascending order: the first, the last, and others.
+        updates: The coefficients of each step, with one number per parameter where a scale says the others; `places(s)`
+            says of which weight it is (`CompactUpdate`).
+    """
+
+    run: Trajectory
+    kept: Any
+    updates: Any
+    _lock: RLock = field(default_factory=RLock, init=False, repr=False)
+    _computations: dict[TensorSpec, _Computation] = field(default_factory=dict, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return the pickled form, without what was computed."""
+        return Recomputation, (self.run, self.kept, self.updates)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a preconditioner scales coefficients, which are computed again."""
+        return any(scaled_fields(self.run.optimizer_groups, self.run.model.names))
+
+    def is_kept(self, state: int) -> bool:
+        """Whether a state is kept."""
+        numbers = self.kept.numbers
+        return numbers[bisect_right(numbers, state) - 1] == state
+
+    def state(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+        """Return a state: kept, or computed in the dtype and on the device of a computation."""
+        if self.is_kept(state):
+            return _kept_state(self.kept, state, spec)
+        stretch, place = self.stretch(state, spec)
+        return stretch.states[place]
+
+    def stretch(self, step: int, spec: TensorSpec) -> tuple[_Stretch, int]:
+        """Return the computed steps between the kept states before and after a step, and the step's place in them."""
+        number = bisect_right(self.kept.numbers, step) - 1
+        with self._lock:
+            if spec not in self._computations:
+                self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
+            return self._computations[spec].stretch(number), step - self.kept.numbers[number]
+
+    def jumps(self, spec: TensorSpec) -> Iterator[tuple[int, float, float]]:
+        """Yield each kept state but the first: its number, the jump's norm, and the way from the kept state before."""
+        for first, last in zip(self.kept.numbers, self.kept.numbers[1:], strict=False):
+            end = self.state(last, spec)
+            computed = self.stretch(first, spec)[0].states[-1]
+            yield last, float((end - computed).norm()), float((end - self.state(first, spec)).norm())
+
+    def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"]) -> float:
+        """Return the norm that the jump at the end of a step may have, for the results to be certified.
+
+        Args:
+            step: The step before a kept state.
+            dtype: The coarser of the dtypes of run and computation.
+            w: The weights before the step, which say dtype and device.
+        """
+        place = bisect_right(self.kept.numbers, step)
+        start, end = (self.kept[self.kept.numbers[number]].to(w) for number in (place - 1, place))
+        share = JUMP_SHARE[dtype] + (self.run.unexplained or 0.0)
+        return share * float((end - start).norm())
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedStates:
+    """Weight states of which some are kept and the others computed when they are read."""
+
+    recomputation: Recomputation
+
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return len(self.recomputation.kept)
+
+    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
+        """Read one state, computed in the dtype of the weights."""
+        return self.at(state, self.recomputation.run.model.spec)
+
+    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+        """Read one state, computed in the dtype and on the device of a computation.
+
+        Raises:
+            IndexError: The run has no such state.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        return self.recomputation.state(state, spec)
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedUpdates:
+    """Coefficients of steps, computed with the states where a preconditioner scales them."""
+
+    recomputation: Recomputation
+
+    def __len__(self) -> int:
+        """Return the number of steps, S."""
+        return len(self.recomputation.updates)
+
+    def __getitem__(self, step: int) -> UpdateCoefficients:
+        """Read the coefficients of one step, computed in the dtype of the weights."""
+        return self.at(step, self.recomputation.run.model.spec)
+
+    def at(self, step: int, spec: TensorSpec) -> UpdateCoefficients:
+        """Read the coefficients of one step, computed in the dtype and on the device of a computation.
+
+        Raises:
+            IndexError: The run has no such step.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        if not self.is_scaled:
+            return self.held(step)
+        stretch, place = self.recomputation.stretch(step, spec)
+        return stretch.updates[place]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a preconditioner scales any of them."""
+        return self.recomputation.is_scaled
+
+    def held(self, step: int) -> UpdateCoefficients:
+        """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
+        return self.recomputation.updates[step]
+
+
+def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
+    """Return a run whose states between kept ones are computed when they are read.
+
+    Args:
+        run: The run with `kept` in the place of its states and `updates` in that of its coefficients.
+        kept: The kept states.
+        updates: The coefficients.
+    """
+    own = Recomputation(run, kept, updates)
+    return replace(run, states=RecomputedStates(own), updates=RecomputedUpdates(own))
+
+
+def recomputation_of(trajectory: Trajectory) -> Recomputation | None:
+    """Return how the states of a run, or of the run that an average is made of, are computed; None if all are kept."""
+    states = trajectory.trained.states
+    return states.recomputation if isinstance(states, RecomputedStates) else None
