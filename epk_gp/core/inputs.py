@@ -9,7 +9,7 @@ alone, although it is computed from the whole graph.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from typing import Any, cast
@@ -121,11 +121,6 @@ class RecordedGraph:
 
     tensors: Mapping[int | str, Shaped[Tensor, "..."]]
     num_nodes: int
-    _cast: dict[TensorSpec, dict[int | str, Tensor]] = field(default_factory=dict, repr=False)
-
-    def __reduce__(self) -> tuple[type["RecordedGraph"], tuple[Mapping[int | str, Tensor], int]]:
-        """Return the tensors alone as the pickled form."""
-        return RecordedGraph, (self.tensors, self.num_nodes)
 
     @property
     def nodes(self) -> Int64[Tensor, "N 1"]:
@@ -146,11 +141,7 @@ class RecordedGraph:
             nodes: Node numbers.
             spec: Dtype of floating-point tensors, and device of all; as recorded by default.
         """
-        tensors = self.tensors
-        if spec is not None:
-            if spec not in self._cast:
-                self._cast[spec] = {key: spec.cast(value) for key, value in tensors.items()}
-            tensors = self._cast[spec]
+        tensors = self.tensors if spec is None else {key: spec.cast(value) for key, value in self.tensors.items()}
         return select_rows(_with_arguments(function, tensors), nodes.reshape(-1), self.num_nodes)
 
     def parse_nodes(self, X: object, name: str = "X") -> Int64[Tensor, "n 1"]:
@@ -173,9 +164,8 @@ class RecordedGraph:
             raise ValueError(f"{name} must have shape (n,), one number per node: got {tuple(X.shape)}.")
         validate_has_values(X, name)
         if len(X) and not 0 <= int(X.min()) <= int(X.max()) < self.num_nodes:
-            raise ValueError(
-                f"{name} must hold node numbers in 0..{self.num_nodes - 1}: got {int(X.min())}..{int(X.max())}."
-            )
+            got = f"{int(X.min())}..{int(X.max())}"
+            raise ValueError(f"{name} must hold node numbers in 0..{self.num_nodes - 1}: got {got}.")
         return X.detach().to(torch.int64).reshape(-1, 1)
 
     def difference(self, tensors: Mapping[int | str, object]) -> str | None:
@@ -313,8 +303,8 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
     for label, value in items[1:]:
         if (len(value), value.device) != (len(first), first.device):
             raise ValueError(
-                f"all tensors of {name} must have one row per point and be on one device: {first_label} has "
-                f"{len(first)} rows on {first.device}, {label} has {len(value)} rows on {value.device}."
+                f"all tensors of {name} must have one row per point: {first_label} has {len(first)} rows, {label} has "
+                f"{len(value)}; and be on one device: got {first.device} and {value.device}."
             )
     keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(X))
     layout = InputLayout(
@@ -346,9 +336,8 @@ def validate_same_layout(recorded: InputLayout, given: InputLayout, name: str = 
     for before, now in zip(recorded.tensors, given.tensors, strict=True):
         label = f"{name}[{before.key!r}]"
         if before.shape != now.shape:
-            raise ValueError(
-                f"{label} must have points of shape {before.shape}, as the training inputs: got {now.shape}."
-            )
+            expected, shown = (", ".join(map(str, ("n", *own.shape))) for own in (before, now))
+            raise ValueError(f"{label} must have shape ({expected}) like the training inputs: got ({shown}).")
         if before.kind != now.kind:
             raise TypeError(f"{label} must be of the training inputs' kind ({before.dtype}): got {now.dtype}.")
 
@@ -364,9 +353,7 @@ def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "
         if tensor.dtype.is_floating_point or part.dtype == tensor.dtype:
             continue
         if not torch.equal(part.to(tensor.dtype).to(part.dtype), part):
-            raise ValueError(
-                f"{name}[{tensor.key!r}] must hold whole numbers ({tensor.dtype}), as the training inputs do."
-            )
+            raise ValueError(f"{name}[{tensor.key!r}] must hold whole numbers ({tensor.dtype}), as in training.")
 
 
 def _items(X: Any, name: str) -> list[tuple[str, Any]]:
@@ -408,10 +395,7 @@ def layout_from_json(entries: object) -> InputLayout:
     except (KeyError, TypeError):
         is_valid = False
     if not is_valid:
-        raise ValueError(
-            "the header's 'signature' must describe the network's input tensors, by positions or sorted keywords: got "
-            f"{entries!r}."
-        )
+        raise ValueError(f"the header's 'signature' must describe the network's input tensors: got {entries!r}.")
     return InputLayout(tensors)
 
 
@@ -444,7 +428,8 @@ class Points:
         if isinstance(is_train, bool):
             return
         if not isinstance(is_train, Tensor) or is_train.dtype != torch.bool:
-            raise TypeError(f"is_train must be a bool or a bool tensor: got {is_train!r}. Convert it with .bool().")
+            got = getattr(is_train, "dtype", type(is_train).__name__)
+            raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
         if is_train.shape != packed.shape[:1]:
             raise ValueError(
                 f"is_train must have one entry per point: got shape {tuple(is_train.shape)} for {len(packed)} points."

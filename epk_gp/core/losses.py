@@ -105,11 +105,10 @@ class PerSampleLoss:
         Raises:
             TypeError: One of them cannot be called.
         """
-        if not callable(self.function) or (self.counts is not None and not callable(self.counts)):
-            raise TypeError(
-                "the loss must be a function of outputs and targets, and counts one of the targets: got "
-                f"{self.function!r} and {self.counts!r}."
-            )
+        if self.counts is not None and not callable(self.counts):
+            raise TypeError(f"counts must be a function of the targets, or None: got {self.counts!r}.")
+        if not callable(self.function):
+            raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
 
 
 # Loss modules of torch that compare outputs and targets entry by entry.
@@ -262,10 +261,7 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
         counted = counted * c.new_tensor(loss.class_weights)[targets.clamp(0, len(loss.class_weights) - 1)]
     total = float(counted.sum())
     if total == 0:
-        raise ValueError(
-            f"a batch must hold a sample that counts: all {n} are ignored or of a class with weight 0. Leave the batch "
-            "out."
-        )
+        raise ValueError(f"a batch must hold a sample that counts: all {n} are ignored or of a class of weight 0.")
     return c / total
 
 

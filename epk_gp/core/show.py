@@ -8,7 +8,7 @@ import textwrap
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -220,10 +220,10 @@ def tracked(
     unit: str = "it",
     initial: int = 0,
     shown: bool = True,
-) -> Iterable[Item]:
+) -> Iterator[Item]:
     """Return items as tqdm shows how many are done (`progress_bar`); `total` is by default the length of `items`."""
     hidden = not shown or sys.stderr is None
-    return tqdm(items, desc, total, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
+    return iter(tqdm(items, desc, total, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True))
 
 
 def write_line(line: str) -> None:

@@ -394,7 +394,7 @@ class Recomputation:
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
         numbers = self.kept.numbers
-        return numbers[bisect_right(numbers, state) - 1] == state
+        return bool(numbers[bisect_right(numbers, state) - 1] == state)
 
     def state(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Return a state: kept, or computed in the dtype and on the device of a computation."""
@@ -491,7 +491,8 @@ class RecomputedUpdates:
 
     def held(self, step: int) -> UpdateCoefficients:
         """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
-        return self.recomputation.updates[step]
+        update: UpdateCoefficients = self.recomputation.updates[step]
+        return update
 
 
 def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:

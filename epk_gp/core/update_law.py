@@ -369,12 +369,10 @@ class UpdateLaw:
     """
 
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
-        run, model = trajectory.trained, trajectory.model
+        run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
         self.trajectory, self.reference, self.sizes = run, reference, model.sizes
-        if not run.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
-            raise ValueError(
-                f"the run must hold the options of its optimizer, {trajectory.update_rule}. Record it again."
-            )
+        if not run.optimizer_groups and set(rule.split(" + ")) - LINEAR_RULES:
+            raise ValueError(f"the run must hold the options of its optimizer, {rule}. Record it again.")
         changes = [(step.index, step.groups) for step in run.steps if step.groups is not None]
         recorded = [(0, run.optimizer_groups), *changes]
         self._starts = [start for start, _ in recorded]

@@ -494,9 +494,7 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     for optimizer in several:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if owners.setdefault(id(p), optimizer) is not optimizer:
-                raise ValueError(
-                    f"every parameter must belong to one optimizer: two hold one of shape {tuple(p.shape)}."
-                )
+                raise ValueError(f"every parameter must belong to one optimizer: two hold one of {tuple(p.shape)}.")
     return several
 
 

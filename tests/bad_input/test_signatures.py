@@ -52,7 +52,11 @@ INPUTS = {
         ValueError,
         r"X\[1\] must hold values: got a tensor on the device 'meta'",
     ),
-    "sparse": ((PAIR[0], PAIR[1][:, 0].to_sparse()), TypeError, r"X\[1\] must be a dense tensor: got torch.sparse_coo"),
+    "sparse": (
+        (PAIR[0], PAIR[1][:, 0].to_sparse()),
+        ValueError,
+        r"X\[1\] must be dense: got a tensor of layout torch.sparse",
+    ),
     "complex": ((PAIR[0], PAIR[1].cfloat()), TypeError, r"X\[1\] must hold real numbers: got torch.complex64"),
     "nan": ((PAIR[0], PAIR[1] * float("nan")), ValueError, r"X\[1\] must be finite: row 0 holds NaN"),
     "large": ({**X, "ids": X["ids"] + 2**60}, ValueError, r"X\['ids'\] must hold integers up to .* beside .*float64"),
