@@ -82,13 +82,7 @@ class PassData:
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """A forward and backward pass that was computed once more.
-
-    Attributes:
-        gradient: sum_i c_i grad loss_i, (P,).
-        losses: The loss of each row, not weighted, (n,).
-        statistics: The moving statistics after the pass, (Q,).
-    """
+    """A pass that was computed once more: sum_i c_i grad loss_i, the losses themselves, the statistics after it."""
 
     gradient: Float[Tensor, " P"]
     losses: Float[Tensor, " n"]
@@ -238,9 +232,8 @@ class TrainingReplay:
                 f"{self.loss} must get a tensor: the network returns {type(returned).__name__} in training mode. Say "
                 "with output= how to take the outputs from what it returns, there and in evaluation mode."
             )
-        if data.forward.targets is None:
-            return loss_terms(self.model.signature, self.loss, returned, y)
-        return seen_losses(self.loss, value, data)
+        is_as_recorded = data.forward.targets is None
+        return per_sample_losses(self.loss, value, y) if is_as_recorded else seen_losses(self.loss, value, data)
 
     @contextmanager
     def _conditions(self, module: nn.Module, data: PassData, *, exact: bool) -> Iterator[None]:
@@ -545,11 +538,6 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
 
     It is the same model if the network uses no activation checkpointing in evaluation mode.
 
-    Args:
-        model: The network in evaluation mode.
-        state: Its initial weights, then its moving statistics.
-        X: Inputs; a few are used.
-
     Raises:
         ValueError: It checkpoints re-entrantly, or around functions whose activations cannot be kept; or it cannot be
             differentiated.
@@ -558,30 +546,28 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
     weights, statistics = state.split([model.num_weights, model.num_statistics])
     state = torch.cat([perturbed_initial(weights), statistics])  # other weights than those in the module
 
-    def gradient(model: FunctionalModel) -> Tensor:
-        """Differentiate a function of the outputs at these weights."""
+    def evaluated(model: FunctionalModel) -> tuple[Tensor, list[Tensor]]:
         params = {name: value.detach() for name, value in model.unflatten(state).items()}
         leaves = [params[name].requires_grad_() for name in model.names]
         with torch.enable_grad():
-            return _gradient_along_a_wave(model(params, rows), leaves)
+            return model(params, rows), leaves
 
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS_ARE_OFF):
-            gradient(model)
-        return model
+            is_kept = not _has_reentrant_checkpoint(evaluated(model)[0])
     except RuntimeError as error:
-        if _HOOKS_ARE_OFF not in str(error) and "checkpoint" not in str(error).lower():
+        if _HOOKS_ARE_OFF not in str(error):
             raise ValueError(
                 f"the network must be differentiable in its weights: a forward pass with gradients fails: {error}"
             ) from error
-    model, module = model.keeping_activations(), copy.deepcopy(model.module)
-    leaves, signature = _leaves_of(module, model, state), model.signature
-    try:
-        with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
-            again = signature.outputs(signature.call(module, rows, model.spec))
-            is_kept = allclose(gradient(model), _gradient_along_a_wave(again, leaves))
-    except RuntimeError:
-        is_kept = False
+        model, module, signature = model.keeping_activations(), copy.deepcopy(model.module), model.signature
+        leaves = _leaves_of(module, model, state)
+        try:
+            with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
+                again = signature.outputs(signature.call(module, rows, model.spec))
+                is_kept = allclose(_gradient_along_a_wave(*evaluated(model)), _gradient_along_a_wave(again, leaves))
+        except RuntimeError:
+            is_kept = False
     if not is_kept:
         raise ValueError(
             "activation checkpointing in evaluation mode must be torch.utils.checkpoint with use_reentrant=False "
@@ -594,7 +580,17 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
 
 def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
     wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
-    if not outputs.requires_grad:
-        return torch.cat([torch.zeros_like(leaf).reshape(-1) for leaf in leaves])
     found = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
     return torch.cat([g.reshape(-1) for g in found])
+
+
+def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
+    waiting, seen = [outputs.grad_fn], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            waiting.extend(parent for parent, _ in node.next_functions)
+    return False

@@ -199,15 +199,6 @@ def test_an_accumulated_batch_that_was_not_announced_is_found():
             optimizer.step()
 
 
-def test_momentum_from_before_the_recording_is_refused():
-    net, X, y, _ = problem()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    F.cross_entropy(net(X), y).backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="the optimizer must be fresh: its momentum_buffer holds gradients"):
-        epk.Recorder(net, optimizer, X, y)
-
-
 @pytest.mark.slow
 def test_float32_adam_is_no_false_alarm():
     """Gradients that cancel to rounding are blown up by the preconditioner: not a fault."""
