@@ -177,7 +177,7 @@ class Trajectory(Displayed):
             return False
         coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
         return self.average is None and all(
-            not (u.left or u.right)
+            not u.has_matrices
             and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
             and bool((u.lr == u.lr[0]).all())
             and bool((u.grad_scale == u.grad_scale[0]).all())

@@ -110,6 +110,11 @@ class UpdateCoefficients:
         """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
         return iter(getattr(self, name) for name in FIELDS)
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the step of any parameter is multiplied with a matrix."""
+        return bool(self.left or self.right)
+
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
         yield from self
@@ -245,7 +250,7 @@ def apply_matrices(
     Returns:
         The products; the vectors themselves where the step has no matrices.
     """
-    if not (update.left or update.right):
+    if not update.has_matrices:
         return vectors
     parts = list(vectors.split(list(sizes), dim=-1))
     for k in update.left.keys() | update.right.keys():
