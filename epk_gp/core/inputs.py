@@ -159,7 +159,8 @@ class RecordedGraph:
         if not isinstance(X, Tensor):
             raise TypeError(f"{name} must be a tensor of node numbers, or the graph: got {type(X).__name__}.")
         if X.dtype == torch.bool or X.is_floating_point() or X.is_complex():
-            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.")
+            advice = f" Pass {name}.nonzero().squeeze(1)." if X.dtype == torch.bool else ""
+            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.{advice}")
         if X.ndim == 0 or X.shape[1:].numel() != 1:
             raise ValueError(f"{name} must have shape (n,), one number per node: got {tuple(X.shape)}.")
         validate_has_values(X, name)
@@ -176,7 +177,7 @@ class RecordedGraph:
             value = tensors[key]
             expected, got = (_described(z) for z in (recorded, value))
             if got != expected:
-                return f"tensor {key!r} is {expected}, got {got}"
+                return f"tensor {key!r} has {expected}, got {got}"
             if not torch.equal(cast(Tensor, value).to(recorded.device), recorded):
                 return f"tensor {key!r} holds other numbers"
         return None
@@ -191,7 +192,7 @@ def _with_arguments(function: Callable[..., Any], tensors: Mapping[int | str, Te
 def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return f"of shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+    return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
 
 
 def _validate_dense(value: object, label: str) -> None:
