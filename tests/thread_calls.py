@@ -27,7 +27,7 @@ from epk_gp.kernel_machine.baselines import (
 )
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
 from epk_gp.storage.export import export_run
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 
 
 class Remembers(nn.Module):

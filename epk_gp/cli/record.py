@@ -3,29 +3,30 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import typer
+from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
 
 from epk_gp.cli import options as opt
-from epk_gp.cli.data import is_data_file, load_split, validate_held_out, write_held_out
+from epk_gp.cli.data import is_data_file, load_split, write_held_out
 from epk_gp.cli.networks import (
     MANIFEST,
+    Activation,
+    Manifest,
     build_network,
     network_spec,
-    read_network_spec,
-    read_options,
+    read_manifest,
+    require_trusted,
     validate_network,
-    write_manifest,
 )
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.datasets import Dataset
 from epk_gp.provenance import Stopwatch
-from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
 from epk_gp.storage.run import is_run
@@ -49,7 +50,6 @@ _RECORDED = (
     *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
     *("keep_every", "check_every", "seed"),
 )
-_STORED_AS = {"zero_final": "zero_final_layer"}
 
 
 def record(
@@ -90,9 +90,7 @@ def record(
         str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
     ] = "mlp",
     width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
-    activation: Annotated[
-        str | None, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn; relu by default.")
-    ] = None,
+    activation: Annotated[Activation | None, typer.Option(help="Of the mlp and the cnn; relu by default.")] = None,
     zero_final: Annotated[
         bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
     ] = False,
@@ -132,15 +130,12 @@ def record(
         record(ctx, **completed)
         return
     timer = Stopwatch()
-    if momentum and optimizer not in ("sgd", "rmsprop"):
-        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {momentum} with {optimizer}.")
-    if nesterov and optimizer != "sgd":
-        raise ValueError(f"--nesterov belongs to sgd: got {optimizer}.")
+    has_momentum = optimizer in ("sgd", "rmsprop")
+    if (momentum and not has_momentum) or (nesterov and optimizer != "sgd"):
+        raise ValueError(f"--momentum belongs to sgd and rmsprop, --nesterov to sgd: got {optimizer}.")
     if nesterov and not momentum:
         raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
-    if out.is_dir() and not resume and any(out.iterdir()):
+    if out.exists() and not (out.is_dir() and (resume or not any(out.iterdir()))):
         raise FileExistsError(
             f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
             "go on with the run in it."
@@ -165,27 +160,13 @@ def record(
     num_outputs = validate_network(net, X, training.num_classes)
     y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(opt.DTYPES[dtype])
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    rates |= {"momentum": momentum} if optimizer in ("sgd", "rmsprop") else {}
+    rates |= {"momentum": momentum} if has_momentum else {}
     rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
     made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)
-    config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
-    config |= {"num_train": len(training), "num_test": num_test, "num_classes": num_classes, "dtype": dtype}
-    config |= {"steps": steps, "batch_size": batch_size, "loss": loss, "seed": seed, "clip_norm": clip_norm}
-    config |= {"optimizer": optimizer, "lr": lr, "momentum": momentum, "nesterov": nesterov}
-    config |= {"weight_decay": weight_decay, "zero_final_layer": zero_final, "check_every": check_every}
-    config |= {"keep_every": keep_every}
+    recorded = {name: options[name] for name in (*_RECORDED, "steps")} | {"num_train": len(training)}
+    recorded["data_dir"] = None if data_dir is None else str(data_dir)
 
-    def describe() -> None:
-        """Write the files beside a run that say how it was made: the manifest and the held-out points."""
-        write_manifest(out, spec, config, write_held_out(out, held_out))
-
-    is_resumed = resume and is_run(out)
-    if is_resumed and read_network_spec(out) is None:  # what nothing checks is not known of a run without a manifest
-        config.pop("seed")
-        config.pop("zero_final_layer")
-    elif is_resumed:
-        validate_held_out(out, held_out)
-    with _resumed(describe) if is_resumed else _created(out, describe):
+    with _described(out, Manifest(network=spec, recorded_with=recorded, held_out_blake2b=None), held_out):
         trajectory = train(
             net,
             X,
@@ -202,7 +183,6 @@ def record(
             check_every=check_every,
             progress=not quiet,
         )
-    describe()
     typer.echo(f"{trajectory!r}")
     shares = []
     for name, part in (("training", training), ("held-out", held_out)):
@@ -218,12 +198,13 @@ def record(
 
 
 @contextmanager
-def _created(out: Path, describe: Callable[[], None]) -> Iterator[None]:
-    """Describe a new run before its first step, so that one that is killed can be resumed and opened too."""
+def _described(out: Path, manifest: Manifest, held_out: Dataset) -> Iterator[None]:
+    """Describe a run before its first step, so that one that is killed can be resumed and opened too."""
     existed = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        describe()
+        held_out_blake2b = write_held_out(out, held_out, of_resumed=is_run(out))
+        manifest.model_copy(update={"held_out_blake2b": held_out_blake2b}).write(out)
         yield
     except BlockingIOError:  # another process creates a run here: the files are its own
         raise
@@ -234,16 +215,6 @@ def _created(out: Path, describe: Callable[[], None]) -> Iterator[None]:
             if not existed:
                 with suppress(OSError):  # it holds something after all
                     out.rmdir()
-        raise
-
-
-@contextmanager
-def _resumed(describe: Callable[[], None]) -> Iterator[None]:
-    """Describe a run that is resumed, once it was found to be the same; before, nothing is written."""
-    try:
-        yield
-    except (StepMismatchError, KeyboardInterrupt):
-        describe()
         raise
 
 
@@ -262,49 +233,27 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
             a factory that the command line does not.
     """
     completed, run = dict(options), options["out"]
-    recorded = read_options(run) if options["resume"] and is_run(run) else None
-    if recorded is None:
+    if not (options["resume"] and is_run(run)):
         return completed
-    hints = get_type_hints(record)
+    manifest, hints = read_manifest(run), get_type_hints(record)
+    if manifest is None:
+        raise ValueError(
+            f"{run} must hold the {MANIFEST} that epk-gp record wrote: it has none. Resume the run as it was recorded, "
+            "with Recorder(..., resume=True)."
+        )
     for name in (*_RECORDED, "steps"):
-        key = _STORED_AS.get(name, name)
-        if key not in recorded:  # not known of a run that had no manifest
-            continue
-        value = _parse(recorded[key], hints[name], name, run)
+        try:
+            value = TypeAdapter(hints[name]).validate_python(manifest.recorded_with[name])
+        except (KeyError, ValidationError) as error:
+            raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged.") from error
+        may_be_moved = name == "data_dir" or (name == "data" and is_data_file(options[name]) and is_data_file(value))
         if name not in given:
             completed[name] = value
-        elif name != "steps" and options[name] != value and not _may_be_moved(name, options[name], value):
+        elif name != "steps" and options[name] != value and not may_be_moved:
             raise ValueError(
-                f"{given[name]} must be the recorded one to resume the run at {run}: it has {_describe(value)}, got "
-                f"{_describe(options[name])}. Leave the option out, or record another run."
+                f"{given[name]} must be the recorded one to resume the run at {run}: it has {value}, got "
+                f"{options[name]}. Leave the option out, or record another run."
             )
-    if "network" not in given and ":" in completed["network"]:
-        raise ValueError(
-            f"--network must name a factory before it is executed: {completed['network']} makes the network of {run}. "
-            f"If you trust it, pass --network {completed['network']}."
-        )
+    if "network" not in given:
+        require_trusted(completed["network"], run)
     return completed
-
-
-def _parse(value: object, hint: Any, name: str, run: Path) -> Any:
-    """Return a value of the manifest as the command line has it: of one of the kinds that a parameter takes."""
-    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if kind is Path and isinstance(value, str):
-            return Path(value)
-        if type(value) is kind:
-            return value
-    raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged (it is {value!r}).")
-
-
-def _may_be_moved(name: str, given: Any, recorded: Any) -> bool:
-    return name == "data_dir" or (name == "data" and is_data_file(given) and is_data_file(recorded))
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)

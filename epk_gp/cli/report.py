@@ -3,7 +3,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import torch
 import typer
@@ -15,8 +15,8 @@ from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
-from epk_gp.cli.workers import open_executor
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.cli.workers import computing
+from epk_gp.core.options import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels
@@ -30,14 +30,6 @@ from epk_gp.report.request import ExplainedOutputs
 from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
-
-
-class _Computing(TypedDict):
-    """How everything is computed: the part of `ComputeSettings` that all calls share."""
-
-    memory_budget: int
-    progress: bool
-    executor: SupportsSubmit | None
 
 
 def report(
@@ -132,16 +124,17 @@ def report(
     appearance(trajectory, features, None)  # refuses names before anything is computed
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
-    with open_executor(workers, scheduler, resumes=True) as executor:
-        computing: _Computing = {"memory_budget": opt.memory_bytes(memory), "progress": not quiet, "executor": executor}
+    with computing(memory, workers, scheduler, quiet, partial) as settings:
+        unsaved: ComputeSettings = {**settings, "checkpoint": None}
         effect = None
         if influence:
-            effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **computing)
+            own: ComputeSettings = {**settings, "checkpoint": partial / "influence"}
+            effect = influence_of(trajectory, X[explained], head=head, **own)
         model = None
         if fitted is not None:
-            model = UncertainClassifier(trajectory, seed=seed or 0, **computing)
+            model = UncertainClassifier(trajectory, seed=seed or 0, **unsaved)
             model.fit(fitted.X, fitted.labels)
-        suspects = errors_of_labels(trajectory, seed=seed or 0, **computing) if label_errors else None
+        suspects = errors_of_labels(trajectory, seed=seed or 0, **unsaved) if label_errors else None
         surface = _map(trajectory, seed or 0, quiet) if map else None
         finding = ""
         try:
@@ -167,8 +160,7 @@ def report(
                     suspects=suspects,
                     uncertainty_map=surface,
                     kernel_points=kernel_points,
-                    checkpoint=partial,
-                    **computing,
+                    **settings,
                 )
         except CertificateWarning as warning:  # once the report is written
             finding = str(warning)

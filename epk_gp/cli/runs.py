@@ -9,8 +9,8 @@ import typer
 
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
-from epk_gp.cli.networks import open_run, read_network_spec
-from epk_gp.cli.workers import open_executor
+from epk_gp.cli.networks import open_run, read_manifest
+from epk_gp.cli.workers import computing
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
@@ -18,8 +18,8 @@ from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.storage.export import export_run
+from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import chunk_schema
-from epk_gp.storage.verify import check_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -34,15 +34,15 @@ def info(
     """Show the contents of a recorded run, after checking its files; no network is built."""
     opt.validate_run(run, out)
     timer = Stopwatch()
-    if out is not None:
-        opt.require_folder(out)
-    summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
+    summary, manifest = check_run(run, progress=not quiet), read_manifest(run)
     header = summary.header
     gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
     check_every = header["check_every"]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
-        "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
+        "network": "not in the manifest (pass --network to the other commands)"
+        if manifest is None
+        else manifest.network.name,
         "steps": summary.num_steps,
         "step sizes": _range(sorted(set(summary.learning_rates))),
         "points per step": _range(sorted(set(summary.batch_sizes))),
@@ -110,8 +110,9 @@ def verify(
     quiet: opt.Quiet = False,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+    options = {name: value for name, value in locals().items() if name != "ctx"}
     if checksums:
-        opt.require_alone(ctx, "checksums", ("run", "quiet"))
+        opt.refuse_ignored(ctx, ("checksums", "run", "quiet"), "beside --checksums")
     opt.validate_run(run, out, workers, scheduler)
     if checksums:
         summary = check_run(run, progress=not quiet)
@@ -134,13 +135,10 @@ def verify(
     folder = None if out is None else opt.make_folder(out)
     more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
     typer.echo(f"verifying at {chosen}{more}")
-    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
+    with computing(1.0, workers, scheduler, quiet) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         results = {
-            name: reconstruct(
-                trajectory, X, head=name, rule=quadrature, path=along, progress=not quiet, executor=executor
-            )
-            for name in heads
+            name: reconstruct(trajectory, X, head=name, rule=quadrature, path=along, **settings) for name in heads
         }
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
@@ -149,8 +147,7 @@ def verify(
     is_adaptive = isinstance(quadrature, AdaptiveRule)  # a fixed rule leaves what it leaves: --tol judges it
     findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
     if folder is not None:
-        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
-        config |= {"points": str(chosen), "path": path}
+        config = options | {"tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
         numbers = {name: certificate(result) for name, result in results.items()}
         passed = error <= allowed and not findings
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.options import ComputeSettings
 from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
 from epk_gp.work import workers as of_job
 
@@ -18,19 +18,21 @@ TIMEOUT = 30  # seconds in which a scheduler must answer
 
 
 @contextmanager
-def open_executor(
-    workers: int | None, scheduler: str | None, *, resumes: bool = False
-) -> Iterator[SupportsSubmit | None]:
-    """Give what computes for a command: None for this process.
+def computing(
+    memory: float, workers: int | None, scheduler: str | None, quiet: bool, checkpoint: Path | None = None
+) -> Iterator[ComputeSettings]:
+    """Give how a command computes, by its options.
 
     Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
     which other users of the machine could have their code executed, as a Dask cluster does. They are spawned: a process
     that has used PyTorch's threads cannot be forked safely.
 
     Args:
+        memory: Memory for the computation, GiB.
         workers: Number of processes of this machine.
         scheduler: Address or scheduler file of a Dask scheduler.
-        resumes: Whether the same command resumes from what was computed before an error.
+        quiet: No progress bars.
+        checkpoint: Folder of partial sums, from which the same command resumes.
 
     Raises:
         ImportError: Dask is not installed.
@@ -39,30 +41,32 @@ def open_executor(
         ChildProcessError: Workers died, or cannot go on.
         ValueError: The address is none.
     """
-    if workers is None and scheduler is None:
-        yield None
-        return
-    again = "Run the same command again" + (", which resumes from what was computed" if resumes else "")
-    executor: Any
-    if scheduler is None:
-        executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    else:
+    executor: Any = None
+    if scheduler is not None:
         executor = _connect(scheduler)
+    elif workers is not None:
+        executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    again = f"Run the same command again{', which resumes from what was computed' if checkpoint else ''}"
     try:
-        yield executor
+        yield {
+            "memory_budget": int(memory * 2**30),
+            "progress": not quiet,
+            "checkpoint": checkpoint,
+            "executor": executor,
+        }
     except Exception as error:
         if isinstance(error.__cause__, BrokenExecutor):
             raise ChildProcessError(
                 "workers must live until all is computed: one of them died, killed or out of memory. "
                 f"{again}; with fewer --workers or less --memory if memory was short."
             ) from error
-        if _is_of_workers(error):
+        if executor is not None and _is_of_workers(error):
             raise ChildProcessError(f"workers must compute all pieces: {str(error).rstrip('.')}. {again}.") from error
         raise
     finally:
         if scheduler is not None:
             executor.close()
-        else:
+        elif workers is not None:
             executor.shutdown(cancel_futures=True)
 
 

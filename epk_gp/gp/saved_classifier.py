@@ -279,7 +279,7 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
     entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
-    if entries is None or entries.get("format") != FORMAT:
+    if entries.get("format") != FORMAT:
         raise ValueError(message)
     if entries.get("version") != FORMAT_VERSION:
         raise ValueError(

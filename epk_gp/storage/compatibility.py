@@ -21,40 +21,23 @@ from epk_gp.storage.schema import WEIGHT_DTYPES, RunHeader, describe_loss
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
 }
-_ABSENT = object()
-# What must agree when a run is resumed, by its key in the header.
-_REQUIREMENTS = {
-    "names": "the network must train the recorded weights",
-    "shapes": "the network must have weights of the recorded shapes",
-    "dtype": "the network must have the recorded dtype",
-    "signature": "the inputs must consist of the recorded tensors, and output= be given or not as recorded",
-    "statistics": "the network must have the recorded moving statistics",
-    "statistic_shapes": "the network must have moving statistics of the recorded shapes",
-    "num_outputs": "the network must have the recorded number of outputs",
-    "loss": "the loss must be the recorded one",  # before the data: another loss may need targets of another kind
-    "num_points": "the data must be the recorded ones, with as many points",
-    "data_digest": "the data must be the recorded ones, bit for bit",
-    "law": "the optimizer must be the recorded one",
-    "num_optimizers": "as many optimizers must train the network as were recorded",
-    "optimizer": "the optimizer must have the recorded options",
-    "unexplained": "the share of a step that need not be explained must be the recorded one",
-    "clip": "the stated gradient clipping must be the recorded one",
-    "keep_every": "the storage's keep_every must be the recorded one",
-    "check_every": "check_every must be the recorded one",
-}
+# What a run that is resumed may have otherwise: what its files hold of themselves.
+_OF_FILES = ("format", "version", "data_blake2b", "data_bytes")
 
 
 def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Raise if the header that a run would get now is not the one it was recorded with.
 
     Raises:
-        ValueError: An entry differs; the message says what must be as recorded.
+        ValueError: An entry differs; the message names it.
     """
-    for key, requirement in _REQUIREMENTS.items():
-        before, now = (side.get(key, RunHeader.model_fields[key].default) for side in (recorded, header))
-        if before != now:
-            raise ValueError(f"{requirement} to resume the run at {path}: {_difference(before, now)}.")
-    validate_modules(recorded["modules"], header["modules"])
+    for name, entry in RunHeader.model_fields.items():  # the loss before the data: another one needs other targets
+        before, now = (side.get(name, entry.default) for side in (recorded, header))
+        if name not in _OF_FILES and before != now:
+            raise ValueError(
+                f"network, data, loss, optimizer and options must be the recorded ones to resume the run at {path}: "
+                f"{name} is another: {_difference(before, now)}."
+            )
 
 
 def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
@@ -67,14 +50,11 @@ def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
     Raises:
         ValueError: The names of the modules differ, or their order.
     """
-    if recorded == given:
-        return
-    place = next((n for n, (a, b) in enumerate(zip(recorded, given, strict=False)) if a != b), None)
-    got = f"got {len(given)}" if place is None else f"module {place} is {recorded[place]!r}, got {given[place]!r}"
-    raise ValueError(
-        "the network must have the recorded modules, for the run holds which of them were in training mode: it has "
-        f"{len(recorded)}, {got}. Build it as it was built for the recording."
-    )
+    if recorded != given:
+        raise ValueError(
+            f"the network must have the recorded modules: {_difference(recorded, given)}. Build it as it was built for "
+            "the recording."
+        )
 
 
 def recorded_model(
@@ -101,38 +81,29 @@ def recorded_model(
             f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "
             f"{tuple(data['inputs'].shape)}."
         )
-    buffers = {name: value.shape for name, value in net.named_buffers()} if isinstance(net, nn.Module) else {}
-    for name, recorded in zip(header["statistics"], header["statistic_shapes"], strict=True):
-        if name not in buffers or list(buffers[name]) != recorded:
-            got = f"shape {tuple(buffers[name])}" if name in buffers else "no such buffer"
-            raise ValueError(
-                f"the network must be the recorded one: its moving statistic {name!r} must have shape "
-                f"{tuple(recorded)}, got {got}."
-            )
+    buffers = {name: list(value.shape) for name, value in net.named_buffers()} if isinstance(net, nn.Module) else {}
+    for name, shape in zip(header["statistics"], header["statistic_shapes"], strict=True):
+        _require_recorded(f"moving statistic {name}", shape, buffers.get(name))
     model = functionalize(net, tuple(header["names"]), tuple(header["statistics"]), signature)
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
-        if list(shape) != recorded:
-            raise ValueError(
-                f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
-            )
+        _require_recorded(name, recorded, list(shape))
     model = model.variant(TensorSpec(WEIGHT_DTYPES[header["dtype"]], torch.device("cpu")))
     frozen_state = model.frozen_state()
     recorded_state = {
         key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")
     }
-    if frozen_state.keys() != recorded_state.keys():
-        different = sorted(frozen_state.keys() ^ recorded_state.keys())
-        raise ValueError(
-            f"the network must be the recorded one: {different[0]!r} is a parameter or buffer in only one of the two."
-        )
-    for name, value in recorded_state.items():
-        if value.shape != frozen_state[name].shape:
-            raise ValueError(
-                f"the network must be the recorded one: {name} has shape {tuple(frozen_state[name].shape)}, "
-                f"the run has {tuple(value.shape)}."
-            )
-        frozen_state[name].copy_(value)
+    for name in sorted(frozen_state.keys() | recorded_state.keys()):
+        recorded, own = (list(side[name].shape) if name in side else None for side in (recorded_state, frozen_state))
+        _require_recorded(name, recorded, own)
+        frozen_state[name].copy_(recorded_state[name])
     return model
+
+
+def _require_recorded(name: str, recorded: list[int] | None, own: list[int] | None) -> None:
+    if recorded != own:
+        raise ValueError(
+            f"the network must be the recorded one: {name} has shape {own}, in the run {recorded}. None: there is none."
+        )
 
 
 def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> Loss:
@@ -159,19 +130,15 @@ def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> 
 
 
 def _difference(recorded: Any, given: Any) -> str:
-    """Return in words where two entries of a header differ: only the options that do, with both values."""
-    if isinstance(recorded, dict) and isinstance(given, dict):
-        keys = [key for key in recorded | given if recorded.get(key, _ABSENT) != given.get(key, _ABSENT)]
-        sides = [", ".join(f"{key}={side[key]!r}" for key in keys if key in side) for side in (recorded, given)]
-        return f"it has {sides[0] or 'no such option'}, got {sides[1] or 'none'}"
+    """Return in words where two entries of a header differ: only what does, with both values."""
     if isinstance(recorded, list) and isinstance(given, list):
-        kind = "parameter group" if recorded and isinstance(recorded[0], dict) else "weight tensor"
         if len(recorded) != len(given):
-            return f"it has {len(recorded)} {kind}{'s'[: len(recorded) != 1]}, got {len(given)}"
+            return f"it has {len(recorded)}, got {len(given)}"
         number = next(n for n, pair in enumerate(zip(recorded, given, strict=True)) if pair[0] != pair[1])
-        before, now = recorded[number], given[number]
-        difference = _difference(before, now) if isinstance(before, dict) else f"it has {before!r}, got {now!r}"
-        return difference if len(recorded) == 1 else f"in {kind} {number} {difference}"
+        return f"number {number}: {_difference(recorded[number], given[number])}"
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        same = [key for key in recorded if key in given and recorded[key] == given[key]]
+        recorded, given = ({k: v for k, v in side.items() if k not in same} for side in (recorded, given))
     return f"it has {recorded!r}, got {given!r}"
 
 

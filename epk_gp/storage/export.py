@@ -1,37 +1,32 @@
 """Export a run to one safetensors file, for other tools."""
 
-import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from epk_gp.core.show import tracked
-from epk_gp.core.step import tensor_bytes
-from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.chunks import matrices_of, matrix_name, step_tensors, steps_with_matrices
-from epk_gp.storage.files import SAFETENSORS_DTYPES, atomic_write
-from epk_gp.storage.journal import read_journal
-from epk_gp.storage.passes import pass_tensors
-from epk_gp.storage.schema import FORMAT, chunk_schema, read_data, read_header
-from epk_gp.storage.states import StoredStates, StoredUpdates
-from epk_gp.storage.verify import read_steps
+from epk_gp.optimizers.update_rules import FIELDS
+from epk_gp.storage.chunks import MATRICES_NAME, read_steps, step_tensors
+from epk_gp.storage.files import DTYPES, Rows, atomic_write, tensor_file
+from epk_gp.storage.journal import Chunk, opened_chunk, read_journal
+from epk_gp.storage.passes import PASSES
+from epk_gp.storage.schema import FORMAT, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.writer import explain_os_errors
 
 
 def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
-    """Write a run, after checking it, to one safetensors file; one state at a time and all passes are in memory.
+    """Write a run, after checking it, to one safetensors file; one chunk at a time is in memory.
 
     Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
-    parameters; `update.FIELD` (S, P) for a field that is one number per weight in any step, where `update` holds 0;
-    `update.left.K` and `update.right.K` with `.steps`, the matrices of parameter K, of a run with matrix
-    preconditioners; `statistics` (S + 1, Q) of a network with moving statistics; `passes.*` of a run with forward
-    passes; `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; `groups` where parameter groups change; and
-    all of `data.safetensors`. The metadata hold the run's header as JSON, the names of the 7 fields in their order as
-    JSON (`update_fields`), and the run's digest.
+    parameters; `update.FIELD` (S, P) for a field that is one number per weight in any chunk, where `update` holds 0;
+    `matrices` of a run with matrix preconditioners; `statistics` (S + 1, Q) of a network with moving statistics;
+    `passes` and `passes.*` of a run with forward passes; `sizes`, `lengths`, `batches`, `weighted` and
+    `sample_weights`; `groups` where parameter groups change; and all of `data.safetensors`. The metadata hold the run's
+    header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's digest.
 
     Args:
         folder: The run's folder.
@@ -58,86 +53,56 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     if file.exists():
         raise FileExistsError(f"file must be a new file: {file} exists. Choose another name.")
     steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
-    states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)
-    S, P, L = len(steps), schema.num_weights, len(schema.sizes)
-    shown = tracked(range(S + 1), "export", unit="state", shown=progress)
-    tensors: dict[str, tuple[list[int], torch.dtype, Iterable[Tensor]]] = {
-        "states": ([S + 1, P], schema.dtype, (states[s] for s in shown)),
-        "update": ([S, len(FIELDS), L], torch.float64, (_numbers_per_parameter(updates[s], L) for s in range(S))),
-    }
-    first_of_chunk = [updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last]
-    for name, dtype in _fields_per_weight(first_of_chunk, L).items():
-        rows = _rows_per_weight(updates, name, schema.sizes, torch.zeros(0, dtype=dtype))
-        tensors[f"update.{name}"] = ([S, P], dtype, rows)
-    in_memory = step_tensors(steps) | pass_tensors(steps)
-    for key, numbers in steps_with_matrices(folder, chunks).items():
-        Q = matrices_of(updates[numbers[0]])[key]
-        tensors[matrix_name(*key)] = ([len(numbers), *Q.shape], Q.dtype, _matrices(updates, key, numbers))
-        in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(numbers)
-    if schema.num_statistics:
-        statistics = StoredStates(Path(folder), schema, chunks, "statistics")
-        tensors["statistics"] = (
-            [S + 1, schema.num_statistics],
-            statistics[0].dtype,
-            (statistics[s] for s in range(S + 1)),
-        )
-    # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
-    for name, value in (in_memory | {name: data[name] for name in sorted(data)}).items():
-        tensors[name] = (list(value.shape), value.dtype, [value])
+    tensors: dict[str, Tensor | Rows] = {**data, **step_tensors(steps)}
+    layouts = []
+    for chunk in chunks:
+        with opened_chunk(folder, chunk) as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+            layouts.append({name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()})
+    shown = tracked(chunks, "export", unit="chunk", shown=progress)
+    for name in sorted(set().union(*layouts) - tensors.keys()):
+        read = _rows_per_weight if name.removeprefix("update.") in FIELDS else _rows
+        own = [layout[name] for layout in layouts if name in layout]
+        dtype = max(own, key=lambda layout: layout[1])[1]
+        count = len(steps) if read is _rows_per_weight else sum(shape[0] for shape, _ in own)
+        rows = read(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
+        tensors[name] = Rows((count, *own[0][0][1:]), DTYPES[dtype], rows)
     metadata = {
         "format": FORMAT,
         "digest": chunks[-1].digest,
         "header": json.dumps(header),
         "update_fields": json.dumps(FIELDS),
     }
-    text, size = _safetensors_header(tensors, metadata)
-    contents = (tensor_bytes(row.to(dtype)) for _, dtype, rows in tensors.values() for row in rows)
-    remains = "no part of it is left. Free space or give the right to write, or choose another file."
-    with explain_os_errors(file, lambda _: remains):
-        atomic_write(file, itertools.chain([text], contents))
-    return len(text) + size
+    advice = "no part of it is left. Free space or give the right to write, or choose another file."
+    with explain_os_errors(file, advice):
+        atomic_write(file, tensor_file(tensors, metadata))
+    return file.stat().st_size
 
 
-def _fields_per_weight(updates: Sequence[UpdateCoefficients], num_parameters: int) -> dict[str, torch.dtype]:
-    """Return the fields that are one number per weight in any chunk, with a dtype that holds every row exactly.
-
-    Args:
-        updates: Coefficients of one step of each chunk: within a chunk a field has one shape and dtype.
-        num_parameters: L.
-    """
-    kinds = {name: {(len(value), value.dtype) for u in updates for value in [getattr(u, name)]} for name in FIELDS}
-    return {
-        name: next(iter(kind))[1] if len(kind) == 1 else torch.float64
-        for name, kind in kinds.items()
-        if any(length != num_parameters for length, _ in kind)
-    }
-
-
-def _numbers_per_parameter(update: UpdateCoefficients, L: int) -> Tensor:
-    """Return a step's numbers per parameter, (7, L) float64, with 0 for a field that is one number per weight."""
-    return torch.stack([value.double() if len(value) == L else torch.zeros(L).double() for value in update])
+def _rows(
+    folder: str | os.PathLike[str], _: ChunkSchema, chunks: Iterable[Chunk], name: str, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield a tensor of all chunks; where rows of a packed one start counts from the first chunk."""
+    packed, end = name.removesuffix(".at"), 0
+    for chunk in chunks:
+        with opened_chunk(folder, chunk) as tensors:
+            if name in tensors.keys():  # noqa: SIM118  # not a mapping
+                value = tensors.get_tensor(name).to(dtype)
+                if name in (f"{PASSES}.at", f"{MATRICES_NAME}.at"):
+                    value = value + torch.tensor([end, 0])
+                    end += tensors.get_slice(packed).get_shape()[0]
+                yield value
 
 
-def _rows_per_weight(updates: StoredUpdates, name: str, sizes: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-    for step in range(len(updates)):
-        yield broadcast_to_params(getattr(updates[step], name), sizes, like)
-
-
-def _matrices(updates: StoredUpdates, key: tuple[str, int], numbers: Sequence[int]) -> Iterator[Tensor]:
-    for number in numbers:
-        yield matrices_of(updates[number])[key]
-
-
-def _safetensors_header(
-    tensors: Mapping[str, tuple[list[int], torch.dtype, object]], metadata: dict[str, str]
-) -> tuple[bytes, int]:
-    """Return the beginning of a safetensors file, and the size of its tensors in bytes."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
-    for name, (shape, dtype, _) in tensors.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text, offset
+def _rows_per_weight(
+    folder: str | os.PathLike[str], schema: ChunkSchema, chunks: Iterable[Chunk], name: str, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield a field of the steps of all chunks, one number per weight; some hold one per parameter in `update`."""
+    repeats = torch.tensor(schema.sizes)
+    for chunk in chunks:
+        with opened_chunk(folder, chunk) as tensors:
+            if name in tensors.keys():  # noqa: SIM118  # not a mapping
+                yield tensors.get_tensor(name).to(dtype)
+            elif chunk.last:
+                numbers = tensors.get_tensor("update")[:, FIELDS.index(name.removeprefix("update."))]
+                yield numbers.to(dtype).repeat_interleave(repeats, dim=1)

@@ -1,4 +1,4 @@
-"""Create, resume and open a run on disk."""
+"""Create, resume, open and check a run on disk."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.losses import Loss
-from epk_gp.core.step import fingerprint_data
+from epk_gp.core.show import tracked
+from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json
+from epk_gp.storage.chunks import read_steps
 from epk_gp.storage.compatibility import (
     recorded_loss,
     recorded_model,
@@ -25,11 +27,11 @@ from epk_gp.storage.compatibility import (
     validate_same_header,
 )
 from epk_gp.storage.files import regular_file_size
-from epk_gp.storage.journal import resume_name
-from epk_gp.storage.schema import HEADER, chunk_schema, module_names, read_data, read_header
-from epk_gp.storage.states import StoredStates, read_chunks, stored_run, with_computed_states
-from epk_gp.storage.training_state import WEIGHTS, TrainingState, read_training_state
-from epk_gp.storage.verify import read_steps
+from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.passes import pass_bytes
+from epk_gp.storage.schema import DATA, HEADER, chunk_schema, module_names, read_data, read_header
+from epk_gp.storage.states import StoredStates, stored_run, with_computed_states
+from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 
@@ -72,7 +74,6 @@ def create_run(folder: str | os.PathLike[str], start: RunStart, training: Traini
     writer, header = create_run_dir(folder, {**start.header, **training.header()}, start.data)
     try:
         statistics = () if start.statistics is None else (start.statistics,)
-        tensors |= {WEIGHTS: start.weights.clone()} if writer.schema.thins else {}
         writer.append([start.weights], [], [], start.digest, tensors, statistics)
         write_header(writer, header)
     except BaseException:
@@ -114,23 +115,18 @@ def resume_run(
     try:
         trajectory = load_trajectory(folder, net, loss=loss, output=output)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
-        tensors = read_training_state(folder, number, chunk)
-        where = str(Path(folder) / resume_name(number))
-        buffers = training.recorded_buffers(tensors, where)
-        training.load_state_dict(tensors, where)
+        buffers = training.load_state_dict(
+            read_training_state(folder, number, chunk), str(Path(folder) / resume_name(number))
+        )
         writer.remove_uncommitted()
     except BaseException:
         writer.close()
         raise
-    tensors_of_net = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    values = {
-        **trajectory.model.frozen_state(),
-        **trajectory.weights(chunk.last),
-        **buffers,
-    }  # buffers last: they moved
+    own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    frozen, weights = trajectory.model.frozen_state(), trajectory.weights(chunk.last)
     with torch.no_grad():
-        for name, value in values.items():
-            tensors_of_net[name].copy_(value)
+        for name, value in {**frozen, **weights, **buffers}.items():  # buffers last: they moved
+            own[name].copy_(value)
     return trajectory, writer
 
 
@@ -163,7 +159,7 @@ def load_trajectory(
     header = read_header(folder)
     schema = chunk_schema(header)
     data = read_data(folder, header)
-    chunks, last = read_chunks(folder, schema)
+    chunks = read_journal(folder).chunks
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
     if any(step.passes for step in steps):
@@ -171,7 +167,7 @@ def load_trajectory(
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")
-    states, updates = stored_run(folder, schema, chunks, last)
+    states, updates = stored_run(folder, schema, chunks)
     trajectory = Trajectory(
         model=model,
         inputs=data["inputs"],
@@ -195,3 +191,77 @@ def load_trajectory(
     trajectory = with_computed_states(trajectory)
     validate_loss_function(trajectory)
     return trajectory
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run whose files were all checked.
+
+    Attributes:
+        header: The run's header.
+        chunks: Its committed chunks.
+        finished: Whether the recording came to its end.
+        learning_rates: Learning rate of each step.
+        batch_sizes: Number of points of each step.
+        num_passes: Number of recorded forward passes of all steps.
+        pass_bytes: Bytes that they take in memory.
+        data_shapes: Shapes of inputs, targets, frozen state and fingerprint outputs.
+        files: Number of files that were checked.
+        bytes: Their total size.
+    """
+
+    header: dict[str, Any]
+    chunks: tuple[Chunk, ...]
+    finished: bool
+    learning_rates: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    num_passes: int
+    pass_bytes: int
+    data_shapes: dict[str, tuple[int, ...]]
+    files: int
+    bytes: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number S of steps."""
+        return len(self.learning_rates)
+
+
+def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
+    """Read every file of a run and check it against what was committed.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; the message names it and the states it held.
+    """
+    place = Path(folder)
+    header = read_header(folder)
+    schema = chunk_schema(header)
+    data = read_data(folder, header)
+    journal = read_journal(folder)
+    steps, num_bytes = list[Step](), 0
+    for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
+        own = read_steps(folder, schema, chunk)
+        num_bytes += sum(pass_bytes(step.passes) for step in own)  # each is read and checked
+        steps.extend(own)
+    number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
+    try:
+        read_training_state(folder, number, chunk)
+    except FileNotFoundError:
+        if read_journal(folder).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
+            raise
+    names = [HEADER, DATA, JOURNAL, resume_name(number), *(chunk.file for chunk in journal.chunks)]
+    names += [FINISHED] if journal.finished else []
+    sizes = [regular_file_size(place / name, name) for name in names]
+    return RunSummary(
+        header=header,
+        chunks=journal.chunks,
+        finished=journal.finished,
+        learning_rates=tuple(step.lr for step in steps),
+        batch_sizes=tuple(schema.num_points if step.batch is None else len(step.batch) for step in steps),
+        num_passes=sum(len(step.passes) for step in steps),
+        pass_bytes=num_bytes,
+        data_shapes={name: tuple(value.shape) for name, value in data.items()},
+        files=len(names),
+        bytes=sum(size or 0 for size in sizes),
+    )

@@ -2,7 +2,7 @@
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,14 +10,12 @@ from pathlib import Path
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.checks import is_finite
 from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import read_places, read_row, read_update
-from epk_gp.storage.journal import Chunk, opened_chunk, read_journal, resume_name
+from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.training_state import WEIGHTS, read_training_state
 
 
 @dataclass(frozen=True)
@@ -73,19 +71,12 @@ class StoredStates(_Stored):
 
 @dataclass(frozen=True)
 class StoredKeptStates(_Stored):
-    """The kept weight states of a run: every k-th one from its chunks, and the last.
-
-    Attributes:
-        last: The last state, exactly.
-    """
-
-    last: Float[Tensor, " P"]
+    """The kept weight states of a run: every k-th one, and the last."""
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """Which states are kept."""
-        S = len(self) - 1
-        return tuple(sorted({*self.schema.kept_between(0, S), S}))
+        return tuple(self.schema.held_between(0, len(self) - 1))
 
     def __getitem__(self, state: int) -> Float[Tensor, " P"]:
         """Read a kept state.
@@ -93,13 +84,11 @@ class StoredKeptStates(_Stored):
         Raises:
             IndexError: The state is not kept.
         """
-        if state == len(self) - 1:
-            return self.last
-        if not 0 <= state < len(self) or state not in self.schema.kept_between(state, state):
+        if not 0 <= state < len(self) or (state % self.schema.keep_every and state < len(self) - 1):
             raise IndexError(f"state must be a kept one, a multiple of {self.schema.keep_every}: got {state}.")
         chunk = self._chunk(state)
         with opened_chunk(self.path, chunk) as tensors:
-            return read_row(tensors, "states", len(self.schema.kept_between(chunk.first, state)) - 1)
+            return read_row(tensors, "states", self.schema.held_between(chunk.first, chunk.last).index(state))
 
 
 @dataclass(frozen=True)
@@ -122,7 +111,7 @@ class StoredUpdates(_Stored):
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
         chunk = self._chunk(step + 1)
         with opened_chunk(self.path, chunk) as tensors:
-            return read_update(tensors, step - max(chunk.first - 1, 0))
+            return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
         """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
@@ -130,46 +119,15 @@ class StoredUpdates(_Stored):
             return {}
         chunk = self._chunk(step + 1)
         with opened_chunk(self.path, chunk) as tensors:
-            return read_places(tensors, step - max(chunk.first - 1, 0))
-
-
-def read_chunks(path: str | os.PathLike[str], schema: ChunkSchema) -> tuple[tuple[Chunk, ...], Tensor | None]:
-    """Read the committed chunks of a run, and the last state where chunks do not hold it.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file is damaged.
-    """
-    while True:
-        chunks = read_journal(path).chunks
-        if not schema.thins:
-            return chunks, None
-        try:
-            return chunks, _last_state(path, schema, chunks)
-        except FileNotFoundError:
-            if read_journal(path).chunks == chunks:  # else a writer has committed another chunk, and removed the file
-                raise
-
-
-def _last_state(path: str | os.PathLike[str], schema: ChunkSchema, chunks: Sequence[Chunk]) -> Float[Tensor, " P"]:
-    number = len(chunks) - 1
-    last = read_training_state(path, number, chunks[-1]).get(WEIGHTS)
-    if last is None or last.shape != (schema.num_weights,) or last.dtype != schema.dtype or not is_finite(last):
-        raise ValueError(
-            f"{Path(path) / resume_name(number)} must hold the last state as {WEIGHTS!r}: {schema.num_weights} finite "
-            f"numbers of {schema.dtype}. It does not."
-        )
-    return last
+            return read_places(tensors, step - chunk.first_step)
 
 
 def stored_run(
-    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...], last: Tensor | None
+    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...]
 ) -> tuple[StoredStates | StoredKeptStates, StoredUpdates]:
     """Return the states and coefficients of a run on disk, as far as they are held."""
-    folder, updates = Path(path), StoredUpdates(Path(path), schema, chunks)
-    return (
-        StoredStates(folder, schema, chunks) if last is None else StoredKeptStates(folder, schema, chunks, last)
-    ), updates
+    states = StoredKeptStates if schema.thins else StoredStates
+    return states(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:

@@ -16,7 +16,7 @@ from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import WEIGHT_DTYPES, read_data, read_header
 from epk_gp.storage.states import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import read_training_state
-from epk_gp.storage.verify import read_steps
+from epk_gp.storage.chunks import read_steps
 from epk_gp.storage.writer import create_run_dir, write_header
 from loops import data, sgd
 
