@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.cli.networks import read_manifest
+from epk_gp.cli.networks import MANIFEST, Manifest, read_manifest
 from epk_gp.core.checks import validate_finite
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.files import atomic_write, checksum, checksum_file
+from epk_gp.storage.files import atomic_write, checksum, checksum_file, checksummed_json
+from epk_gp.storage.run import is_run
 
 HELD_OUT = "held_out.safetensors"
 _HELD_OUT_SOURCE = "held-out"  # as a source of points: those of the run
@@ -89,27 +90,23 @@ def load_split(
     return train[:num_train], test[:most], len(test)
 
 
-def write_held_out(run: Path, data: Dataset, *, of_resumed: bool) -> str | None:
-    """Write the held-out points, if there are any, into a run's folder, and return the checksum of the file.
+def write_manifest(run: Path, manifest: Manifest, data: Dataset) -> None:
+    """Write held-out points, if there are any, and then the manifest, completed by their checksum, beside a run.
 
     Raises:
         ValueError: The run is resumed, and was recorded with others; or its manifest is damaged.
     """
-    content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}) if len(data) else None
-    blake2b = None if content is None else checksum(content)
-    if of_resumed and _held_out_checksum(run) != blake2b:
+    content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}) if len(data) else b""
+    blake2b, recorded = checksum(content) if content else "", read_manifest(run)
+    if is_run(run) and recorded is not None and recorded.held_out_blake2b != blake2b:
         raise ValueError(
             f"the held-out points must be the recorded ones to resume the run at {run}: the data hold others. "
             "Pass --data and --num-test as they were."
         )
-    if content is not None:
+    if content:
         atomic_write(run / HELD_OUT, content)
-    return blake2b
-
-
-def _held_out_checksum(run: Path) -> str | None:
-    manifest = read_manifest(run)
-    return None if manifest is None else manifest.held_out_blake2b
+    completed = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": blake2b})
+    atomic_write(run / MANIFEST, checksummed_json(completed.model_dump()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +226,14 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
 
 def _has_held_out(run: Path) -> bool:
     """Return whether a run has held-out points. Raise if they are not those that were written."""
-    file, expected = run / HELD_OUT, _held_out_checksum(run)
-    if expected is not None and not file.is_file():
+    file, manifest = run / HELD_OUT, read_manifest(run)
+    if manifest is None or not manifest.held_out_blake2b:
+        return file.is_file()
+    if not file.is_file():
         raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")
-    if expected is not None and checksum_file(file, None, str(file)) != expected:
+    if checksum_file(file, manifest.held_out_bytes, str(file)) != manifest.held_out_blake2b:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
-    return file.is_file()
+    return True
 
 
 def _inputs_like_the_run(arrays: dict[str, Tensor], file: Path, trajectory: Trajectory) -> Shaped[Tensor, "n ..."]:

@@ -14,8 +14,6 @@ from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,
-    atomic_write,
-    checksummed_json,
     read_bytes,
     read_checksummed_json,
     regular_file_size,
@@ -54,11 +52,8 @@ class Manifest(Record):
 
     network: NetworkSpec
     recorded_with: dict[str, Any]
-    held_out_blake2b: str | None
-
-    def write(self, run: Path) -> None:
-        """Write the manifest into a run's folder."""
-        atomic_write(run / MANIFEST, checksummed_json(self.model_dump()))
+    held_out_bytes: _Size = 0
+    held_out_blake2b: str = ""
 
 
 def read_manifest(run: Path) -> Manifest | None:

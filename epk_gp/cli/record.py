@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
 
 from epk_gp.cli import options as opt
-from epk_gp.cli.data import is_data_file, load_split, write_held_out
+from epk_gp.cli.data import is_data_file, load_split, write_manifest
 from epk_gp.cli.networks import (
     MANIFEST,
     Activation,
@@ -66,7 +66,7 @@ def record(
         Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
     ] = None,
     num_train: Annotated[
-        int | None, typer.Option(help="Number of training points, the first ones of a file; all by default.")
+        int | None, opt.count("Number of training points, the first ones of a file; all by default.")
     ] = None,
     num_test: Annotated[
         int | None,
@@ -166,7 +166,7 @@ def record(
     recorded = {name: options[name] for name in (*_RECORDED, "steps")} | {"num_train": len(training)}
     recorded["data_dir"] = None if data_dir is None else str(data_dir)
 
-    with _described(out, Manifest(network=spec, recorded_with=recorded, held_out_blake2b=None), held_out):
+    with _described(out, Manifest(network=spec, recorded_with=recorded), held_out):
         trajectory = train(
             net,
             X,
@@ -203,8 +203,7 @@ def _described(out: Path, manifest: Manifest, held_out: Dataset) -> Iterator[Non
     existed = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        held_out_blake2b = write_held_out(out, held_out, of_resumed=is_run(out))
-        manifest.model_copy(update={"held_out_blake2b": held_out_blake2b}).write(out)
+        write_manifest(out, manifest, held_out)
         yield
     except BlockingIOError:  # another process creates a run here: the files are its own
         raise

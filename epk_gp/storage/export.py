@@ -63,8 +63,11 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     for name in sorted(set().union(*layouts) - tensors.keys()):
         read = _rows_per_weight if name.removeprefix("update.") in FIELDS else _rows
         own = [layout[name] for layout in layouts if name in layout]
-        dtype = max(own, key=lambda layout: layout[1])[1]
-        count = len(steps) if read is _rows_per_weight else sum(shape[0] for shape, _ in own)
+        dtype = max(dtype for _, dtype in own)
+        if read is _rows_per_weight:
+            count, dtype = len(steps), dtype if len(own) == len([chunk for chunk in chunks if chunk.last]) else "F64"
+        else:
+            count = sum(shape[0] for shape, _ in own)
         rows = read(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
         tensors[name] = Rows((count, *own[0][0][1:]), DTYPES[dtype], rows)
     metadata = {

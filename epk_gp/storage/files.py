@@ -72,12 +72,12 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int | None, where: str, *suffixes: str) -> str:
+def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
     """Return the checksum of a file followed by texts; the file is read block by block.
 
     Args:
         file: A regular file.
-        size: The size that the file must have, in bytes; a file of another size is not read. None for any size.
+        size: The size that the file must have, in bytes; a file of another size is not read.
         where: Name of the file in an error message.
         suffixes: Texts that are hashed after the file.
 
@@ -88,7 +88,7 @@ def checksum_file(file: Path, size: int | None, where: str, *suffixes: str) -> s
     hasher = hashlib.blake2b(digest_size=16)
     with open_regular(file, where) as stream:
         actual = os.fstat(stream.fileno()).st_size
-        if size is not None and actual != size:
+        if actual != size:
             raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
         while block := stream.read(_BLOCK):
             hasher.update(block)
@@ -172,9 +172,9 @@ def read_checked(file: Path, size: int, blake2b: str, where: str, *suffixes: str
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it has another size or checksum.
     """
+    if (actual := regular_file_size(file, where)) not in (None, size):
+        raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
     content = read_bytes(file, size, where)
-    if len(content) != size:
-        raise ValueError(f"{where} must have {size} bytes: it has {len(content)}. {DAMAGED}")
     if checksum(content, *suffixes) != blake2b:
         raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
     return content

@@ -268,10 +268,10 @@ def _read_state(tensors: Mapping[str, Tensor], where: str) -> _State:
     """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
     message = f"{where} must hold the state to resume from"
     try:
-        text = bytes(tensor_bytes(tensors[_STATE]))
-        return validated(_State, _decode(parse_json(text, message), tensors), message)
-    except (KeyError, TypeError, RecursionError, AttributeError, RuntimeError) as error:
+        entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{message}: it does not ({error}).") from error
+    return validated(_State, entries, message)
 
 
 def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import refused, run
-from epk_gp.cli.estimate import _size, _time
+from epk_gp.cli.gram import _size, _time
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--rule", "gauss-legendre:2"),
@@ -53,11 +53,11 @@ def test_the_rule_is_the_command_s_own(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--num-points", 3), "--num-points must stand beside --what attribute: got --what gram. Leave"),
-        (("--what", "attribute", "--rows", "train"), "--rows must stand beside --what gram: got --what attribute."),
+        (("--num-points", 3), "--num-points would be ignored beside --what gram"),
+        (("--what", "attribute", "--rows", "train"), "--rows would be ignored beside --what attribute"),
         (("--what", "verify"), "verify"),
         (("--seconds", 0), "--seconds must be at least 0.1 and below 100000: got 0"),
-        (("--workers", 0), "--workers must be at least 1: got 0."),
+        (("--workers", 0), "Invalid value for '--workers'"),
         (("--rows", "train", "--points", "points.npz"), "--points must have a side"),
         (("--rule", "left-endpoint:3"), "--rule must be adaptive[:TOL], gauss-legendre:N"),
     ],

@@ -51,7 +51,9 @@ def test_a_full_disk_gives_one_message_and_leaves_a_readable_run(tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, fails, full)
-        with pytest.raises(OSError, match=r"must be written to .*run: No space left on device; its \d+ committed") as e:
+        with pytest.raises(
+            OSError, match=r"must be written to .*run: No space left on device; check .* that its \d+ committed"
+        ) as e:
             loop()
     assert e.value.errno == errno.ENOSPC
     committed = recorder.num_committed
