@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset, mnist_folder
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 
 STEPS, POINTS = 8, 12
 KEEP_EVERY = 1  # which states are kept; a commit follows every second step, at kept states and between them

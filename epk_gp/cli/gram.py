@@ -116,7 +116,7 @@ def estimate(
     ctx: opt.Context,
     run: opt.RunFolder,
     what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
-    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
+    out: opt.OptionalOut = None,
     seconds: Annotated[
         float,
         opt.number("Time for measuring. A little more where one piece of each kind takes longer.", 0.1, below=1e5),

@@ -68,6 +68,16 @@ RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
+OptionalOut = Annotated[Path | None, typer.Option(help="Folder for the numbers as JSON; none is written by default.")]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Score points, by an UncertainClassifier fitted with labelled points that the network has not seen: a "
+        "file (.safetensors or .npz) with `inputs` and `labels`, a folder of MNIST-format files (its test part), or "
+        "held-out, the run's own. Without --points half of them, drawn with --seed, are kept to be scored.",
+    ),
+]
 Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
 SeedOfPoints = Annotated[
     int | None, count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED)
@@ -82,8 +92,8 @@ Network = Annotated[
 PointsFile = Annotated[
     Path | None,
     typer.Option(
-        help="File (.safetensors or .npz) with `inputs`; by default the run's held-out points, or its training inputs "
-        "if it has none."
+        help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out points, "
+        "or its training inputs if it has none."
     ),
 ]
 HeadOption = Annotated[
@@ -112,9 +122,7 @@ PathOption = Annotated[
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
-Workers = Annotated[
-    int | None, count("Compute in this many processes of one thread each; by default in this process.", 1, 4096)
-]
+Workers = Annotated[int | None, count("Processes of one thread each; by default this process computes.", 1, 4096)]
 Scheduler = Annotated[
     str | None,
     typer.Option(

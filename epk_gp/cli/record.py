@@ -62,12 +62,8 @@ def record(
             "and perhaps `test_inputs` and `test_labels`."
         ),
     ] = "three-gaussians",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
-    ] = None,
-    num_train: Annotated[
-        int | None, opt.count("Number of training points, the first ones of a file; all by default.")
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Of --data mnist; default $EPK_GP_DATA/mnist.")] = None,
+    num_train: Annotated[int | None, opt.count("Training points, the first ones of a file; all by default.")] = None,
     num_test: Annotated[
         int | None,
         opt.count(
@@ -79,47 +75,28 @@ def record(
         ),
     ] = None,
     num_classes: Annotated[
-        int | None,
-        opt.count(
-            "Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have one.",
-            2,
-            10**6,
-        ),
+        int | None, opt.count("Classes C of a file; by default each of 0 .. C-1 has a training point.", 2, 10**6)
     ] = None,
-    network: Annotated[
-        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
-    ] = "mlp",
+    network: Annotated[str, typer.Option(help="mlp, cnn, or package.module:factory, which returns it.")] = "mlp",
     width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
     activation: Annotated[Activation | None, typer.Option(help="Of the mlp and the cnn; relu by default.")] = None,
-    zero_final: Annotated[
-        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
-    ] = False,
+    zero_final: Annotated[bool, typer.Option("--zero-final-layer", help="Start from a zero last layer.")] = False,
     steps: Annotated[int, opt.count("Steps of gradient descent.")] = 300,
     optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = "sgd",
     lr: Annotated[float, opt.number("Learning rate.", or_equal=False)] = 0.1,
     momentum: Annotated[float, opt.number("Momentum, of sgd and rmsprop: from 0, below 1.", below=1.0)] = 0.0,
-    nesterov: Annotated[
-        bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd; needs --momentum.")
-    ] = False,
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's, of sgd with --momentum.")] = False,
     weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
-    clip_norm: Annotated[
-        float | None, opt.number("Clip the gradient to this norm; not by default.", or_equal=False)
-    ] = None,
+    clip_norm: Annotated[float | None, opt.number("Clip the gradient to this norm.", or_equal=False)] = None,
     batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
     loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
     dtype: opt.DataDtype = "float64",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
-    ] = False,
-    keep_every: Annotated[
-        int, opt.count("Keep every so many-th weight state; those between are computed again when they are read.")
-    ] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out with its options.")] = False,
+    keep_every: Annotated[int, opt.count("Keep one weight state in N; the others are computed when read.")] = 1,
     commit_seconds: Annotated[
         float, opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False)
     ] = 60.0,
-    check_every: Annotated[
-        int, opt.count("Recompute and check the gradient of one step in N; of every step by default.")
-    ] = 1,
+    check_every: Annotated[int, opt.count("Recompute and check the gradient of one step in N.")] = 1,
     seed: opt.Seed = 0,
     quiet: opt.Quiet = False,
 ) -> None:

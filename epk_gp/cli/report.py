@@ -43,51 +43,24 @@ def report(
         typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
     ] = "predicted",
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
-    class_names: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
-    ] = None,
-    feature_names: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the features, as in the first line of a CSV file.")
-    ] = None,
+    class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
+    feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
-    influence: Annotated[
-        bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
-    ] = False,
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Show probabilities with a band, and scores: fit an UncertainClassifier with labelled points that "
-            "the network has not seen, as epk-gp uncertainty does. A file, a folder of MNIST-format files, or "
-            "held-out; without --points half of them are the points of the report.",
-        ),
-    ] = None,
+    influence: Annotated[bool, typer.Option("--influence", help="Show influence beside contributions.")] = False,
+    validation: opt.Source = None,
     outside: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="With --validation: points unlike the training data, to show how well scores tell them.",
-        ),
+        typer.Option(metavar="SOURCE", help="With --validation: points unlike the training data, to test scores on."),
     ] = None,
-    label_errors: Annotated[
-        bool, typer.Option("--label-errors", help="Show which training labels are suspicious, as epk-gp audit does.")
-    ] = False,
-    map: Annotated[  # noqa: A002  the option's name
-        bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
-    ] = False,
+    label_errors: Annotated[bool, typer.Option("--label-errors", help="Show suspicious labels.")] = False,
+    map: Annotated[bool, typer.Option("--map", help="Map a GP's uncertainty over a plane.")] = False,  # noqa: A002
     kernel_points: Annotated[
         int, opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500)
     ] = 100,
     memory: opt.Memory = 1.0,
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out "
-            "points, or its training inputs if it has none."
-        ),
-    ] = None,
+    points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
     seed: opt.SeedOfPoints = None,
@@ -125,7 +98,8 @@ def report(
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
-        unsaved: ComputeSettings = {**settings, "checkpoint": None}
+        unsaved: ComputeSettings = {**settings}
+        del unsaved["checkpoint"]
         effect = None
         if influence:
             own: ComputeSettings = {**settings, "checkpoint": partial / "influence"}

@@ -17,9 +17,9 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.storage.export import export_run
-from epk_gp.storage.run import check_run
+from epk_gp.storage.passes import pass_bytes
 from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.verify import check_run, export_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -28,7 +28,7 @@ _UNFINISHED = "not finished: record --resume resumes it"
 
 def info(
     run: opt.RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
+    out: opt.OptionalOut = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
@@ -38,18 +38,19 @@ def info(
     header = summary.header
     gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
     check_every = header["check_every"]
+    sizes = [header["num_points"] if step.batch is None else len(step.batch) for step in summary.steps]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
         "network": "not in the manifest (pass --network to the other commands)"
         if manifest is None
         else manifest.network.name,
         "steps": summary.num_steps,
-        "step sizes": _range(sorted(set(summary.learning_rates))),
-        "points per step": _range(sorted(set(summary.batch_sizes))),
+        "step sizes": _range([step.lr for step in summary.steps]),
+        "points per step": _range(sizes),
         "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
-        "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
+        "training points": f"{header['num_points']} of shape {tuple(summary.data['inputs'].shape[1:])}",
         "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "update rule": header["law"]["name"],
         "gradients": f"{gradients.get(check_every, f'one in {check_every}')} recomputed while recording",
@@ -66,7 +67,8 @@ def info(
         num_statistics = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"
     if summary.num_passes:
-        lines["forward passes"] = f"{summary.num_passes} recorded, {summary.pass_bytes / 1e6:.2f} MB"
+        num_bytes = sum(pass_bytes(step.passes) for step in summary.steps)
+        lines["forward passes"] = f"{summary.num_passes} recorded, {num_bytes / 1e6:.2f} MB"
     if header["unexplained"] is not None:
         lines["unexplained"] = f"up to {header['unexplained']:g} of a step"
     if out is not None:
@@ -78,7 +80,8 @@ def info(
 def _range(values: list[float] | list[int]) -> str:
     if not values:
         return "none"
-    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def verify(
@@ -91,21 +94,15 @@ def verify(
     ] = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
-    tol: Annotated[
-        float | None, opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
-    ] = None,
-    num_points: Annotated[
-        int | None, opt.count("Largest number of points; 10 by default, of a --points file all.")
-    ] = None,
-    all_points: Annotated[
-        bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")
-    ] = False,
+    tol: Annotated[float | None, opt.number("Largest error allowed; 1e-9, or 1e-3 if float32 is used.")] = None,
+    num_points: Annotated[int | None, opt.count("Most points; 10 by default, of a --points file all.")] = None,
+    all_points: Annotated[bool, typer.Option("--all-points", help="Use every point, in as much more time.")] = False,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    out: opt.OptionalOut = None,
     seed: opt.SeedOfPoints = None,
     quiet: opt.Quiet = False,
 ) -> None:

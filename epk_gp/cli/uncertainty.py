@@ -39,6 +39,8 @@ _MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
 
+Outputs, Targets = Literal["full", "independent"], Literal["network", "dirichlet"]
+Plane = Literal["principal", "coordinates"]
 Features = Annotated[
     str | None,
     typer.Option(
@@ -48,65 +50,39 @@ Features = Annotated[
 ]
 
 
+Nodes = Annotated[
+    int | None,
+    opt.count(
+        "Nodes of the path that stand for all its steps. Scores and labels: 20 by default, or as many as outputs up to "
+        "256. Map: all steps by default; 20 nodes take a fraction of the time.",
+        1,
+        10**6,
+    ),
+]
+
+
 def uncertainty(
     ctx: opt.Context,
     run: opt.RunFolder,
     out: opt.Out = Path("uncertainty"),
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Score points, with labelled points that the network has not seen: a file (.safetensors or .npz) with "
-            "`inputs` and `labels`, a folder of MNIST-format files (its test part), or held-out, the run's own. "
-            "Without --points half of them, drawn with --seed, are kept to be scored.",
-        ),
-    ] = None,
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; with --validation also a folder of "
-            "MNIST-format files, whose labels are not read. By default, without --validation, the run's held-out "
-            "points, or its training inputs if it has none."
-        ),
-    ] = None,
+    validation: opt.Source = None,
+    points: opt.PointsFile = None,
     alpha: Annotated[
-        float, opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False)
+        float, opt.number("Scores: share of sets of classes without the true one.", below=1.0, or_equal=False)
     ] = 0.1,
     features: Features = None,
-    nodes: Annotated[
-        int | None,
-        opt.count(
-            "Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
-            "256. Map: all steps by default; 20 nodes take a fraction of the time.",
-            1,
-            10**6,
-        ),
-    ] = None,
+    nodes: Nodes = None,
     path: opt.PathOption = "straight",
-    save_model: Annotated[
-        Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
-    ] = None,
+    save_model: Annotated[Path | None, typer.Option(help="Scores: new folder for the fitted classifier.")] = None,
     memory: opt.Memory = 1.0,
     num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
-    outputs: Annotated[
-        Literal["full", "independent"], typer.Option(help="Map: coupled classes, or one GP per class.")
-    ] = "full",
-    targets: Annotated[
-        Literal["network", "dirichlet"],
-        typer.Option(help="Map: the network's outputs, or Dirichlet-transformed labels."),
-    ] = "network",
-    plane: Annotated[
-        Literal["principal", "coordinates"],
-        typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
-    ] = "principal",
+    outputs: Annotated[Outputs, typer.Option(help="Map: coupled classes, or one GP per class.")] = "full",
+    targets: Annotated[Targets, typer.Option(help="Map: the network's outputs, or Dirichlet labels.")] = "network",
+    plane: Annotated[Plane, typer.Option(help="Map: two principal directions, or coordinates.")] = "principal",
     grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
-    margin: Annotated[
-        float, opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0)
-    ] = 0.4,
+    margin: Annotated[float, opt.number("Map: border, in units of the data's extent.", below=1000.0)] = 0.4,
     num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
-    rule: Annotated[
-        str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
-    ] = "gauss-legendre:4",
+    rule: Annotated[str, typer.Option(help="Map: a fixed rule, as gauss-legendre:N.")] = "gauss-legendre:4",
     fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
     network: opt.Network = None,
     dtype: Annotated[
@@ -246,7 +222,7 @@ def describe_map(m: UncertaintyMap) -> str:
     )
 
 
-def describe_plane(name: Literal["principal", "coordinates"], num_entries: int) -> str:
+def describe_plane(name: Plane, num_entries: int) -> str:
     """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
     if name == "coordinates":
         others = "" if num_entries == 2 else "; the others are 0"
@@ -395,12 +371,7 @@ def audit(
     out: opt.Out = Path("audit"),
     top: Annotated[int, opt.count("Labels printed and drawn, at most 60; the table holds all.", 1, 60)] = 20,
     features: Features = None,
-    nodes: Annotated[
-        int | None,
-        opt.count(
-            "Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.", 1, 10**6
-        ),
-    ] = None,
+    nodes: Nodes = None,
     path: opt.PathOption = "straight",
     memory: opt.Memory = 1.0,
     network: opt.Network = None,

@@ -47,13 +47,11 @@ def computing(
     elif workers is not None:
         executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     again = f"Run the same command again{', which resumes from what was computed' if checkpoint else ''}"
+    settings: ComputeSettings = {"memory_budget": int(memory * 2**30), "progress": not quiet, "executor": executor}
+    if checkpoint is not None:
+        settings["checkpoint"] = checkpoint
     try:
-        yield {
-            "memory_budget": int(memory * 2**30),
-            "progress": not quiet,
-            "checkpoint": checkpoint,
-            "executor": executor,
-        }
+        yield settings
     except Exception as error:
         if isinstance(error.__cause__, BrokenExecutor):
             raise ChildProcessError(

@@ -14,10 +14,9 @@ from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.chunks import matrix_bytes
+from epk_gp.storage.chunks import StoredStates, matrix_bytes, stored_run
 from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.states import StoredStates, stored_run
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 

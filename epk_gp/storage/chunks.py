@@ -1,28 +1,34 @@
 """Chunks of a run: the tensors that hold consecutive weight states and the steps that led to them.
 
-A chunk is written by `chunk_tensors`, verified as a whole by `read_steps` when a run is opened, and read row by row.
+A chunk is written by `chunk_tensors`, verified as a whole by `read_steps` when a run is opened, and read row by row:
+`StoredStates` and `StoredUpdates` are a run's states and coefficients, read when they are indexed.
 """
 
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped, UInt8
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
+from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
-from epk_gp.storage.journal import Chunk, chunk_file, verify_chunk
+from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
+from epk_gp.storage.schema import ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
 MATRICES_NAME = "matrices"  # those of each step, packed
@@ -72,32 +78,25 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
     """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
-    changed = [(k, step.groups) for k, step in enumerate(steps) if step.groups is not None]
-    names = list(dict.fromkeys(group.names for _, groups in changed for group in groups))
     changes = [
-        {"step": k, "groups": [{**g.to_json(), "names": names.index(g.names)} for g in groups]} for k, groups in changed
+        {"step": k, "groups": [group.to_json() for group in step.groups]}
+        for k, step in enumerate(steps)
+        if step.groups is not None
     ]
-    text = json.dumps({"names": names, "changes": changes})
-    return {GROUPS: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)} if changed else {}
-
-
-class _ChunkGroup(GroupOptions):
-    """A parameter group, its names as a number in `_ChunkGroups.names`."""
-
-    names: Count
+    text = json.dumps({"changes": changes}).encode()
+    return {GROUPS: torch.frombuffer(bytearray(text), dtype=torch.uint8)} if changes else {}
 
 
 class _Change(Record):
     """The parameter groups from a step of the chunk on."""
 
     step: Count
-    groups: list[_ChunkGroup]
+    groups: list[GroupRecord]
 
 
-class _ChunkGroups(Record):
+class _Changes(Record):
     """The parameter groups of a chunk, where they change."""
 
-    names: list[list[str]]
     changes: list[_Change]
 
 
@@ -108,12 +107,11 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
         ValueError: The tensor is not what `step_tensors` makes.
     """
     message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
-    held = validated(_ChunkGroups, parse_json(bytes(tensor_bytes(content)), message), message)
-    numbers = [group.names for change in held.changes for group in change.groups]
-    if any(change.step >= count for change in held.changes) or any(number >= len(held.names) for number in numbers):
-        raise ValueError(f"{message}: they are those of other steps or parameters.")
+    held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
+    if any(change.step >= count for change in held.changes):
+        raise ValueError(f"{message}: they are those of other steps.")
     return {
-        change.step: tuple(OptimizerGroup(g.rule, tuple(held.names[g.names]), g.options) for g in change.groups)
+        change.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in change.groups)
         for change in held.changes
     }
 
@@ -314,3 +312,128 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
         )
         for k in range(len(lengths))
     ]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Tensors of a run on disk, read from its chunks by several threads at once.
+
+    Attributes:
+        path: Folder of the run.
+        schema: What its chunks hold.
+        chunks: The committed chunks.
+    """
+
+    path: Path
+    schema: ChunkSchema
+    chunks: tuple[Chunk, ...]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
+
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return self.chunks[-1].last + 1
+
+    def _chunk(self, state: int) -> Chunk:
+        return self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+
+
+@dataclass(frozen=True)
+class StoredStates(_Stored):
+    """The kept weights or the moving statistics of a run's states.
+
+    Attributes:
+        name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
+    """
+
+    name: str = "states"
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Which weights are kept."""
+        return tuple(self.schema.held_between(0, len(self) - 1))
+
+    def __getitem__(self, state: int) -> Float[Tensor, " _"]:
+        """Read one state: P weights, or Q moving statistics.
+
+        Raises:
+            IndexError: The run has no such state, or does not keep it.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk, row = self._chunk(state), state - self._chunk(state).first
+        if self.schema.thins and self.name == "states":
+            held = self.schema.held_between(chunk.first, chunk.last)
+            if state not in held:
+                raise IndexError(f"state must be a kept one, a multiple of {self.schema.keep_every}: got {state}.")
+            row = held.index(state)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_row(tensors, self.name, row)
+
+
+@dataclass(frozen=True)
+class StoredUpdates(_Stored):
+    """The update coefficients of a run."""
+
+    def __len__(self) -> int:
+        """Return the number of steps, S."""
+        return self.chunks[-1].last
+
+    def __getitem__(self, step: int) -> UpdateCoefficients:
+        """Read the coefficients of one step.
+
+        Raises:
+            IndexError: The run has no such step.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
+
+    def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
+        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        if not self.schema.thins:
+            return {}
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_places(tensors, step - chunk.first_step)
+
+
+def stored_run(
+    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...]
+) -> tuple[StoredStates, StoredUpdates]:
+    """Return the states and coefficients of a run on disk, as far as they are held."""
+    return StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
+
+
+def with_computed_states(trajectory: Trajectory) -> Trajectory:
+    """Return a run whose states and coefficients are those of `stored_run`, with those that are not held computed."""
+    kept, updates = trajectory.states, trajectory.updates
+    if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
+        return trajectory
+    return recomputed_run(trajectory, kept, updates)
+
+
+def require_same_run(trajectory: Trajectory) -> None:
+    """Raise if the folder of a run on disk does not hold what it held when the trajectory was loaded.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: It holds another run.
+    """
+    recomputation = recomputation_of(trajectory)
+    states = trajectory.trained.states if recomputation is None else recomputation.kept
+    if not isinstance(states, StoredStates):
+        return
+    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
+        raise ValueError(
+            f"{states.path} must hold the run with digest {trajectory.digest[:12]}, here as where it was loaded: it "
+            "holds another. Copy the run anew."
+        )

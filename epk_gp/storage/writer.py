@@ -224,7 +224,11 @@ class RunWriter:
                 self.journal_bytes += len(line)
             except BaseException as error:  # also Ctrl-C between two bytes
                 self.failed = isinstance(error, OSError)
-                self._rollback(number, start)
+                del self.chunks[number:]
+                self.journal_bytes = start
+                with suppress(OSError):  # what else is left of the commit is overwritten by the next one
+                    os.ftruncate(self.journal, start)
+                    os.fsync(self.journal)
                 raise
         if number:
             with suppress(OSError):  # a superfluous file does no harm
@@ -296,22 +300,6 @@ class RunWriter:
         """
         if not os.path.samestat((self.path / JOURNAL).lstat(), os.fstat(self.journal)):
             raise FileNotFoundError(errno.ENOENT, f"{JOURNAL} was replaced while it was recorded", str(self.path))
-
-    def _rollback(self, number: int, journal_bytes: int) -> None:
-        """Remove the files and the journal line of a chunk that was not committed in full."""
-        del self.chunks[number:]
-        self.journal_bytes = journal_bytes
-        with suppress(OSError):
-            os.ftruncate(self.journal, journal_bytes)
-            os.fsync(self.journal)
-        try:
-            self._require_same_journal()
-        except OSError:  # another folder was put in the place of the run's: nothing in it is ours to remove
-            return
-        for name in (chunk_name(number), resume_name(number)):
-            for file in (self.path / name, self.path / f"{name}.part"):
-                with suppress(OSError):
-                    file.unlink()
 
 
 def create_run_dir(

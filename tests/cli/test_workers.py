@@ -104,7 +104,7 @@ def test_the_pool_is_spawned_and_closed():
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
         executor.submit(os.getpid)
     with workers.computing(1.0, None, None, True) as settings:
-        assert settings == {"memory_budget": 1 << 30, "progress": False, "checkpoint": None, "executor": None}
+        assert settings == {"memory_budget": 1 << 30, "progress": False, "executor": None}
 
 
 @pytest.mark.parametrize("command", ASKED)

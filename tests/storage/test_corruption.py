@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, mlp
 
 RESUME = "resume-"

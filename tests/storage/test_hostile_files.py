@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 import epk_gp as epk
 from epk_gp.storage.files import MAX_JSON_BYTES, checksum
 from epk_gp.storage.journal import MAX_CHUNKS, Chunk, chain_hash, read_journal, to_json_line
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, mlp, sgd
 from stored_runs import HEADER, JOURNAL, read_journal_lines, replace_chunk, replace_header
 

@@ -10,7 +10,7 @@ import epk_gp as epk
 from epk_gp.core.step import ForwardPass, SeenRows
 from epk_gp.storage.files import SAFETENSORS_DTYPES, pack
 from epk_gp.storage.passes import PARTS
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import mlp
 from stored_runs import add, begin, finish, norm_net, replace_chunk, replace_header
 

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.recomputation import recomputation_of
-from epk_gp.storage.export import export_run
-from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run, export_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import KEPT_STEPS as STEPS
 from stored_runs import chunk_files, refused, replace_chunk

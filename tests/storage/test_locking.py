@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.storage import files
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, mlp, sgd
 
 LOCK = "writer.lock"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import epk_gp as epk
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import file_hashes, mlp
 from stored_runs import record, resumed, step
 

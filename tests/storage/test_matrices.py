@@ -9,8 +9,8 @@ from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage import export_run
 from epk_gp.storage.files import pack
-from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from epk_gp.storage.writer import open_for_writing
 from loops import mlp
 from stored_runs import refused, replace_chunk, resumed

@@ -20,8 +20,8 @@ from epk_gp.recording.history import RunHistory
 from epk_gp.storage import export_run
 from epk_gp.storage import passes as passes_module
 from epk_gp.storage.passes import StoredPasses, _tensors_of, validate_pass
-from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from loops import data
 from stored_runs import (
     add,

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import epk_gp as epk
-from epk_gp.storage.run import check_run
+from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 
 STEPS = 9

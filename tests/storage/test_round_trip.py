@@ -12,10 +12,9 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.chunks import read_steps
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import WEIGHT_DTYPES, read_data, read_header
-from epk_gp.storage.states import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import read_training_state
 from epk_gp.storage.writer import create_run_dir, write_header
 from loops import data, sgd

@@ -1,21 +1,85 @@
-"""Export a run to one safetensors file, for other tools."""
+"""A whole run: every file checked against what was committed, or all of it written to one safetensors file."""
 
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epk_gp.core.show import tracked
+from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS
-from epk_gp.storage.chunks import MATRICES_NAME, read_steps, step_tensors
+from epk_gp.storage.chunks import (
+    MATRICES_NAME,
+    read_steps,
+    step_tensors,
+)
 from epk_gp.storage.files import DTYPES, Rows, atomic_write, tensor_file
-from epk_gp.storage.journal import Chunk, opened_chunk, read_journal
+from epk_gp.storage.journal import JOURNAL, Chunk, opened_chunk, read_journal, resume_name
 from epk_gp.storage.passes import PASSES
-from epk_gp.storage.schema import FORMAT, ChunkSchema, chunk_schema, read_data, read_header
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, chunk_schema, read_data, read_header
+from epk_gp.storage.training_state import read_training_state
 from epk_gp.storage.writer import explain_os_errors
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run whose files were all checked.
+
+    Attributes:
+        header: The run's header.
+        data: Inputs, targets, frozen state and fingerprint outputs.
+        chunks: Its committed chunks.
+        steps: Its steps.
+        finished: Whether the recording came to its end.
+        files: Number of files that were checked.
+    """
+
+    header: dict[str, Any]
+    data: dict[str, Tensor]
+    chunks: tuple[Chunk, ...]
+    steps: tuple[Step, ...]
+    finished: bool
+    files: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number S of steps."""
+        return len(self.steps)
+
+    @property
+    def num_passes(self) -> int:
+        """Number of recorded forward passes of all steps."""
+        return sum(len(step.passes) for step in self.steps)
+
+
+def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
+    """Read every file of a run and check it against what was committed.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; the message names it and the states it held.
+    """
+    header = read_header(folder)
+    schema, data, journal = chunk_schema(header), read_data(folder, header), read_journal(folder)
+    steps = list[Step]()
+    for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
+        own = read_steps(folder, schema, chunk)
+        for step in own:
+            list(step.passes)  # each is read and checked
+        steps.extend(own)
+    number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
+    try:
+        read_training_state(folder, number, chunk)
+    except FileNotFoundError:
+        if read_journal(folder).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
+            raise
+    files = len((HEADER, DATA, JOURNAL, resume_name(number), *journal.chunks)) + journal.finished
+    return RunSummary(header, data, journal.chunks, tuple(steps), journal.finished, files)
 
 
 def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
