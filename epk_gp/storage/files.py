@@ -23,7 +23,6 @@ from torch import Tensor
 from epk_gp.core.step import tensor_bytes
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
-_BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
 DAMAGED = "The file is damaged; restore it from a copy."
 
 # The name that a safetensors header gives to each dtype.
@@ -85,13 +84,10 @@ def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it has another size.
     """
-    hasher = hashlib.blake2b(digest_size=16)
     with open_regular(file, where) as stream:
-        actual = os.fstat(stream.fileno()).st_size
-        if actual != size:
+        if (actual := os.fstat(stream.fileno()).st_size) != size:
             raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
-        while block := stream.read(_BLOCK):
-            hasher.update(block)
+        hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
     for suffix in suffixes:
         hasher.update(suffix.encode())
     return hasher.hexdigest()
@@ -123,9 +119,7 @@ def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(
-            f"{where} must be a plain file: it is a symbolic link. Put the file itself in its place."
-        ) from error
+        raise ValueError(f"{where} must be a plain file: it is a symbolic link.") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
@@ -155,14 +149,11 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it is larger than the limit.
     """
-    content = bytearray()
     with open_regular(file, where) as stream:
-        if os.fstat(stream.fileno()).st_size <= limit:
-            while len(content) <= limit and (block := stream.read(_BLOCK)):
-                content += block
-            if len(content) <= limit:
-                return bytes(content)
-    raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+        content = stream.read(limit + 1) if os.fstat(stream.fileno()).st_size <= limit else None
+    if content is None or len(content) > limit:
+        raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+    return content
 
 
 def read_checked(file: Path, size: int, blake2b: str, where: str, *suffixes: str) -> bytes:

@@ -242,17 +242,14 @@ class RunWriter:
         """
         try:
             self._require_same_journal()
-            header = read_header(self.path)
-            sizes = {DATA: header["data_bytes"], resume_name(len(self.chunks) - 1): self.chunks[-1].resume_bytes}
-            for name, size in sizes.items():
-                if regular_file_size(self.path / name, name) != size:
-                    raise ValueError(f"{self.path / name} is missing or has another size")
-            if read_journal(self.path).chunks != tuple(self.chunks):
-                raise ValueError(f"{self.path / JOURNAL} was changed")
+            sizes = {DATA: read_header(self.path)["data_bytes"]}
+            sizes[resume_name(len(self.chunks) - 1)] = self.chunks[-1].resume_bytes
+            lost = [name for name, size in sizes.items() if regular_file_size(self.path / name, name) != size]
+            if lost or read_journal(self.path).chunks != tuple(self.chunks):
+                raise ValueError(f"{self.path / min(lost, default=JOURNAL)} is missing or was changed.")
         except (OSError, ValueError) as error:
             raise OSError(
-                f"a run must keep all its files while it is recorded: {error} Restore it from a copy and go on with "
-                "resume=True, or record to another folder."
+                f"a run must keep all its files while it is recorded: {error} Restore it from a copy."
             ) from error
         if (self.path / FINISHED).exists():
             return
@@ -369,9 +366,7 @@ def require_empty_dir(folder: Path) -> None:
     Raises:
         FileExistsError: The folder holds another file, or the path is a file.
     """
-    if not folder.exists():
-        return
-    if not folder.is_dir() or not all(_precedes_header(file) for file in folder.iterdir()):
+    if folder.exists() and not (folder.is_dir() and all(map(_precedes_header, folder.iterdir()))):
         raise FileExistsError(
             f"folder must be a new or empty folder: {folder} already holds something. Choose another folder, or resume "
             "the run that it holds with resume=True."
@@ -380,10 +375,8 @@ def require_empty_dir(folder: Path) -> None:
 
 def _precedes_header(file: Path) -> bool:
     """Return whether a crash before the header was written can have left this file."""
-    names = {JOURNAL, LOCK, DATA, chunk_name(0), resume_name(0)}
-    return file.name in MANIFEST_FILES or (
-        file.name.removesuffix(".part") in names | {HEADER, *MANIFEST_FILES} and not file.is_symlink()
-    )
+    names = {JOURNAL, LOCK, DATA, HEADER, chunk_name(0), resume_name(0), *MANIFEST_FILES}
+    return file.name in MANIFEST_FILES or (file.name.removesuffix(".part") in names and not file.is_symlink())
 
 
 def _locked_writer(folder: Path, schema: ChunkSchema, flags: int) -> RunWriter:
