@@ -105,10 +105,7 @@ def attribute(
     )
     if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
         findings = "; ".join(describe_findings(parts))
-        raise ValueError(
-            f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
-            "run with epk-gp verify."
-        )
+        raise ValueError(f"the contributions must sum to the outputs, certified: {findings}. Do not use them.")
 
 
 def influence(
@@ -201,9 +198,7 @@ def influence(
     files = ", ".join(f"influence.{ending}" for ending in ("safetensors", "csv", "json", "png"))
     typer.echo(f"written to {folder}: {files} ({timer.total:.1f} s)")
     if not effect.certified:
-        raise ValueError(
-            f"the derivative must be certified: {'; '.join(effect.findings)}. Check the run with epk-gp verify."
-        )
+        raise ValueError(f"the derivative must be certified: {'; '.join(effect.findings)}. Do not use it.")
 
 
 def _largest(values: Float[Tensor, " M"], top: int) -> list[tuple[int, float]]:

@@ -82,9 +82,7 @@ def load_split(
     elif is_file:
         train, test = _split_of_file(Path(name), num_train, num_test, num_classes, dtype)
     else:
-        raise ValueError(
-            f"--data must be three-gaussians, digits, mnist, or a .safetensors or .npz file: got {name!r}."
-        )
+        raise ValueError(f"--data must be three-gaussians, digits, mnist or a file of data: got {name!r}.")
     if num_train is not None and not 1 <= num_train <= len(train):
         raise ValueError(f"--num-train must lie in 1..{len(train)} (the training points): got {num_train}.")
     return train[:num_train], test[:most], len(test)
@@ -99,10 +97,7 @@ def write_manifest(run: Path, manifest: Manifest, data: Dataset) -> None:
     content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}) if len(data) else b""
     blake2b, recorded = checksum(content) if content else "", read_manifest(run)
     if is_run(run) and recorded is not None and recorded.held_out_blake2b != blake2b:
-        raise ValueError(
-            f"the held-out points must be the recorded ones to resume the run at {run}: the data hold others. "
-            "Pass --data and --num-test as they were."
-        )
+        raise ValueError(f"the held-out points must be the recorded ones to resume {run}: the data hold others.")
     if content:
         atomic_write(run / HELD_OUT, content)
     completed = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": blake2b})
@@ -205,9 +200,7 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
     if source == _HELD_OUT_SOURCE:
         path, origin = run / HELD_OUT, "held-out points"
         if not _has_held_out(run):
-            raise ValueError(
-                f"held-out points must lie beside the run: {run} has none. Record with --num-test, or name a file."
-            )
+            raise ValueError(f"held-out points must lie beside the run: {run} has none. Name a file.")
     if path.is_dir():
         images = mnist_folder(path, split="test", dtype=trajectory.dtype)
         arrays = {"inputs": images.inputs, "labels": images.labels}
@@ -217,10 +210,7 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
     validate_finite(X, f"`inputs` in {path} as {X.dtype}")
     labels = _class_indices(arrays, "labels", len(X), path) if "labels" in arrays else None
     if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < trajectory.num_outputs:
-        raise ValueError(
-            f"`labels` in {path} must lie in 0..{trajectory.num_outputs - 1}, the run's classes: got "
-            f"{int(labels.min())}..{int(labels.max())}."
-        )
+        raise ValueError(f"`labels` in {path} must lie in 0..{trajectory.num_outputs - 1}, the run's classes.")
     return ChosenPoints(X, labels, torch.arange(len(X)), len(X), origin)
 
 

@@ -107,10 +107,7 @@ def network_spec(
     if activation is not None and name not in _BUILT_IN:
         raise ValueError(f"--activation belongs to --network mlp and cnn: got --network {name}.")
     if name in _BUILT_IN and (X.ndim < 2 or not X.is_floating_point()):
-        raise ValueError(
-            f"--network {name} must have floating-point inputs of shape (n, D) or more: got {X.dtype} of shape "
-            f"{tuple(X.shape)}."
-        )
+        raise ValueError(f"--network {name} must have floating-point inputs of shape (n, D) or more: got {X.dtype}.")
     given = {"width": width, "activation": activation}
     chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     return NetworkSpec(name=name, input_shape=list(X.shape[1:]), num_outputs=num_outputs, **chosen)
@@ -130,9 +127,7 @@ def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: in
     except RuntimeError as error:
         raise ValueError(f"the network must take inputs of shape {tuple(X.shape[1:])}: {error}") from error
     if outputs.shape[1] < num_classes:
-        raise ValueError(
-            f"the network must have an output per class: got {outputs.shape[1]} for {num_classes} classes."
-        )
+        raise ValueError(f"the network must have an output per class: {outputs.shape[1]} for {num_classes} classes.")
     return outputs.shape[1]
 
 

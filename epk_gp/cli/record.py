@@ -113,10 +113,7 @@ def record(
     if nesterov and not momentum:
         raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
     if out.exists() and not (out.is_dir() and (resume or not any(out.iterdir()))):
-        raise FileExistsError(
-            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
-            "go on with the run in it."
-        )
+        raise FileExistsError(f"--out must be a new or empty folder: {out} already holds something. Or pass --resume.")
     training, held_out, available = load_split(
         data,
         seed=seed,
@@ -213,10 +210,7 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
         return completed
     manifest, hints = read_manifest(run), get_type_hints(record)
     if manifest is None:
-        raise ValueError(
-            f"{run} must hold the {MANIFEST} that epk-gp record wrote: it has none. Resume the run as it was recorded, "
-            "with Recorder(..., resume=True)."
-        )
+        raise ValueError(f"{run} must hold the {MANIFEST} that epk-gp record wrote: resume this run in Python.")
     for name in (*_RECORDED, "steps"):
         try:
             value = TypeAdapter(hints[name]).validate_python(manifest.recorded_with[name])

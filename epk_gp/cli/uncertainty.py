@@ -134,16 +134,10 @@ def uncertainty(
         return
     quadrature = opt.parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
-        raise ValueError(
-            f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
-        )
+        raise ValueError(f"--rule must be a fixed rule, the same for all points: got {rule}.")
     trajectory = open_run(run, network)
     if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
-        raise ValueError(
-            "the outputs of the network must be logits, for the softmax makes class probabilities of them: the run's "
-            f"loss is {type(trajectory.loss).__name__}. Record with --loss cross-entropy, or take the standard "
-            "deviations of the outputs themselves from LogitGP(...).logit_posterior(X) in Python."
-        )
+        raise ValueError(f"the network's outputs must be logits: the run's loss is {type(trajectory.loss).__name__}.")
     surface = (principal_plane if plane == "principal" else coordinate_plane)(trajectory.inputs)
     chosen = read_points(trajectory, run, points, dtype=torch.float64)
     X, folder = chosen.X, opt.make_folder(out)

@@ -78,10 +78,7 @@ def _connect(scheduler: str) -> Any:
     try:
         client: Any = Client(address, timeout=TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError) as error:
-        raise ConnectionError(
-            f"--scheduler must be a running Dask scheduler: {address} did not answer within {TIMEOUT} seconds. Start "
-            "it with dask scheduler."
-        ) from error
+        raise ConnectionError(f"--scheduler must be a running Dask scheduler: {address} did not answer.") from error
     if not client.scheduler_info()["workers"]:
         typer.echo(f"epk-gp: warning: the scheduler {scheduler} has no workers yet: pieces wait for them", err=True)
     return client
@@ -92,18 +89,12 @@ def _address(scheduler: str) -> str:
     file, address = Path(scheduler), scheduler
     if file.suffix == ".json" or file.exists():
         if not file.is_file():  # Dask would wait for it
-            raise FileNotFoundError(
-                "--scheduler must be the address of a Dask scheduler, or its scheduler file: "
-                f"{file} does not exist. Start it with dask scheduler --scheduler-file {file}."
-            )
+            raise FileNotFoundError(f"--scheduler must be a scheduler file of dask scheduler: {file} does not exist.")
         message = f"--scheduler must name a scheduler file that dask scheduler --scheduler-file wrote: {file}"
         content = parse_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
         address = str(content.get("address")) if isinstance(content, dict) else "none"
     if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?[^/]+:[0-9]{1,5}", address):
-        raise ValueError(
-            "--scheduler must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler file: got "
-            f"{address!r}."
-        )
+        raise ValueError(f"--scheduler must be an address, as tcp://host:8786, or a scheduler file: got {address!r}.")
     return address
 
 

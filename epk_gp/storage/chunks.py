@@ -138,10 +138,7 @@ def chunk_tensors(
     """
     count = len(steps) or 1
     if [value.shape for value in statistics] != [(schema.num_statistics,)] * count * bool(schema.num_statistics):
-        raise ValueError(
-            f"a run of {schema.num_statistics} moving statistics must have them with each of {count} states: got "
-            f"{len(statistics)}."
-        )
+        raise ValueError(f"each of {count} states must have {schema.num_statistics} moving statistics: got others.")
     tensors = {"states": torch.stack([state.cpu() for state in states])}
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
@@ -433,7 +430,4 @@ def require_same_run(trajectory: Trajectory) -> None:
     if not isinstance(states, StoredStates):
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
-        raise ValueError(
-            f"{states.path} must hold the run with digest {trajectory.digest[:12]}, here as where it was loaded: it "
-            "holds another. Copy the run anew."
-        )
+        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")

@@ -152,10 +152,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
         _validate_finished(folder, finished, content)
     elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
         # A writer removes resume file N - 1 only after it committed line N.
-        raise ValueError(
-            f"{where} must have a line for each of {max(numbers) + 1} committed chunks: it ends after "
-            f"{len(chunks)} (state {chunks[-1].last}). {DAMAGED}"
-        )
+        raise ValueError(f"{where} must have {max(numbers) + 1} lines: it ends after {len(chunks)}. {DAMAGED}")
     _validate_sizes(folder, chunks)
     return Journal(tuple(chunks), used, finished is not None)
 
@@ -203,9 +200,7 @@ def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
     try:
         verify_chunk(path, chunk)
     except ValueError as error:
-        raise ValueError(
-            f"{error} Or another run was recorded there since this one was opened: load it again."
-        ) from error
+        raise ValueError(f"{error} Or another run was recorded there: load it again.") from error
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
@@ -258,10 +253,7 @@ def _read_finished(folder: Path) -> Finished | None:
 def _validate_finished(folder: Path, finished: Finished, content: bytes) -> None:
     # else a writer resumed the run after the closing record was read
     if finished != Finished.of(finished.chunks, content) and _read_finished(folder) is not None:
-        raise ValueError(
-            f"{folder / JOURNAL} must be as it was when the run was finished, with {finished.journal_bytes} bytes and "
-            f"{finished.chunks} chunks: it has {len(content)} bytes or others. {DAMAGED}"
-        )
+        raise ValueError(f"{folder / JOURNAL} must be as it was when the run was finished: it is not. {DAMAGED}")
 
 
 def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:

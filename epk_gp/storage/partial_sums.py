@@ -41,14 +41,9 @@ class PartialSums:
         manifest = self.folder / _MANIFEST
         if manifest.is_file():
             if _recorded_fingerprint(manifest) != fingerprint:
-                raise ValueError(
-                    f"checkpoint {self.folder} must be of this very computation (run, points, head, rule, step "
-                    "weights, memory budget): it is of another. Choose another folder, or delete this one."
-                )
+                raise ValueError(f"checkpoint {self.folder} must be of this very computation: choose another.")
         elif any(self.folder.iterdir()):
-            raise ValueError(
-                f"checkpoint must be a new or empty folder: {self.folder} holds something. Choose another."
-            )
+            raise ValueError(f"checkpoint must be a new or empty folder: {self.folder} holds something.")
         else:
             atomic_write(manifest, json.dumps({"identity": fingerprint}).encode())
         self._last_save = time.monotonic()
@@ -117,10 +112,7 @@ class PartialSums:
                     raise ValueError("it is that of another computation or piece, or of another version")
                 yield stored
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file} must be a partial sum of this version: it is damaged, or older, or was copied or renamed from "
-                "another computation or piece. Delete it, and its part starts anew."
-            ) from error
+            raise ValueError(f"{file} must be a partial sum of this version: delete it ({error}).") from error
 
     def _owner(self, name: str) -> str:
         """Return what ties a file to the computation, the piece and the version of the package that it is of."""

@@ -234,10 +234,7 @@ def _validate_random_state(state: UInt8[Tensor, " n"]) -> None:
 def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
     index, values = seen.index, seen.values
     if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index):
-        raise ValueError(
-            f"{name} must have one row per index: got index {tuple(index.shape)} of {index.dtype}, values "
-            f"{tuple(values.shape)}."
-        )
+        raise ValueError(f"{name} must have one row per index: got {tuple(index.shape)} and {tuple(values.shape)}.")
     if values.dtype not in SAFETENSORS_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES)
         raise TypeError(f"{name} must be of one of the dtypes {names} to be recorded: got {values.dtype}.")

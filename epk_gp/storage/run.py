@@ -53,10 +53,7 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
     for name, entry in RunHeader.model_fields.items():  # the loss before the data: another one needs other targets
         before, now = (side.get(name, entry.default) for side in (recorded, header))
         if name not in _OF_FILES and before != now:
-            raise ValueError(
-                f"network, data, loss, optimizer and options must be the recorded ones to resume the run at {path}: "
-                f"{name} is another: {_difference(before, now)}."
-            )
+            raise ValueError(f"{name} must be the recorded one to resume {path}: {_difference(before, now)}.")
 
 
 def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
@@ -70,10 +67,7 @@ def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
         ValueError: The names of the modules differ, or their order.
     """
     if recorded != given:
-        raise ValueError(
-            f"the network must have the recorded modules: {_difference(recorded, given)}. Build it as it was built for "
-            "the recording."
-        )
+        raise ValueError(f"the network must have the recorded modules: {_difference(recorded, given)}.")
 
 
 def recorded_model(
@@ -96,10 +90,7 @@ def recorded_model(
     """
     signature = signature_from_json(header["signature"], output, data)
     if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
-        raise ValueError(
-            f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "
-            f"{tuple(data['inputs'].shape)}."
-        )
+        raise ValueError(f"the run's inputs must have {signature.layout.width} columns, as the header says.")
     buffers = {name: list(value.shape) for name, value in net.named_buffers()} if isinstance(net, nn.Module) else {}
     for name, shape in zip(header["statistics"], header["statistic_shapes"], strict=True):
         _require_recorded(f"moving statistic {name}", shape, buffers.get(name))
@@ -120,9 +111,7 @@ def recorded_model(
 
 def _require_recorded(name: str, recorded: list[int] | None, own: list[int] | None) -> None:
     if recorded != own:
-        raise ValueError(
-            f"the network must be the recorded one: {name} has shape {own}, in the run {recorded}. None: there is none."
-        )
+        raise ValueError(f"the network must be the recorded one: {name} has shape {own}, in the run {recorded}.")
 
 
 def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> Loss:
@@ -142,9 +131,7 @@ def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> 
     if header["num_outputs"] % len(getattr(loss, "class_weights", None) or [1]):
         raise ValueError(f"the run's loss must have a weight for each class: got {recorded['class_weights']}.")
     if describe_loss(loss) != recorded:
-        raise ValueError(
-            f"loss must be the one the run was recorded with: {_difference(recorded, describe_loss(loss))}."
-        )
+        raise ValueError(f"loss must be the recorded one: {_difference(recorded, describe_loss(loss))}.")
     return loss
 
 
@@ -175,20 +162,14 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     if recomputation is not None:  # computed states are those of the given loss: a kept one says whether it is recorded
         state, jump, _ = next(iter(recomputation.jumps(trajectory.model.spec)))
         if not jump <= recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0]):
-            raise ValueError(
-                f"loss must be the one the run was recorded with: steps on the given {trajectory.loss.name!r} do not "
-                f"lead to state {state}, which the run keeps."
-            )
+            raise ValueError(f"loss must be the recorded one: its steps do not lead to state {state}.")
         return
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)
     gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
     predicted, _ = predict_step(trajectory.updates[0], trajectory.model.sizes, start, gradient, torch.zeros_like(start))
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
-        raise ValueError(
-            f"loss must be the one the run was recorded with: step 0 is not a step on the given "
-            f"{trajectory.loss.name!r}."
-        )
+        raise ValueError(f"loss must be the recorded one: step 0 is not a step on the given {trajectory.loss.name!r}.")
 
 
 def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
@@ -203,21 +184,13 @@ def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
         statistics = None if trajectory.statistics is None else trajectory.statistics[0]
         outputs = fingerprint_outputs(trajectory.model, trajectory.states[0], trajectory.inputs, statistics)
     except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"
-        ) from error
+        raise ValueError(f"the network must be the recorded one: it fails on the recorded inputs: {error}") from error
     eps = torch.finfo(outputs.dtype).eps
     if outputs[:1].numel() != trajectory.num_outputs:
-        raise ValueError(
-            f"the run's header must give the network's number of outputs: it gives {trajectory.num_outputs}, the "
-            f"network has {outputs[:1].numel()}. Restore the header from a copy."
-        )
+        raise ValueError(f"the header must give the network's number of outputs: it gives {trajectory.num_outputs}.")
     limit = eps**0.75 * (1 + recorded.abs().max())
     if outputs.shape != recorded.shape or not (outputs - recorded).abs().max() <= limit:
-        raise ValueError(
-            "the network must be the recorded one: it has the same weights, but its outputs at the initial state "
-            "differ from those recorded. Build it with the same layers and activation functions."
-        )
+        raise ValueError("the network must be the recorded one: its outputs at the initial state differ.")
 
 
 @dataclass(frozen=True, eq=False)

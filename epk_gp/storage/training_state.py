@@ -77,10 +77,7 @@ def validate_stateful(stateful: StatefulObjects) -> None:
         raise TypeError(f"stateful must be a dictionary, name to object: got {type(stateful).__name__}.")
     for name, value in stateful.items():
         if not isinstance(name, str) or not isinstance(value, torch.Generator | Stateful):
-            raise TypeError(
-                f"stateful must hold torch.Generators and objects with state_dict and load_state_dict: {name!r} is "
-                f"{type(value).__name__}."
-            )
+            raise TypeError(f"stateful must hold torch.Generators and objects with state_dict: got {name!r}.")
 
 
 def validate_resumable(
@@ -95,9 +92,7 @@ def validate_resumable(
         raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
     is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
-        raise ValueError(
-            "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
-        )
+        raise ValueError("resume=True must know the learning-rate schedule: pass stateful={'scheduler': scheduler}.")
 
 
 @dataclass(eq=False)
@@ -152,10 +147,7 @@ class TrainingState:
         try:
             states = [optimizer.state_dict() for optimizer in self.optimizers]
         except KeyError as error:
-            raise ValueError(
-                "a parameter group must be removed with its state, which torch cannot store without it: call "
-                "optimizer.state.pop(parameter) for its parameters, or record in memory."
-            ) from error
+            raise ValueError("a parameter group must be removed with its state (optimizer.state.pop).") from error
         state = {
             "optimizers": states,
             "keep": {
@@ -187,23 +179,14 @@ class TrainingState:
         state, momentum = _read_state(tensors, where), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
         if len(recorded) != len(self.optimizers) or momentum.shape != self.momentum.shape:
-            raise ValueError(
-                f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers with momentum "
-                f"of shape {tuple(momentum.shape)}."
-            )
+            raise ValueError(f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers.")
         if state.keep.keys() != self.stateful.keys():
-            raise ValueError(
-                f"stateful must have the names it had when the run was recorded, {sorted(state.keep)}: got "
-                f"{sorted(self.stateful)}."
-            )
+            raise ValueError(f"stateful must have the names {sorted(state.keep)}: got {sorted(self.stateful)}.")
         buffers = self._buffers()
         for name, value in state.buffers.items():
             own = buffers.get(name)
             if own is None or (own.shape, own.dtype) != (value.shape, value.dtype):
-                raise ValueError(
-                    f"the network must have the recorded buffers to resume {where}: {name!r} must be {value.dtype} of "
-                    f"shape {tuple(value.shape)}."
-                )
+                raise ValueError(f"the network must have the recorded buffers to resume {where}: {name!r} is another.")
         try:
             for optimizer, own_state in zip(self.optimizers, recorded, strict=True):
                 _validate_optimizer_state(optimizer, own_state)
@@ -286,18 +269,12 @@ def _version(value: Tensor) -> int:
 def _validate_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
     count = len(recorded["param_groups"])
     if count != len(optimizer.param_groups):
-        raise ValueError(
-            f"the optimizer must have the parameter groups of the last commit to resume: it had {count} then, got "
-            f"{len(optimizer.param_groups)}. A run that adds groups must be recorded in one go."
-        )
+        raise ValueError(f"the optimizer must have the {count} parameter groups of the last commit to resume.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in recorded["state"].items():
         for name, value in state.items():
             if name in _BUFFERS and isinstance(value, Tensor) and value.shape != parameters[index].shape:
-                raise ValueError(
-                    f"the optimizer's {name} must have the shape {tuple(parameters[index].shape)} of its parameter: "
-                    f"got {tuple(value.shape)}."
-                )
+                raise ValueError(f"the optimizer's {name} must have its parameter's shape: got {tuple(value.shape)}.")
 
 
 def _restore_dtypes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
@@ -330,8 +307,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[_encode(key, tensors, where), _encode(entry, tensors, where)] for key, entry in value.items()]}
     raise TypeError(
-        f"the {where} of a run on disk must consist of numbers, texts, lists, dictionaries and tensors: got "
-        f"{type(value).__name__}. Record in memory, or leave it out of stateful."
+        f"the {where} must consist of numbers, texts, lists, dicts and tensors: got {type(value).__name__}."
     )
 
 

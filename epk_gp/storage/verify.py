@@ -109,10 +109,7 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     header = read_header(folder)
     schema, data, chunks = chunk_schema(header), read_data(folder, header), read_journal(folder).chunks
     if schema.thins:
-        raise ValueError(
-            f"a run must hold every state to be exported to one file: {folder} keeps every "
-            f"{schema.keep_every}-th. Read it with epk_gp.load_trajectory, which computes the others."
-        )
+        raise ValueError(f"a run must hold every state to be exported: {folder} keeps every {schema.keep_every}-th.")
     file = Path(file)
     if file.exists():
         raise FileExistsError(f"file must be a new file: {file} exists. Choose another name.")

@@ -69,10 +69,7 @@ def _lock(folder: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=_TIMEOUT)
     except Timeout as error:
-        raise BlockingIOError(
-            f"a run must have one writer at a time: another process records into {folder}. Wait for it to end, or "
-            "choose another folder."
-        ) from error
+        raise BlockingIOError(f"a run must have one writer at a time: another one records into {folder}.") from error
     return lock
 
 
@@ -248,9 +245,7 @@ class RunWriter:
             if lost or read_journal(self.path).chunks != tuple(self.chunks):
                 raise ValueError(f"{self.path / min(lost, default=JOURNAL)} is missing or was changed.")
         except (OSError, ValueError) as error:
-            raise OSError(
-                f"a run must keep all its files while it is recorded: {error} Restore it from a copy."
-            ) from error
+            raise OSError(f"a run must keep all its files while it is recorded: {error} Restore it.") from error
         if (self.path / FINISHED).exists():
             return
         with explain_os_errors(self.path, self._advice):
@@ -367,10 +362,7 @@ def require_empty_dir(folder: Path) -> None:
         FileExistsError: The folder holds another file, or the path is a file.
     """
     if folder.exists() and not (folder.is_dir() and all(map(_precedes_header, folder.iterdir()))):
-        raise FileExistsError(
-            f"folder must be a new or empty folder: {folder} already holds something. Choose another folder, or resume "
-            "the run that it holds with resume=True."
-        )
+        raise FileExistsError(f"folder must be a new or empty folder: {folder} already holds something.")
 
 
 def _precedes_header(file: Path) -> bool:

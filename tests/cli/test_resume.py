@@ -129,7 +129,7 @@ def test_data_that_moved_are_resumed_and_other_held_out_points_are_refused(tmp_p
     np.savez("b.npz", inputs=X, labels=y)
     before = contents(Path("run"))
     line = refused(capsys, "record", "--resume", "--steps", 4, "--quiet")
-    assert "the held-out points must be the recorded ones to resume the run at run" in line
+    assert "the held-out points must be the recorded ones to resume run" in line
     assert contents(Path("run")) == before
 
 

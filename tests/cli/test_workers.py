@@ -114,11 +114,11 @@ def test_the_pool_is_spawned_and_closed():
         (("--workers", 0), "Invalid value for '--workers'"),
         (("--workers", 5000), "Invalid value for '--workers'"),
         (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together"),
-        (("--scheduler", "nowhere.json"), "nowhere.json does not exist. Start it with dask scheduler --scheduler-file"),
+        (("--scheduler", "nowhere.json"), "nowhere.json does not exist"),
         (("--scheduler", "local"), "must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler"),
-        (("--scheduler", "http://h:1"), "as tcp://host:8786, or its scheduler file: got 'http://h:1'."),
-        (("--scheduler", "empty.json"), "as tcp://host:8786, or its scheduler file: got 'None'."),
-        (("--scheduler", "list.json"), "as tcp://host:8786, or its scheduler file: got 'none'."),
+        (("--scheduler", "http://h:1"), "as tcp://host:8786, or a scheduler file: got 'http://h:1'."),
+        (("--scheduler", "empty.json"), "as tcp://host:8786, or a scheduler file: got 'None'."),
+        (("--scheduler", "list.json"), "as tcp://host:8786, or a scheduler file: got 'none'."),
         (("--scheduler", "text.json"), "a scheduler file that dask scheduler --scheduler-file wrote: text.json: "),
     ],
     ids=lambda value: str(value[-1]).replace("/", "_") if isinstance(value, tuple) else "",
@@ -138,7 +138,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkey
 
     monkeypatch.setattr(distributed, "Client", silent)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
-    assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer within 30 seconds." in line
+    assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer." in line
 
 
 def test_a_scheduler_without_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):

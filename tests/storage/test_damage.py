@@ -105,9 +105,9 @@ def test_a_last_journal_line_that_was_cut_short_is_not_committed(crashed, length
 def test_a_journal_that_lost_whole_lines_is_found(crashed, run, lines):
     """The files of later commits say that there were more, whether the run was finished or not."""
     cut(crashed, lines)
-    refused(crashed, ValueError, rf"a line for each of 4 committed chunks: it ends after {lines}")
+    refused(crashed, ValueError, rf"must have 4 lines: it ends after {lines}")
     cut(run, lines)
-    refused(run, ValueError, r"must be as it was when the run was finished, with \d+ bytes and 4 chunks")
+    refused(run, ValueError, r"must be as it was when the run was finished")
 
 
 def test_a_run_that_was_not_finished_opens_as_what_was_committed(crashed):

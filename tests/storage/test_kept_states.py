@@ -98,7 +98,7 @@ def test_a_run_in_memory_holds_every_state():
 @pytest.mark.parametrize("options", [{"keep_every": 2}, {"keep_every": 1}])
 def test_a_run_is_resumed_with_the_states_that_it_keeps(run, options):
     before = file_hashes(run)
-    with pytest.raises(ValueError, match=r"must be the recorded ones to resume .*: keep_every is another"):
+    with pytest.raises(ValueError, match=r"keep_every must be the recorded one to resume"):
         record(run, resume=True, **options)
     assert file_hashes(run) == before
 
@@ -119,7 +119,7 @@ def test_a_state_too_many_is_refused(run):
 
 
 def test_one_file_of_all_states_is_refused(run, tmp_path):
-    with pytest.raises(ValueError, match="must hold every state to be exported to one file"):
+    with pytest.raises(ValueError, match="must hold every state to be exported"):
         export_run(run, tmp_path / "file.safetensors")
 
 
@@ -132,5 +132,5 @@ def test_the_name_of_a_loss_does_not_stand_for_another_function(tmp_path):
         net, X, y, optimizer=sgd(net), steps=4, loss=loss, folder=tmp_path / "run", storage=epk.Storage(keep_every=3)
     )
     assert epk.load_trajectory(tmp_path / "run", mlp(), loss=loss).num_steps == 4
-    with pytest.raises(ValueError, match="steps on the given 'own' do not lead to state 3"):
+    with pytest.raises(ValueError, match="its steps do not lead to state 3"):
         epk.load_trajectory(tmp_path / "run", mlp(), loss=other)

@@ -40,7 +40,7 @@ def whole_digest(count):
 def test_a_second_writer_is_refused_until_the_first_one_ends(tmp_path):
     first = recorder(tmp_path / "run")
     for _ in range(2):
-        with pytest.raises(BlockingIOError, match="one writer at a time: another process records into"):
+        with pytest.raises(BlockingIOError, match="one writer at a time: another one records into"):
             recorder(tmp_path / "run")
     steps(first, 2)
     steps(recorder(tmp_path / "run"), 3)

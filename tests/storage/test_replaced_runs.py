@@ -12,7 +12,7 @@ import epk_gp as epk
 from loops import data, mlp
 from stored_runs import adam, chunk_files, norm_net
 
-OTHER = "Or another run was recorded there since this one was opened"
+OTHER = "Or another run was recorded there"
 
 
 def record(path, seed, *, net=mlp, optimizer=adam, unexplained=None, **storage):

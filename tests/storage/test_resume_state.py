@@ -87,7 +87,7 @@ def test_a_buffer_of_another_kind_is_refused_and_nothing_changes(tmp_path):
     net, before = norm_net(), file_hashes(tmp_path / "run")
     net[1].num_batches_tracked = torch.zeros((), dtype=torch.int32)
     state, optimizer = copy.deepcopy(net.state_dict()), sgd(net)
-    message = r"recorded buffers to resume .*: '1.num_batches_tracked' must be torch.int64 of shape \(\)"
+    message = r"recorded buffers to resume .*: '1.num_batches_tracked' is another"
     with pytest.raises(ValueError, match=message):
         resume(tmp_path / "run", net, optimizer)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
@@ -123,9 +123,9 @@ def test_several_optimizers_come_back(tmp_path):
     header = read_header(tmp_path / "run")
     assert header["num_optimizers"] == 2
     assert [group["parameters"] for group in header["optimizer"]] == [2, 4]
-    with pytest.raises(ValueError, match="num_optimizers is another: it has 2, got 1"):
+    with pytest.raises(ValueError, match="num_optimizers must be the recorded one to resume .*: it has 2, got 1"):
         resume(tmp_path / "run", again, torch.optim.SGD(header_groups(again), lr=0.1))
-    with pytest.raises(ValueError, match="optimizer is another"):
+    with pytest.raises(ValueError, match="^optimizer must be the recorded one"):
         resume(tmp_path / "run", again, made[::-1])
 
 

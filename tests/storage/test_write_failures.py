@@ -21,7 +21,7 @@ def test_a_second_writer_is_refused_and_the_first_continues(tmp_path):
     with first:
         step(first)
         for _ in range(2):
-            with pytest.raises(BlockingIOError, match="one writer at a time: another process records into .*run"):
+            with pytest.raises(BlockingIOError, match="one writer at a time: another one records into .*run"):
                 resumed(tmp_path / "run")
         step(first)
     assert epk.load_trajectory(tmp_path / "run", mlp()).num_steps == 2
