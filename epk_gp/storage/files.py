@@ -150,10 +150,10 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
         ValueError: The file is not a regular file, or it is larger than the limit.
     """
     with open_regular(file, where) as stream:
-        content = stream.read(limit + 1) if os.fstat(stream.fileno()).st_size <= limit else None
-    if content is None or len(content) > limit:
-        raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
-    return content
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+        return stream.read(size)
 
 
 def read_checked(file: Path, size: int, blake2b: str, where: str, *suffixes: str) -> bytes:

@@ -115,7 +115,7 @@ def test_the_pool_is_spawned_and_closed():
         (("--workers", 5000), "Invalid value for '--workers'"),
         (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together"),
         (("--scheduler", "nowhere.json"), "nowhere.json does not exist"),
-        (("--scheduler", "local"), "must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler"),
+        (("--scheduler", "local"), "must be an address, as tcp://host:8786, or a scheduler file"),
         (("--scheduler", "http://h:1"), "as tcp://host:8786, or a scheduler file: got 'http://h:1'."),
         (("--scheduler", "empty.json"), "as tcp://host:8786, or a scheduler file: got 'None'."),
         (("--scheduler", "list.json"), "as tcp://host:8786, or a scheduler file: got 'none'."),

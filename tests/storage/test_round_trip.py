@@ -48,8 +48,8 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     about = {"names": ["w", "b"], "shapes": [[num_weights - 1], [1]], "dtype": str(dtype), "num_outputs": 1}
     about |= {"num_points": num_points, "loss": {"kind": "mine"}, "law": {"name": "mine"}, "data_digest": "none"}
     writer, header = create_run_dir(path, {**about, "optimizer": []}, tensors)
-    for first in range(0, len(states), chunk_states):
-        last = min(first + chunk_states, len(states))
+    for first in (0, *range(1, len(states), chunk_states)):
+        last = min(first + chunk_states, len(states)) if first else 1
         own = slice(max(first - 1, 0), last - 1)
         writer.append(states[first:last], steps[own], updates[own], f"digest {last}", kept)
     write_header(writer, header)
