@@ -39,7 +39,8 @@ _MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
 
-Outputs, Targets = Literal["full", "independent"], Literal["network", "dirichlet"]
+Outputs = Literal["full", "independent"]
+Targets = Literal["network", "dirichlet"]
 Plane = Literal["principal", "coordinates"]
 Features = Annotated[
     str | None,

@@ -12,8 +12,9 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -105,7 +106,7 @@ def open_descriptor(file: Path, flags: int) -> int:
 
 
 @contextmanager
-def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
+def open_regular(file: Path, where: str) -> Iterator[BufferedReader]:
     """Open a regular file for reading.
 
     Raises:

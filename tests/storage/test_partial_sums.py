@@ -295,9 +295,7 @@ def test_a_file_without_measure_is_refused_unread(tmp_path, name):
     with (tmp_path / "sums" / name).open("r+b") as file:
         file.truncate(1 << 40)
     message = (
-        "must be of this very computation"
-        if name == "checkpoint.json"
-        else "must be a partial sum of this version"
+        "must be of this very computation" if name == "checkpoint.json" else "must be a partial sum of this version"
     )
     with pytest.raises(ValueError, match=message):
         checkpoints.PartialSums(tmp_path / "sums", "identity").load("sums")

@@ -19,7 +19,10 @@ def wider():
 
 OTHERS = {
     "width": ({"net": wider()}, "^shapes must be the recorded one to resume"),
-    "layers": ({"net": nn.Sequential(mlp()[0], mlp()[1], nn.Sequential(mlp()[2]))}, "^names must be the recorded one to resume"),
+    "layers": (
+        {"net": nn.Sequential(mlp()[0], mlp()[1], nn.Sequential(mlp()[2]))},
+        "^names must be the recorded one to resume",
+    ),
     "activation": ({"net": mlp(activation=nn.ReLU)}, "its outputs at the initial state differ"),
     "inputs": ({"X": data()[0] + 1e-15}, "^data_digest must be the recorded one to resume"),
     "labels": ({"y": data()[1].flip(0)}, "^data_digest must be the recorded one to resume"),
@@ -85,14 +88,26 @@ def two_groups(net, lr):
 
 
 DIFFERENCES = {
-    "rate": (sgd, {"optimizer": lambda net: sgd(net, 0.2)}, r"optimizer must be the recorded one to resume .*: number 0: it has {'lr': 0.1}, got {'lr': 0.2}."),
+    "rate": (
+        sgd,
+        {"optimizer": lambda net: sgd(net, 0.2)},
+        r"optimizer must be the recorded one to resume .*: number 0: it has {'lr': 0.1}, got {'lr': 0.2}.",
+    ),
     "second_group": (
         lambda net: two_groups(net, 0.3),
         {"optimizer": lambda net: two_groups(net, 0.2)},
         "optimizer must be the recorded one to resume .*: number 1: it has {'lr': 0.3}, got {'lr': 0.2}.",
     ),
-    "groups": (sgd, {"optimizer": lambda net: two_groups(net, 0.1)}, "optimizer must be the recorded one to resume .*: it has 1, got 2."),
-    "shape": (sgd, {"net": wider()}, "shapes must be the recorded one to resume .*: number 0: number 0: it has 6, got 7."),
+    "groups": (
+        sgd,
+        {"optimizer": lambda net: two_groups(net, 0.1)},
+        "optimizer must be the recorded one to resume .*: it has 1, got 2.",
+    ),
+    "shape": (
+        sgd,
+        {"net": wider()},
+        "shapes must be the recorded one to resume .*: number 0: number 0: it has 6, got 7.",
+    ),
     "loss": (sgd, {"loss": epk.CrossEntropy("sum")}, "it has {'reduction': 'mean'}, got {'reduction': 'sum'}."),
 }
 

@@ -123,7 +123,7 @@ def test_several_optimizers_come_back(tmp_path):
     header = read_header(tmp_path / "run")
     assert header["num_optimizers"] == 2
     assert [group["parameters"] for group in header["optimizer"]] == [2, 4]
-    with pytest.raises(ValueError, match="num_optimizers must be the recorded one to resume .*: it has 2, got 1"):
+    with pytest.raises(ValueError, match="optimizer must be the recorded one to resume"):
         resume(tmp_path / "run", again, torch.optim.SGD(header_groups(again), lr=0.1))
     with pytest.raises(ValueError, match="^optimizer must be the recorded one"):
         resume(tmp_path / "run", again, made[::-1])
@@ -163,7 +163,7 @@ def test_the_scheduler_of_any_of_several_optimizers_must_be_known(tmp_path):
     optimizers = two_optimizers(norm_net())
     validate_resumable(optimizers, {}, tmp_path)
     torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.9)
-    with pytest.raises(ValueError, match="must know the optimizer's learning-rate schedule"):
+    with pytest.raises(ValueError, match="must know the learning-rate schedule"):
         validate_resumable(optimizers, {}, tmp_path)
 
 
