@@ -41,7 +41,7 @@ class PartialSums:
         manifest = self.folder / _MANIFEST
         if manifest.is_file():
             if _recorded_fingerprint(manifest) != fingerprint:
-                raise ValueError(f"checkpoint {self.folder} must be of this very computation: choose another.")
+                raise ValueError(f"checkpoint {folder} must be of this very computation: it is of another.")
         elif any(self.folder.iterdir()):
             raise ValueError(f"checkpoint must be a new or empty folder: {self.folder} holds something.")
         else:

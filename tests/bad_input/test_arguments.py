@@ -79,7 +79,5 @@ def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
     trajectory = epk.train(net, X, Y, optimizer=sgd(net), steps=2, folder=tmp_path / "run")
     (tmp_path / "run" / "chunk-000001.safetensors").unlink(missing_ok=True)
     (tmp_path / "run" / "chunk-000000.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"chunk-00000\d.safetensors \(states \d..\d\) was removed or renamed. Restore"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"chunk-00000\d.safetensors \(states \d..\d\) does not exist"):
         epk.reconstruct(trajectory, X)

@@ -105,7 +105,7 @@ def test_a_fixed_rule_is_not_expected_to_be_certified(recorded, tmp_path, capsys
         (("--kernel-points", 501), "--kernel-points must be at most 500: got 501"),
         (("--class-names", "a,b"), "class_names must name each of the 3 outputs"),
         (("--feature-names", "a,b"), "names must name each of the"),
-        (("--path", "layerwise:0"), "--path layerwise:0: K must be a whole number of steps from 1"),
+        (("--path", "layerwise:0"), "--path must be straight, chords:K or layerwise[:K]"),
         (("--validation", "held-out"), "there must be at least 20 validation points: got 3"),
         (("--rule", "simpson"), "--rule must be adaptive"),
     ],
