@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from tqdm import tqdm
 
 from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli import options as opt
@@ -170,26 +171,10 @@ def estimate(
         groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
         plan = plan_attribution(kernel, chosen.X, groupings, classes=classes, seconds=seconds, memory_budget=budget)
     of_use = max(1, min(workers or 1, plan.pieces))
-    typer.echo(f"pieces:  {plan.pieces}, of up to {_size(plan.piece_bytes)}")
-    typer.echo(f"result:  {_size(plan.result_bytes)}")
-    typer.echo(f"time:    {_time(plan.seconds)} of one process; {_time(plan.seconds / of_use)} with {of_use} workers")
+    typer.echo(f"pieces:  {plan.pieces}, of up to {tqdm.format_sizeof(plan.piece_bytes, 'B')}")
+    typer.echo(f"result:  {tqdm.format_sizeof(plan.result_bytes, 'B')}")
+    typer.echo(f"time:    {plan.seconds:.3g} s of one process; {plan.seconds / of_use:.3g} s with {of_use} workers")
     if out is not None:
         results = {**asdict(plan), "workers_of_use": of_use, "seconds_with_workers": plan.seconds / of_use}
         write_json(opt.make_folder(out) / "estimate.json", "estimate", config, results, timer)
         typer.echo(f"written to {out}: estimate.json")
-
-
-def _time(seconds: float) -> str:
-    """Return a time in words, with three digits."""
-    for unit, factor in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def _size(num_bytes: int) -> str:
-    """Return a number of bytes in words."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes} bytes"

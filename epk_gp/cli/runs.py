@@ -177,14 +177,8 @@ def _table(results: dict[Head, Reconstruction]) -> str:
 
 def certificate(result: Reconstruction) -> dict[str, float]:
     """Return the error bounds of a reconstruction."""
-    return {
-        "max_error": result.max_error,
-        "max_residual": result.max_residual,
-        "total_residual": result.total_residual,
-        "evaluations": result.evaluations,
-        "max_step_mismatch": result.max_step_mismatch,
-        "certified": result.certified,
-    }
+    names = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
+    return {name: getattr(result, name) for name in names}
 
 
 def export(

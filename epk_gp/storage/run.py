@@ -230,13 +230,10 @@ def create_run(folder: str | os.PathLike[str], start: RunStart, training: Traini
     """
     tensors = training.state_dict()
     writer, header = create_run_dir(folder, {**start.header, **training.header()}, start.data)
-    try:
+    with writer.closed_on_error():
         statistics = () if start.statistics is None else (start.statistics,)
         writer.append([start.weights], [], [], start.digest, tensors, statistics)
         write_header(writer, header)
-    except BaseException:
-        writer.close()
-        raise
     return writer
 
 
@@ -270,16 +267,12 @@ def resume_run(
     recorded = read_header(folder)
     validate_same_header(recorded, {**header, **training.header()}, folder)
     writer = open_for_writing(folder, recorded)
-    try:
+    with writer.closed_on_error():
         trajectory = load_trajectory(folder, net, loss=loss, output=output)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
-        buffers = training.load_state_dict(
-            read_training_state(folder, number, chunk), str(Path(folder) / resume_name(number))
-        )
+        tensors, where = read_training_state(folder, number, chunk), str(Path(folder) / resume_name(number))
+        buffers = training.load_state_dict(tensors, where)
         writer.remove_uncommitted()
-    except BaseException:
-        writer.close()
-        raise
     own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     frozen, weights = trajectory.model.frozen_state(), trajectory.weights(chunk.last)
     with torch.no_grad():

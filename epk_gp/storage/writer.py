@@ -8,11 +8,11 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
@@ -56,21 +56,6 @@ MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the comman
 _RESUME = "Free space or give the right to write, then go on with resume=True."
 LOCK = "writer.lock"
 _TIMEOUT = 0.5  # seconds: a virus scanner may hold a lock file open for a moment on Windows
-
-
-def _lock(folder: Path) -> BaseFileLock:
-    """Lock a run's folder against other writers, without waiting for them.
-
-    Raises:
-        BlockingIOError: Another writer holds the lock.
-        OSError: The folder cannot be written.
-    """
-    lock = FileLock(folder / LOCK, thread_local=False)
-    try:
-        lock.acquire(timeout=_TIMEOUT)
-    except Timeout as error:
-        raise BlockingIOError(f"a run must have one writer at a time: another one records into {folder}.") from error
-    return lock
 
 
 @contextmanager
@@ -137,27 +122,41 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
     return {"keep_every": storage.keep_every}
 
 
-@dataclass
 class RunWriter:
     """An open run folder, locked against other writers; each call of `append` is one commit.
 
     Attributes:
         path: The folder.
         schema: The schema of its chunks.
-        journal: Descriptor of the journal; -1 once the writer is closed.
-        lock: The lock of the folder.
         chunks: The committed chunks.
-        journal_bytes: Length of the journal up to the end of their lines.
         failed: Whether the last commit failed, so that another one most likely would fail too.
     """
 
-    path: Path
-    schema: ChunkSchema
-    journal: int
-    lock: BaseFileLock
-    chunks: list[Chunk] = field(default_factory=list)
-    journal_bytes: int = 0
-    failed: bool = False
+    def __init__(self, path: Path, schema: ChunkSchema, flags: int = 0) -> None:
+        """Open and lock the journal of a folder; `flags` may hold `os.O_CREAT`.
+
+        Raises:
+            BlockingIOError: Another writer holds the lock.
+            OSError: The folder cannot be written.
+        """
+        self.path, self.schema, self.chunks, self.failed = path, schema, list[Chunk](), False
+        self._journal, self._lock = -1, FileLock(path / LOCK, thread_local=False)
+        self._journal_bytes = 0  # up to the end of the committed lines
+        self._journal = open_descriptor(path / JOURNAL, os.O_RDWR | flags)
+        try:
+            self._lock.acquire(timeout=_TIMEOUT)
+        except Timeout as error:
+            self.close()
+            raise BlockingIOError(f"a run must have one writer at a time: another one records into {path}.") from error
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Release the folder if an error leaves the `with` statement."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_states(self) -> int:
@@ -188,7 +187,7 @@ class RunWriter:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
-        number, first, start = len(self.chunks), self.num_states, self.journal_bytes
+        number, first, start = len(self.chunks), self.num_states, self._journal_bytes
         if number >= MAX_CHUNKS:
             raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
         content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
@@ -214,18 +213,18 @@ class RunWriter:
                     sync_folder(self.path)
                 atomic_write(self.path / chunk.file, content, sync=False)
                 atomic_write(self.path / resume_name(number), resume)  # synchronises both names
-                os.lseek(self.journal, self.journal_bytes, os.SEEK_SET)
-                _write_all(self.journal, line)
-                os.fsync(self.journal)
+                os.lseek(self._journal, self._journal_bytes, os.SEEK_SET)
+                _write_all(self._journal, line)
+                os.fsync(self._journal)
                 self.chunks.append(chunk)
-                self.journal_bytes += len(line)
+                self._journal_bytes += len(line)
             except BaseException as error:  # also Ctrl-C between two bytes
                 self.failed = isinstance(error, OSError)
                 del self.chunks[number:]
-                self.journal_bytes = start
+                self._journal_bytes = start
                 with suppress(OSError):  # what else is left of the commit is overwritten by the next one
-                    os.ftruncate(self.journal, start)
-                    os.fsync(self.journal)
+                    os.ftruncate(self._journal, start)
+                    os.fsync(self._journal)
                 raise
         if number:
             with suppress(OSError):  # a superfluous file does no harm
@@ -254,10 +253,10 @@ class RunWriter:
 
     def close(self) -> None:
         """Close the journal and release the lock."""
-        if self.journal >= 0:
-            os.close(self.journal)
-            self.journal = -1
-        self.lock.release()
+        if self._journal >= 0:
+            os.close(self._journal)
+            self._journal = -1
+        self._lock.release()
 
     def __del__(self) -> None:
         """Release the lock of a writer that was not closed."""
@@ -271,9 +270,9 @@ class RunWriter:
         """
         committed = {resume_name(len(self.chunks) - 1), *(chunk.file for chunk in self.chunks)}
         with explain_os_errors(self.path, self._advice):
-            if os.fstat(self.journal).st_size > self.journal_bytes:
-                os.ftruncate(self.journal, self.journal_bytes)
-                os.fsync(self.journal)
+            if os.fstat(self._journal).st_size > self._journal_bytes:
+                os.ftruncate(self._journal, self._journal_bytes)
+                os.fsync(self._journal)
             for file in list(self.path.iterdir()):
                 is_left_over = file.name.startswith(("chunk-", "resume-")) and file.name not in committed
                 if is_left_over or file.name.endswith(".part"):
@@ -290,7 +289,7 @@ class RunWriter:
         Raises:
             OSError: The folder or the journal was deleted, renamed or replaced.
         """
-        if not os.path.samestat((self.path / JOURNAL).lstat(), os.fstat(self.journal)):
+        if not os.path.samestat((self.path / JOURNAL).lstat(), os.fstat(self._journal)):
             raise FileNotFoundError(errno.ENOENT, f"{JOURNAL} was replaced while it was recorded", str(self.path))
 
 
@@ -314,14 +313,11 @@ def create_run_dir(
     full = complete_header(own | dict(header), str(folder / HEADER))
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
-        writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)
-        try:
+        writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)
+        with writer.closed_on_error():
             require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
-            os.ftruncate(writer.journal, 0)
+            os.ftruncate(writer._journal, 0)
             atomic_write(folder / DATA, content)
-        except BaseException:
-            writer.close()
-            raise
     return writer, full
 
 
@@ -345,13 +341,10 @@ def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) ->
     """
     folder = Path(path)
     with explain_os_errors(folder, f"it is unchanged. {_RESUME}"):
-        writer = _locked_writer(folder, chunk_schema(header), 0)
-        try:
+        writer = RunWriter(folder, chunk_schema(header))
+        with writer.closed_on_error():
             journal = read_journal(folder)
-        except BaseException:
-            writer.close()
-            raise
-    writer.chunks, writer.journal_bytes = list(journal.chunks), journal.bytes
+    writer.chunks, writer._journal_bytes = list(journal.chunks), journal.bytes
     return writer
 
 
@@ -369,17 +362,6 @@ def _precedes_header(file: Path) -> bool:
     """Return whether a crash before the header was written can have left this file."""
     names = {JOURNAL, LOCK, DATA, HEADER, chunk_name(0), resume_name(0), *MANIFEST_FILES}
     return file.name in MANIFEST_FILES or (file.name.removesuffix(".part") in names and not file.is_symlink())
-
-
-def _locked_writer(folder: Path, schema: ChunkSchema, flags: int) -> RunWriter:
-    """Open and lock the journal of a folder; `flags` may hold `os.O_CREAT`."""
-    journal, lock = open_descriptor(folder / JOURNAL, os.O_RDWR | flags), None
-    try:
-        lock = _lock(folder)
-    finally:
-        if lock is None:
-            os.close(journal)
-    return RunWriter(folder, schema, journal, lock)
 
 
 def _write_all(handle: int, content: bytes) -> None:
