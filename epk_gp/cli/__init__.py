@@ -130,14 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error("interrupted.", _INTERRUPTED)
     except OSError as error:
         _exit_with_error(_describe(error))
-    except MemoryError as error:
-        _exit_with_error(f"there must be memory for what was asked: {error or 'there is not'}. Ask for less.")
     except (ValueError, TypeError, ImportError, IndexError) as error:
         _exit_with_error(str(error))
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):  # torch's words; any other is a defect, whose traceback is needed
-            raise
-        _exit_with_error(f"there must be memory for what was asked: {error}. Ask for less.")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
+            raise  # a defect, whose traceback is needed
+        _exit_with_error(f"there must be memory for what was asked: {error or 'there is not'}. Ask for less.")
     if status == _INTERRUPTED:  # newer versions of typer return the status instead of raising Abort
         _exit_with_error("interrupted.", _INTERRUPTED)
     if isinstance(status, int) and status:

@@ -18,11 +18,11 @@ from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.data import training_labels
+from epk_gp.gp.data import count_seen, training_labels
 from epk_gp.gp.label_process import SketchedLabelProcess
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import ScoredPoints, scores_figure, suspicious_labels_figure
 from epk_gp.plots.style import save_figure
@@ -252,6 +252,9 @@ def read_validation(
     else:
         validation, points = source, read_labelled(str(points_file), run, trajectory)
         points = replace(points, labels=None) if points_file.is_dir() else points
+    if len(validation.X) < MIN_VALIDATION_POINTS:
+        raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}.")
+    count_seen(validation.X, trajectory)  # raises if most are training points
     return validation, points
 
 

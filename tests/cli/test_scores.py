@@ -79,7 +79,7 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     accuracy = (probability.argmax(1) == held_out["labels"][rows].numpy()).mean()
     assert results["accuracy"] == pytest.approx(accuracy)
     read = epk.UncertainClassifier.load(
-        tmp_path / "model", build_network(NetworkSpec("mlp", (100,), 3, width=5)).double()
+        tmp_path / "model", build_network(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5)).double()
     )
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 
@@ -123,13 +123,13 @@ def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
         (("--validation", "held-out", "--alpha", 1), "--alpha must be positive and below 1: got 1"),
         (("--validation", "held-out", "--features", "many"), "--features must be exact, or a whole number"),
         (("--validation", "held-out", "--features", "0"), "--features must be exact, or a whole number"),
-        (("--validation", "held-out", "--nodes", "0"), "--nodes must be at least 1: got 0"),
+        (("--validation", "held-out", "--nodes", "0"), "Invalid value for '--nodes'"),
         (("--validation", "held-out", "--memory", "0"), "--memory must be at least 0.001"),
         (("--validation", "held-out", "--save-model", "full"), "--save-model must be a new or empty folder: full"),
         (("--validation", "held-out", "--save-model", "run/x"), "--save-model must lie outside the folder of the run"),
-        (("--validation", "held-out", "--grid", 3), "--validation must stand without --grid"),
-        (("--alpha", 0.1), "--alpha must stand beside --validation, without which it would be ignored. Pass both."),
-        (("--save-model", "x"), "--save-model must stand beside --validation"),
+        (("--validation", "held-out", "--grid", 3), "--grid would be ignored beside --validation"),
+        (("--alpha", 0.1), "--alpha would be ignored without --validation"),
+        (("--save-model", "x"), "--save-model would be ignored without --validation"),
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
 )
