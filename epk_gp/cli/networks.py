@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.files import (
-    MAX_JSON_BYTES,
-    read_bytes,
-    read_checksummed_json,
-    regular_file_size,
-)
+from epk_gp.storage.files import MAX_JSON_BYTES, read_bytes, read_checksummed_json, regular_file_size
 from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.schema import Record, read_data, read_header, validated
 

@@ -26,11 +26,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _UNFINISHED = "not finished: record --resume resumes it"
 
 
-def info(
-    run: opt.RunFolder,
-    out: opt.OptionalOut = None,
-    quiet: opt.Quiet = False,
-) -> None:
+def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = False) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
     opt.validate_run(run, out)
     timer = Stopwatch()

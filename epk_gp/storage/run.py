@@ -71,10 +71,7 @@ def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
 
 
 def recorded_model(
-    header: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    net: nn.Module,
-    output: Callable[[Any], Tensor] | None = None,
+    header: Mapping[str, Any], data: Mapping[str, Tensor], net: nn.Module, output: Callable[[Any], Tensor] | None = None
 ) -> FunctionalModel:
     """Copy a network of the recorded architecture, with the recorded frozen state and dtype, to the CPU.
 

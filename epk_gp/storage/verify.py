@@ -13,11 +13,7 @@ from torch import Tensor
 from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS
-from epk_gp.storage.chunks import (
-    MATRICES_NAME,
-    read_steps,
-    step_tensors,
-)
+from epk_gp.storage.chunks import MATRICES_NAME, read_steps, step_tensors
 from epk_gp.storage.files import DTYPES, Rows, atomic_write, tensor_file
 from epk_gp.storage.journal import JOURNAL, Chunk, opened_chunk, read_journal, resume_name
 from epk_gp.storage.passes import PASSES

@@ -17,7 +17,7 @@ from epk_gp.storage.journal import read_journal
 
 def test_a_recorded_run_is_the_library_s(recorded):
     spec = json.loads((recorded / "network.json").read_text())["network"]
-    net = build_network(NetworkSpec(spec["name"], tuple(spec["input_shape"]), spec["num_outputs"], spec["width"]))
+    net = build_network(NetworkSpec(**spec))
     trajectory = epk.load_trajectory(recorded, net.double())
     assert (trajectory.num_steps, trajectory.num_points, trajectory.num_outputs) == (4, 24, 3)
     assert load_file(recorded / "held_out.safetensors")["inputs"].shape == (6, 100)

@@ -115,7 +115,9 @@ def test_gram_writes_the_library_s_block(recorded, tmp_path):
     arguments = ("--head", "logits", "--rule", "gauss-legendre:2", "--num-rows", 3, "--num-columns", 5, "--quiet")
     assert run("gram", recorded, "--out", tmp_path, *arguments) == 0
     arrays = load_file(tmp_path / "gram.safetensors")
-    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (100,), 3, 5)).double())
+    trajectory = epk.load_trajectory(
+        recorded, build_network(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5)).double()
+    )
     a = epk.Points(arrays["row_inputs"], is_train=False)
     b = epk.Points(trajectory.inputs[:5], is_train=True)
     expected = epk.gram_block(trajectory, a, b, head="logits", rule=epk.gauss_legendre(2))

@@ -195,18 +195,7 @@ def test_a_damaged_header_is_found(run, content):
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "names",
-        "shapes",
-        "dtype",
-        "num_outputs",
-        "num_points",
-        "loss",
-        "law",
-        "data_digest",
-        "data_blake2b",
-    ],
+    "key", ["names", "shapes", "dtype", "num_outputs", "num_points", "loss", "law", "data_digest", "data_blake2b"]
 )
 @pytest.mark.parametrize("change", ["removed", "edited"])
 def test_an_edited_header_is_found(run, key, change):

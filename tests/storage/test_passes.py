@@ -23,17 +23,7 @@ from epk_gp.storage.passes import StoredPasses, _tensors_of, validate_pass
 from epk_gp.storage.schema import read_header
 from epk_gp.storage.verify import check_run
 from loops import data
-from stored_runs import (
-    add,
-    begin,
-    equal_values,
-    finish,
-    norm_net,
-    random_pass,
-    record,
-    same_passes,
-    write_by_hand,
-)
+from stored_runs import add, begin, equal_values, finish, norm_net, random_pass, record, same_passes, write_by_hand
 
 STATE = torch.Generator().manual_seed(3).get_state()
 WHOLE = ForwardPass(
