@@ -58,15 +58,7 @@ def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_e
     return typer.Option(help=text, callback=validate)
 
 
-def _not_a_file(run: Path) -> Path:
-    if run.exists() and not run.is_dir():
-        raise ValueError(f"RUN must be the folder of a recorded run: {run} is a file.")
-    return run
-
-
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
-]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="Folder for the numbers as JSON; none is written by default.")]
 Source = Annotated[

@@ -83,16 +83,9 @@ class Chunk(Record):
 
 
 class Finished(Record):
-    """The closing record of a finished run: number, size and checksum of its journal's lines."""
+    """The closing record of a finished run: the number of its chunks."""
 
     chunks: Count
-    journal_bytes: Count
-    journal_blake2b: str
-
-    @classmethod
-    def of(cls, chunks: int, journal: bytes) -> "Finished":
-        """Return the closing record of a run with this journal."""
-        return cls(chunks=chunks, journal_bytes=len(journal), journal_blake2b=checksum(journal))
 
 
 @dataclass(frozen=True)
@@ -148,13 +141,13 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     chunks, used = _parse_lines(content, where)
     if not chunks:
         raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
-    if finished is not None:
-        _validate_finished(folder, finished, content)
-    elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
+    if finished is not None and finished.chunks > len(chunks):  # fewer: a writer has resumed the run a moment ago
+        raise ValueError(f"{where} must be as when the run was finished, with {finished.chunks} chunks. {DAMAGED}")
+    if numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
         # A writer removes resume file N - 1 only after it committed line N.
         raise ValueError(f"{where} must have {max(numbers) + 1} lines: it ends after {len(chunks)}. {DAMAGED}")
     _validate_sizes(folder, chunks)
-    return Journal(tuple(chunks), used, finished is not None)
+    return Journal(tuple(chunks), used, finished == Finished(chunks=len(chunks)))
 
 
 def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
@@ -248,12 +241,6 @@ def _read_finished(folder: Path) -> Finished | None:
     except FileNotFoundError:  # a writer resumed the run a moment ago
         return None
     return validated(Finished, read_checksummed_json(content, message), message)
-
-
-def _validate_finished(folder: Path, finished: Finished, content: bytes) -> None:
-    # else a writer resumed the run after the closing record was read
-    if finished != Finished.of(finished.chunks, content) and _read_finished(folder) is not None:
-        raise ValueError(f"{folder / JOURNAL} must be as it was when the run was finished: it is not. {DAMAGED}")
 
 
 def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:

@@ -220,18 +220,18 @@ class TrainingState:
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
-        options, tensors = [], dict[str, Tensor]()
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            entries: dict[str, Any] = {"parameters": len(group["params"])}
-            for key, value in sorted(group.items()):
-                if key != "params":
-                    is_number = isinstance(value, Tensor) and value.numel() == 1
-                    entries[key] = _encode(value.item() if is_number else value, tensors, f"option {key!r}")
-            options.append(entries)
-        if tensors:
-            raise TypeError("the optimizer's options must be numbers or texts: got a tensor of several numbers.")
-        as_json: list[dict[str, Any]] = json.loads(json.dumps(options))
-        return as_json
+        groups = [
+            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        try:  # numbers of numpy and tensors of one number have `item`
+            options: list[dict[str, Any]] = json.loads(json.dumps(groups, default=lambda value: value.item()))
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise TypeError(
+                "the optimizer's options must be numbers or texts: one is neither."
+            ) from error
+        return options
 
 
 def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk) -> dict[str, Tensor]:

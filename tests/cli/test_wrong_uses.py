@@ -116,7 +116,7 @@ USES: dict[str, list[str]] = {
     "--network must be mlp, cnn or package.module:factory": ["record --out new --data ok.npz --network transformer"],
     "--activation belongs to --network mlp": ["record --out new --network a:b --activation tanh"],
     "--out must be a new or empty folder": ["OWN --out file", "OWN --out full"],
-    "RUN must be the folder of a recorded run: ok.npz is a file.": [
+    "RUN must hold a recorded run: ok.npz/run.json does not exist": [
         *(f"{command} ok.npz" for command in (*OUT, "export", "report")),
     ],
     "must hold a recorded run": [f"{command} nowhere" for command in ("info", "verify", "export", "gram")],

@@ -107,7 +107,7 @@ def test_a_journal_that_lost_whole_lines_is_found(crashed, run, lines):
     cut(crashed, lines)
     refused(crashed, ValueError, rf"must have 4 lines: it ends after {lines}")
     cut(run, lines)
-    refused(run, ValueError, r"must be as it was when the run was finished")
+    refused(run, ValueError, r"must be as when the run was finished, with 4 chunks")
 
 
 def test_a_run_that_was_not_finished_opens_as_what_was_committed(crashed):
