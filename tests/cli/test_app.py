@@ -150,32 +150,6 @@ def test_rules_are_read_as_they_are_written():
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        ("verify", ("--rule", "simpson"), "--rule must be adaptive"),
-        *(
-            ("verify", ("--rule", rule), "--rule must be adaptive[:TOL], gauss-legendre:N")
-            for rule in ("gauss-legendre:0", "gauss-legendre:2.5", "adaptive:abc", "adaptive:-1")
-        ),
-        ("verify", ("--tol", -1), "--tol must be at least 0 and finite: got -1.0"),
-        ("verify", ("--num-points", 0), "Invalid value for '--num-points'"),
-        ("verify", ("--points", "nowhere.npz"), "it does not exist"),
-        ("verify", ("--network", "cnn"), "the cnn needs images"),
-        ("attribute", ("--top", 0), "Invalid value for '--top'"),
-        ("gram", ("--num-rows", 0), "Invalid value for '--num-rows'"),
-        ("uncertainty", ("--num-condition", 0), "Invalid value for '--num-condition'"),
-        ("uncertainty", ("--rule", "adaptive"), "--rule must be a fixed rule"),
-        ("audit", ("--top", 61), "Invalid value for '--top'"),
-        ("audit", ("--features", "all"), "--features must be exact, or a whole number"),
-    ],
-    ids=str,
-)
-def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, capsys, command, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, command, recorded, "--quiet", *options)
-
-
-@pytest.mark.parametrize(
     "command", ["info", "verify", "export", "estimate", "attribute", "gram", "uncertainty", "audit"]
 )
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):

@@ -94,32 +94,6 @@ def test_a_run_is_never_overwritten(recorded, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--data", "cifar"), "--data must be three-gaussians, digits, mnist"),
-        (("--data", "missing.npz"), "missing.npz must be a .safetensors or .npz file: it does not exist"),
-        (("--data", "mnist", "--data-dir", "nowhere"), "the data folder must exist: got nowhere"),
-        (("--num-train", 0), "Invalid value for '--num-train'"),
-        (("--num-test", 0), "Invalid value for '--num-test'"),
-        (("--network", "transformer"), "--network must be mlp, cnn or package.module:factory"),
-        (("--network", "cnn"), "the cnn needs images"),
-        (("--network", "no.such.module:net"), "it raised ModuleNotFoundError"),
-        (("--activation", "sine"), "Invalid value for '--activation'"),
-        (("--width", 0), "Invalid value for '--width'"),
-        (("--steps", 0), "Invalid value for '--steps'"),
-        (("--lr", -1), "--lr must be positive and finite"),
-        (("--lr", 1e300), "training diverged"),
-        (("--batch-size", 0), "Invalid value for '--batch-size'"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
-)
-def test_record_refuses_what_it_cannot_use(tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    small = ("--num-train", 24, "--steps", 4, "--quiet")
-    assert message in refused(capsys, "record", *small, *options)
-
-
-@pytest.mark.parametrize(
     ("function", "message"),
     [
         ("missing", "it raised AttributeError"),
