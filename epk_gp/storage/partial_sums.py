@@ -15,11 +15,10 @@ from torch import Tensor
 
 import epk_gp
 from epk_gp.core.step import tensor_bytes
-from epk_gp.storage.files import atomic_write, checksum, open_tensors, parse_json, read_bytes, tensor_file
+from epk_gp.storage.files import atomic_write, checksum, open_tensors, tensor_file
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"
-_MANIFEST_BYTES = 1024  # the manifest has some 60 bytes
 
 
 class PartialSums:
@@ -38,14 +37,14 @@ class PartialSums:
         """
         self.folder, self.identity, self.is_durable = Path(folder), fingerprint, is_durable
         self.folder.mkdir(parents=True, exist_ok=True)
-        manifest = self.folder / _MANIFEST
+        manifest, content = self.folder / _MANIFEST, json.dumps({"identity": fingerprint}).encode()
         if manifest.is_file():
-            if _recorded_fingerprint(manifest) != fingerprint:
+            if manifest.stat().st_size != len(content) or manifest.read_bytes() != content:
                 raise ValueError(f"checkpoint {folder} must be of this very computation: it is of another.")
         elif any(self.folder.iterdir()):
             raise ValueError(f"checkpoint must be a new or empty folder: {self.folder} holds something.")
         else:
-            atomic_write(manifest, json.dumps({"identity": fingerprint}).encode())
+            atomic_write(manifest, content)
         self._last_save = time.monotonic()
 
     @property
@@ -130,11 +129,3 @@ def _checksum(tensors: dict[str, Tensor], count: str) -> str:
         value = zlib.crc32(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode(), value)
         value = zlib.crc32(tensor_bytes(tensor), value)
     return f"{value:08x}"
-
-
-def _recorded_fingerprint(manifest: Path) -> object:
-    try:
-        content = parse_json(read_bytes(manifest, _MANIFEST_BYTES, str(manifest)), str(manifest))
-    except ValueError:  # too long, or no JSON
-        return None
-    return content.get("identity") if isinstance(content, dict) else None

@@ -7,7 +7,7 @@ passes each step has, and `passes.rows` how many rows each pass.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from jaxtyping import UInt8
@@ -32,8 +32,8 @@ PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "
 _DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
 _MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
 _MAX_DIMENSIONS = 16
-PASSES, _COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
-PASS_LAYOUT = {PASSES: "U8", f"{PASSES}.at": "I64", _COUNTS: "I64", _ROWS: "I64"}
+PASSES, COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
+PASS_LAYOUT = {PASSES: "U8", f"{PASSES}.at": "I64", COUNTS: "I64", _ROWS: "I64"}
 
 
 def _tensors_of(forward: ForwardPass) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor
         autocast = {} if forward.autocast is None else {"autocast": torch.tensor(_DTYPES.index(forward.autocast))}
         rows.append(_tensors_of(forward) | autocast)
     tensors = {
-        _COUNTS: torch.tensor([len(step.passes) for step in steps]),
+        COUNTS: torch.tensor([len(step.passes) for step in steps]),
         _ROWS: torch.tensor([forward.num_rows for forward in passes]),
         **pack(PASSES, rows),
     }
@@ -92,14 +92,8 @@ class StoredPasses(Sequence[ForwardPass]):
         """Return the number of passes."""
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> ForwardPass: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> tuple[ForwardPass, ...]: ...
-
-    def __getitem__(self, number: int | slice) -> ForwardPass | tuple[ForwardPass, ...]:
-        """Read a pass, or several.
+    def __getitem__(self, number: int) -> ForwardPass:  # type: ignore[override]  # one pass at a time
+        """Read a pass.
 
         Raises:
             IndexError: The step has no such pass.
@@ -107,8 +101,6 @@ class StoredPasses(Sequence[ForwardPass]):
             ValueError: The file was damaged since the run was opened, or does not hold a forward pass.
         """
         count = len(self._rows)
-        if isinstance(number, slice):
-            return tuple(self[n] for n in range(*number.indices(count)))
         if not -count <= number < count:
             raise IndexError(f"pass must lie in 0..{count - 1}: got {number}.")
         number %= count
@@ -147,7 +139,7 @@ def with_stored_passes(
     steps: Sequence[Step], tensors: Any, path: Path, chunk: Chunk, schema: ChunkSchema
 ) -> list[Step]:
     """Return the steps of an open chunk with the passes that it holds; a step without any has an empty tuple."""
-    counts, rows = (tensors.get_tensor(name).tolist() for name in (_COUNTS, _ROWS))
+    counts, rows = (tensors.get_tensor(name).tolist() for name in (COUNTS, _ROWS))
     stored, first = [], 0
     for step, count in zip(steps, counts, strict=True):
         passes = StoredPasses(path, chunk, schema, first, rows[first : first + count]) if count else ()
@@ -170,7 +162,7 @@ def validate_passes(tensors: Any, steps: Sequence[Step], schema: ChunkSchema, wh
 
 
 def _validate_counts(tensors: Mapping[str, Tensor], steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:
-    counts, rows = tensors[_COUNTS], tensors[_ROWS]
+    counts, rows = tensors[COUNTS], tensors[_ROWS]
     sizes = torch.tensor([schema.num_points if step.batch is None else len(step.batch) for step in steps])
     is_sound = (
         len(counts) == len(sizes)

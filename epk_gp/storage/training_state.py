@@ -228,9 +228,7 @@ class TrainingState:
         try:  # numbers of numpy and tensors of one number have `item`
             options: list[dict[str, Any]] = json.loads(json.dumps(groups, default=lambda value: value.item()))
         except (AttributeError, RuntimeError, ValueError) as error:
-            raise TypeError(
-                "the optimizer's options must be numbers or texts: one is neither."
-            ) from error
+            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
         return options
 
 

@@ -16,10 +16,13 @@ from epk_gp.optimizers.update_rules import FIELDS
 from epk_gp.storage.chunks import MATRICES_NAME, read_steps, step_tensors
 from epk_gp.storage.files import DTYPES, Rows, atomic_write, tensor_file
 from epk_gp.storage.journal import JOURNAL, Chunk, opened_chunk, read_journal, resume_name
-from epk_gp.storage.passes import PASSES
+from epk_gp.storage.passes import COUNTS
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.training_state import read_training_state
 from epk_gp.storage.writer import explain_os_errors
+
+# Tensors with an entry for each step, also of chunks that do not hold them.
+_OF_EACH_STEP = {f"{MATRICES_NAME}.at", COUNTS, *(f"update.{field}" for field in FIELDS)}
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,12 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
             layouts.append({name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()})
     shown = tracked(chunks, "export", unit="chunk", shown=progress)
     for name in sorted(set().union(*layouts) - tensors.keys()):
-        read = _rows_per_weight if name.removeprefix("update.") in FIELDS else _rows
         own = [layout[name] for layout in layouts if name in layout]
-        dtype = max(dtype for _, dtype in own)
-        if read is _rows_per_weight:
-            count, dtype = len(steps), dtype if len(own) == len([chunk for chunk in chunks if chunk.last]) else "F64"
-        else:
-            count = sum(shape[0] for shape, _ in own)
-        rows = read(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
+        dtype, count = max(dtype for _, dtype in own), sum(shape[0] for shape, _ in own)
+        if name.removeprefix("update.") in FIELDS and count < len(steps):
+            dtype = "F64"  # as the numbers per parameter of the other steps
+        count = len(steps) if name in _OF_EACH_STEP else count
+        rows = _rows(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
         tensors[name] = Rows((count, *own[0][0][1:]), DTYPES[dtype], rows)
     metadata = {
         "format": FORMAT,
@@ -140,29 +141,20 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
 
 
 def _rows(
-    folder: str | os.PathLike[str], _: ChunkSchema, chunks: Iterable[Chunk], name: str, dtype: torch.dtype
+    folder: str | os.PathLike[str], schema: ChunkSchema, chunks: Iterable[Chunk], name: str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield a tensor of all chunks; where rows of a packed one start counts from the first chunk."""
-    packed, end = name.removesuffix(".at"), 0
+    end, repeats, field = 0, torch.tensor(schema.sizes), name.removeprefix("update.")
     for chunk in chunks:
         with opened_chunk(folder, chunk) as tensors:
             if name in tensors.keys():  # noqa: SIM118  # not a mapping
                 value = tensors.get_tensor(name).to(dtype)
-                if name in (f"{PASSES}.at", f"{MATRICES_NAME}.at"):
+                if name.endswith(".at"):
                     value = value + torch.tensor([end, 0])
-                    end += tensors.get_slice(packed).get_shape()[0]
+                    end += tensors.get_slice(name.removesuffix(".at")).get_shape()[0]
                 yield value
-
-
-def _rows_per_weight(
-    folder: str | os.PathLike[str], schema: ChunkSchema, chunks: Iterable[Chunk], name: str, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """Yield a field of the steps of all chunks, one number per weight; some hold one per parameter in `update`."""
-    repeats = torch.tensor(schema.sizes)
-    for chunk in chunks:
-        with opened_chunk(folder, chunk) as tensors:
-            if name in tensors.keys():  # noqa: SIM118  # not a mapping
-                yield tensors.get_tensor(name).to(dtype)
-            elif chunk.last:
-                numbers = tensors.get_tensor("update")[:, FIELDS.index(name.removeprefix("update."))]
+            elif field in FIELDS and chunk.last:  # one number per parameter in `update`
+                numbers = tensors.get_tensor("update")[:, FIELDS.index(field)]
                 yield numbers.to(dtype).repeat_interleave(repeats, dim=1)
+            elif name in _OF_EACH_STEP and chunk.last:  # no step has any
+                yield torch.zeros(chunk.last - chunk.first_step, *((2,) if name.endswith(".at") else ()), dtype=dtype)

@@ -99,11 +99,6 @@ class Storage:
             validate_count(self.steps, "steps")
         validate_count(self.keep_every, "keep_every")
 
-    @property
-    def thins(self) -> bool:
-        """Whether the run does not hold every state exactly."""
-        return self.keep_every > 1
-
 
 def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
@@ -114,7 +109,7 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
     """
     if not isinstance(storage, Storage):
         raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
-    if not storage.thins:
+    if storage.keep_every == 1:
         return {}
     if folder is None:
         raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
@@ -157,11 +152,6 @@ class RunWriter:
             self.close()
             raise
 
-    @property
-    def num_states(self) -> int:
-        """Number of committed states."""
-        return self.chunks[-1].last + 1 if self.chunks else 0
-
     def append(
         self,
         states: Sequence[Tensor],
@@ -186,14 +176,14 @@ class RunWriter:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
-        number, first, start = len(self.chunks), self.num_states, self._journal_bytes
+        number, start = len(self.chunks), self._journal_bytes
         if number >= MAX_CHUNKS:
             raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
         content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
-            first=first,
+            first=self.chunks[-1].last + 1 if self.chunks else 0,
             states=len(steps) or 1,
             bytes=len(content),
             blake2b=checksum(content, digest),
