@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.cli.networks import MANIFEST, Manifest, read_manifest
+from epk_gp.cli.networks import read_manifest
 from epk_gp.core.checks import validate_finite
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.files import atomic_write, checksum, checksum_file, checksummed_json
+from epk_gp.storage.files import checksum, checksum_file
 from epk_gp.storage.run import is_run
 
 HELD_OUT = "held_out.safetensors"
@@ -88,20 +88,17 @@ def load_split(
     return train[:num_train], test[:most], len(test)
 
 
-def write_manifest(run: Path, manifest: Manifest, data: Dataset) -> None:
-    """Write held-out points, if there are any, and then the manifest, completed by their checksum, beside a run.
+def held_out_content(run: Path, data: Dataset) -> bytes:
+    """Return the content of the file of held-out points, empty if there are none.
 
     Raises:
-        ValueError: The run is resumed, and was recorded with others; or its manifest is damaged.
+        ValueError: The folder holds a run that was recorded with others, or its manifest is damaged.
     """
     content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}) if len(data) else b""
-    blake2b, recorded = checksum(content) if content else "", read_manifest(run)
-    if is_run(run) and recorded is not None and recorded.held_out_blake2b != blake2b:
+    recorded = read_manifest(run) if is_run(run) else None
+    if recorded is not None and recorded.held_out_blake2b != checksum(content):
         raise ValueError(f"the held-out points must be the recorded ones to resume {run}: the data hold others.")
-    if content:
-        atomic_write(run / HELD_OUT, content)
-    completed = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": blake2b})
-    atomic_write(run / MANIFEST, checksummed_json(completed.model_dump()))
+    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +214,7 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
 def _has_held_out(run: Path) -> bool:
     """Return whether a run has held-out points. Raise if they are not those that were written."""
     file, manifest = run / HELD_OUT, read_manifest(run)
-    if manifest is None or not manifest.held_out_blake2b:
+    if manifest is None or not manifest.held_out_bytes:
         return file.is_file()
     if not file.is_file():
         raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
 
 from epk_gp.cli import options as opt
-from epk_gp.cli.data import is_data_file, load_split, write_manifest
+from epk_gp.cli.data import HELD_OUT, held_out_content, is_data_file, load_split
 from epk_gp.cli.networks import (
     MANIFEST,
     Activation,
@@ -29,6 +29,7 @@ from epk_gp.datasets import Dataset
 from epk_gp.provenance import Stopwatch
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
@@ -174,11 +175,20 @@ def record(
 @contextmanager
 def _described(out: Path, manifest: Manifest, held_out: Dataset) -> Iterator[None]:
     """Describe a run before its first step, so that one that is killed can be resumed and opened too."""
-    existed = out.exists()
+    existed, is_resumed, content = out.exists(), is_run(out), held_out_content(out, held_out)
+    described = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": checksum(content)})
+
+    def write() -> None:
+        if content:
+            atomic_write(out / HELD_OUT, content)
+        atomic_write(out / MANIFEST, checksummed_json(described.model_dump()))
+
     out.mkdir(parents=True, exist_ok=True)
     try:
-        write_manifest(out, manifest, held_out)
+        if not is_resumed:
+            write()
         yield
+        write()
     except BlockingIOError:  # another process creates a run here: the files are its own
         raise
     except BaseException:

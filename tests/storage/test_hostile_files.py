@@ -207,8 +207,8 @@ def with_entry(position, value):
 TENSORS = {
     "nan_weights": (changed("states", with_entry(50, float("nan"))), "'states' holds NaN or infinity"),
     "infinite_numbers": (changed("update", with_entry(3, float("inf"))), "'update' holds NaN or infinity"),
-    "fewer_weights": (changed("states", lambda s: s[:, 1:].clone()), r"'states' of shape \(4, 51\): and type F64"),
-    "fewer_states": (changed("states", lambda s: s[1:].clone()), r"'states' of shape \(4, 51\): and type F64: got"),
+    "fewer_weights": (changed("states", lambda s: s[:, 1:].clone()), r"'states' of shape \(4, 51\) and type F64"),
+    "fewer_states": (changed("states", lambda s: s[1:].clone()), r"'states' of shape \(4, 51\) and type F64: got"),
     "no_matrix": (changed("states", lambda s: s.reshape(-1)), "'states' of shape .* and type F64"),
     "float32": (changed("states", torch.Tensor.float), "'states' of shape .* and type F64"),
     "half": (changed("states", torch.Tensor.half), "'states' of shape .* and type F64"),
