@@ -195,8 +195,7 @@ def influence(
         f"the derivative in the weights is at most {float(effect.growth.max()):.3g} times as large along the run as at "
         "its end"
     )
-    files = ", ".join(f"influence.{ending}" for ending in ("safetensors", "csv", "json", "png"))
-    typer.echo(f"written to {folder}: {files} ({timer.total:.1f} s)")
+    typer.echo(f"written to {folder}: influence.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if not effect.certified:
         raise ValueError(f"the derivative must be certified: {'; '.join(effect.findings)}. Do not use it.")
 

@@ -187,7 +187,5 @@ def export(
     timer = Stopwatch()
     if out.suffix != ".safetensors":
         raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")
-    if out.exists():
-        raise FileExistsError(f"--out must be a new file: {out} exists. Choose another name.")
     size = export_run(run, out, progress=not quiet)
     typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({timer.total:.1f} s)")

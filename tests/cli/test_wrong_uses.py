@@ -142,7 +142,7 @@ USES: dict[str, list[str]] = {
         *("demo --out file", "info run --out file/below", f"info run --out {'a' * 300}"),
         "report run --out file/report.html",
     ],
-    "--out must be a new file": ["export run --out file.safetensors"],
+    "must be a new file": ["export run --out file.safetensors"],
     "--out must be a .safetensors file": [f"export run --out {name}" for name in ("x.npz", "x", "x.safetensors.gz")],
     "--out must lie outside the folder of the run": [
         *(f"{command} run --out {out}" for command in OUT for out in ("run", "run/below", "full/../run", "link")),
