@@ -246,11 +246,9 @@ def _validate_layout(
         "sample_weights": ((any_length,), "F64"),
     }
     if Q:
-        expected["statistics"] = ((k, Q), _float_type(actual, "statistics"))
+        expected["statistics"] = ((k, Q), "F32 F64")
     if j:
-        optional: dict[str, tuple[tuple[int, ...], str]] = {
-            f"update.{field}": ((j, P), _float_type(actual, f"update.{field}")) for field in FIELDS
-        }
+        optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
         optional[GROUPS] = ((any_length,), "U8")
         if MATRICES_NAME in actual:
@@ -265,13 +263,8 @@ def _validate_layout(
     for name, (shape, dtype) in expected.items():
         of_any_length = shape[:1] == (any_length,) and len(actual[name][0]) == len(shape)
         got = (any_length, *actual[name][0][1:]) if of_any_length else actual[name][0]
-        if (got, actual[name][1]) != (shape, dtype):
+        if got != shape or actual[name][1] not in dtype.split():
             raise ValueError(f"{where} must hold {name!r} of shape {shape} and type {dtype}: got {actual[name]}.")
-
-
-def _float_type(actual: Mapping[str, tuple[tuple[int, ...], str]], name: str) -> str:
-    """Return the type that a tensor of either floating-point type must have: its own, if it is one."""
-    return "F32" if name in actual and actual[name][1] == "F32" else "F64"
 
 
 def _validate_finite_rows(part: Any, name: str, where: str) -> None:

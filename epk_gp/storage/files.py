@@ -59,11 +59,10 @@ class Rows:
     parts: Iterable[Tensor]
 
 
-def checksum(content: bytes, *suffixes: str) -> str:
-    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by texts."""
+def checksum(content: bytes, suffix: str = "") -> str:
+    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by a text."""
     hasher = hashlib.blake2b(content, digest_size=16)
-    for suffix in suffixes:
-        hasher.update(suffix.encode())
+    hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
@@ -72,14 +71,14 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
-    """Return the checksum of a file followed by texts; the file is read block by block.
+def checksum_file(file: Path, size: int, where: str, suffix: str = "") -> str:
+    """Return the checksum of a file followed by a text; the file is read block by block.
 
     Args:
         file: A regular file.
         size: The size that the file must have, in bytes; a file of another size is not read.
         where: Name of the file in an error message.
-        suffixes: Texts that are hashed after the file.
+        suffix: A text that is hashed after the file.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -89,8 +88,7 @@ def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
         if (actual := os.fstat(stream.fileno()).st_size) != size:
             raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
         hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
-    for suffix in suffixes:
-        hasher.update(suffix.encode())
+    hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
@@ -157,8 +155,8 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
         return stream.read(size)
 
 
-def read_checked(file: Path, size: int, blake2b: str, where: str, *suffixes: str) -> bytes:
-    """Read a file of so many bytes that has a checksum, followed by texts.
+def read_checked(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> bytes:
+    """Read a file of so many bytes that has a checksum, followed by a text.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -167,7 +165,7 @@ def read_checked(file: Path, size: int, blake2b: str, where: str, *suffixes: str
     if (actual := regular_file_size(file, where)) not in (None, size):
         raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
     content = read_bytes(file, size, where)
-    if checksum(content, *suffixes) != blake2b:
+    if checksum(content, suffix) != blake2b:
         raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
     return content
 

@@ -104,7 +104,13 @@ class Journal:
 
 
 def chunk_name(number: int) -> str:
-    """Return the name of a chunk's file."""
+    """Return the name of a chunk's file.
+
+    Raises:
+        ValueError: The run has as many chunks as a run can have.
+    """
+    if number >= MAX_CHUNKS:
+        raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
     return f"chunk-{number:06d}.safetensors"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
 from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step
@@ -210,17 +209,12 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
     if order is not None and sorted(order.tolist()) != list(range(len(order))):
         raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
     if forward.random_state is not None:
-        _validate_random_state(forward.random_state)
+        try:
+            torch.Generator().set_state(forward.random_state.cpu().clone())
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"random_state must be one of torch's random numbers: {str(error)[:80]!r}.") from error
     if forward.autocast is not None and not (forward.autocast in _DTYPES and forward.autocast.is_floating_point):
         raise ValueError(f"autocast must be a floating-point dtype: got {forward.autocast}.")
-
-
-def _validate_random_state(state: UInt8[Tensor, " n"]) -> None:
-    try:
-        torch.Generator().set_state(state.cpu().clone())
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"random_state must be one of torch's random numbers on the CPU: {reason}.") from error
 
 
 def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:

@@ -24,16 +24,7 @@ from epk_gp.optimizers.update_rules import clip_from_json, predict_step
 from epk_gp.storage.chunks import StoredStates, read_steps, stored_run, with_computed_states
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
-from epk_gp.storage.schema import (
-    HEADER,
-    WEIGHT_DTYPES,
-    RunHeader,
-    chunk_schema,
-    describe_loss,
-    module_names,
-    read_data,
-    read_header,
-)
+from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
 from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
@@ -311,7 +302,7 @@ def load_trajectory(
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
     if any(step.passes for step in steps):
-        validate_modules(header["modules"], module_names(net))
+        validate_modules(header["modules"], [name for name, _ in net.named_modules()])
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")

@@ -26,8 +26,7 @@ from epk_gp.storage.files import (
     regular_file_size,
 )
 
-FORMAT = "epk_gp run"
-FORMAT_VERSION = 1
+FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
@@ -250,7 +249,7 @@ def complete_header(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: They are not those of a run of this format and version.
     """
-    header = validated(RunHeader, entries, f"{where} must be the header of an epk_gp run of version {FORMAT_VERSION}")
+    header = validated(RunHeader, entries, f"{where} must be the header of an epk_gp run of version 1")
     return dict(header) | dict(entries)
 
 

@@ -129,7 +129,7 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         rows = _rows(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
         tensors[name] = Rows((count, *own[0][0][1:]), DTYPES[dtype], rows)
     metadata = {
-        "format": FORMAT,
+        "format": str(FORMAT["format"]),
         "digest": chunks[-1].digest,
         "header": json.dumps(header),
         "update_fields": json.dumps(FIELDS),

@@ -32,7 +32,6 @@ from epk_gp.storage.files import (
 from epk_gp.storage.journal import (
     FINISHED,
     JOURNAL,
-    MAX_CHUNKS,
     Chunk,
     chain_hash,
     chunk_name,
@@ -40,16 +39,7 @@ from epk_gp.storage.journal import (
     resume_name,
     to_json_line,
 )
-from epk_gp.storage.schema import (
-    DATA,
-    FORMAT,
-    FORMAT_VERSION,
-    HEADER,
-    ChunkSchema,
-    chunk_schema,
-    complete_header,
-    read_header,
-)
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, chunk_schema, complete_header, read_header
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
@@ -177,8 +167,6 @@ class RunWriter:
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, start = len(self.chunks), self._journal_bytes
-        if number >= MAX_CHUNKS:
-            raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
         content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
@@ -297,8 +285,8 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    own = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), "data_bytes": len(content)}
-    full = complete_header(own | dict(header), str(folder / HEADER))
+    of_data = {"data_blake2b": checksum(content), "data_bytes": len(content)}
+    full = complete_header(FORMAT | of_data | dict(header), str(folder / HEADER))
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)
