@@ -41,23 +41,18 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class GroupOptions(Record):
-    """Rule and options of a parameter group."""
+class GroupRecord(Record):
+    """A parameter group (`OptimizerGroup.to_json`)."""
 
+    names: list[str]
     rule: str
     options: dict[str, Any]
 
     @model_validator(mode="after")
-    def _has_options_of_its_rule(self) -> "GroupOptions":
+    def _has_options_of_its_rule(self) -> "GroupRecord":
         if not fits_scale(self.rule, self.options):
             raise ValueError(f"options must be those of {self.rule!r}")
         return self
-
-
-class GroupRecord(GroupOptions):
-    """A parameter group (`OptimizerGroup.to_json`)."""
-
-    names: list[str]
 
 
 class RunDescription(Record):

@@ -212,7 +212,7 @@ REFUSED = {
     "statistics": ({"statistics": torch.full((12,), torch.inf)}, "statistics must hold finite numbers"),
     "half": ({"statistics": torch.zeros(12).half()}, "statistics must be a vector of torch.float64: got"),
     "random": ({"random_state": torch.zeros(0, dtype=torch.uint8)}, "random_state must have 1 to 65536 entries: got 0"),
-    "state": ({"random_state": STATE[1:].clone()}, "random_state must be one of torch's random numbers on the CPU: "),
+    "state": ({"random_state": STATE[1:].clone()}, "random_state must be one of torch's random numbers"),
     "autocast": ({"autocast": torch.int8}, "autocast must be a floating-point dtype: got torch.int8"),
 }
 
