@@ -256,8 +256,6 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: The folder holds no run.
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"folder must be that of a run: got {path!r}.")
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
         raise FileNotFoundError(f"folder must hold a recorded run: {file} does not exist.")

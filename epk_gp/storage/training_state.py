@@ -73,11 +73,11 @@ def validate_stateful(stateful: StatefulObjects) -> None:
     Raises:
         TypeError: The value is not a dictionary, or one of its values has no state.
     """
-    if not isinstance(stateful, Mapping):
-        raise TypeError(f"stateful must be a dictionary, name to object: got {type(stateful).__name__}.")
-    for name, value in stateful.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Generator | Stateful):
-            raise TypeError(f"stateful must hold torch.Generators and objects with state_dict: got {name!r}.")
+    values = stateful.items() if isinstance(stateful, Mapping) else [(None, stateful)]
+    if not all(isinstance(name, str) and isinstance(value, torch.Generator | Stateful) for name, value in values):
+        raise TypeError(
+            f"stateful must be a dictionary of torch.Generators and objects with state_dict: {stateful}."
+        )
 
 
 def validate_resumable(

@@ -118,5 +118,5 @@ def test_a_file_in_place_of_a_run_holds_no_run(tmp_path, open_run):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("path", [None, 3, b"run"])
 def test_a_path_that_is_none_is_refused(path):
-    with pytest.raises(TypeError, match="folder must be that of a run: got "):
+    with pytest.raises(TypeError, match="str"):
         epk.load_trajectory(path, mlp())
