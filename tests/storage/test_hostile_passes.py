@@ -125,7 +125,7 @@ STATISTICS = {
     "nan": (entry("statistics", 0, float("nan")), "'statistics' holds NaN or infinity"),
     "fewer": (lambda t: t | {"statistics": t["statistics"][:, 1:].clone()}, r"'statistics' of shape \(2, 12\)"),
     "missing": (lambda t: {k: v for k, v in t.items() if k != "statistics"}, "'statistics' is not in both"),
-    "half": (lambda t: t | {"statistics": t["statistics"].half()}, "'statistics' of shape .* and type F64"),
+    "half": (lambda t: t | {"statistics": t["statistics"].half()}, "'statistics' of shape .* and type F32 F64"),
 }
 
 
