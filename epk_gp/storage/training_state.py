@@ -75,9 +75,7 @@ def validate_stateful(stateful: StatefulObjects) -> None:
     """
     values = stateful.items() if isinstance(stateful, Mapping) else [(None, stateful)]
     if not all(isinstance(name, str) and isinstance(value, torch.Generator | Stateful) for name, value in values):
-        raise TypeError(
-            f"stateful must be a dictionary of torch.Generators and objects with state_dict: {stateful}."
-        )
+        raise TypeError(f"stateful must be a dictionary of torch.Generators and objects with state_dict: {stateful}.")
 
 
 def validate_resumable(

@@ -60,9 +60,7 @@ def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(t
         epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="resume=True needs folder="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
-    with pytest.raises(
-        TypeError, match="stateful must be a dictionary of torch.Generators"
-    ):
+    with pytest.raises(TypeError, match="stateful must be a dictionary of torch.Generators"):
         epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"random": random.Random(0)})
     recorder = epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"g": torch.Generator()})
     with recorder, pytest.raises(RuntimeError, match=r"the loop must be 'for step in recorder.until\(steps\):'"):
