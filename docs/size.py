@@ -38,10 +38,10 @@ CAPABILITIES = {
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
     "hostile and damaged files": (
-        "storage/verify.py", "storage/compatibility.py", "storage/writer.py",
+        "storage/run.py", "storage/verify.py", "storage/writer.py",
     ),
     "workers": ("work/*.py",),
-    "cost estimates": ("kernel_machine/plan.py", "cli/estimate.py"),
+    "cost estimates": ("kernel_machine/plan.py", "cli/gram.py"),
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/secants.py",),
     "quadrature and paths": ("quadrature/*.py",),

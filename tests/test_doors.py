@@ -30,7 +30,7 @@ OTHER_DOORS = {
     "cli.attribute.influence",
     "cli.report.report",
     "cli.runs.verify",
-    "cli.estimate.estimate",
+    "cli.gram.estimate",
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
     "plots.contributions.influence_figure",

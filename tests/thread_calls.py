@@ -26,8 +26,7 @@ from epk_gp.kernel_machine.baselines import (
     tangent_trajectory,
 )
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.storage.export import export_run
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.verify import check_run, export_run
 
 
 class Remembers(nn.Module):
@@ -223,7 +222,7 @@ def _infinite_width(shared: Shared) -> object:
 
 def _check(shared: Shared) -> object:
     found = check_run(shared.folder / "plain")
-    return found.finished, found.learning_rates, found.batch_sizes, found.data_shapes, found.files
+    return found.finished, [step.lr for step in found.steps], found.num_steps, found.files
 
 
 def _export(shared: Shared) -> object:

@@ -15,7 +15,7 @@ from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summari
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.workers import open_executor
+from epk_gp.cli.workers import computing
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
@@ -31,23 +31,16 @@ from epk_gp.quadrature.rules import AdaptiveRule
 
 _MAX_DRAWN = 6  # points that are drawn
 
-NumExplained = Annotated[int, opt.count("Largest number of points that are explained; the first 6 are drawn.")]
-Explained = Annotated[
-    opt.ExplainedOutputs,
-    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
-]
-TopListed = Annotated[int, opt.count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
-
 
 def attribute(
     run: opt.RunFolder,
     out: opt.Out = Path("attribution"),
-    num_points: NumExplained = 6,
-    top: TopListed = 8,
+    num_points: opt.NumExplained = 6,
+    top: opt.TopListed = 8,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
-    outputs: Explained = "all",
+    outputs: opt.Explained = "all",
     memory: opt.Memory = 1.0,
     points: opt.PointsFile = None,
     network: opt.Network = None,
@@ -61,6 +54,7 @@ def attribute(
 
     A command that was killed resumes from its partial sums when it is run again.
     """
+    options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     trajectory = open_run(run, network)
@@ -69,7 +63,8 @@ def attribute(
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
+    partial = folder / opt.PARTIAL
+    with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
             trajectory,
@@ -79,10 +74,7 @@ def attribute(
             rule=quadrature,
             path=along,
             classes=predicted if outputs == "predicted" else None,
-            checkpoint=folder / opt.PARTIAL,
-            memory_budget=opt.memory_bytes(memory),
-            progress=not quiet,
-            executor=executor,
+            **settings,
         )
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
@@ -91,16 +83,14 @@ def attribute(
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
-    shutil.rmtree(folder / opt.PARTIAL)
+    shutil.rmtree(partial)
     drawn = range(min(_MAX_DRAWN, len(X)))
     figure = attribution_figure(breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
     is_gray = X.ndim != 4 or X.shape[1] == 1  # images in colour need more colours
     save_figure(figure, folder / "attribution.png", palette=is_gray)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
-    config: dict[str, object] = {"run": run, "head": resolved, "rule": rule, "path": path, "num_points": len(X)}
-    config |= {"dtype": str(X.dtype), "top": top, "outputs": outputs, "seed": seed, "points": str(chosen)}
-    config |= {"workers": workers, "scheduler": scheduler}
+    config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs == "all" else 1
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
@@ -115,19 +105,16 @@ def attribute(
     )
     if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
         findings = "; ".join(describe_findings(parts))
-        raise ValueError(
-            f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
-            "run with epk-gp verify."
-        )
+        raise ValueError(f"the contributions must sum to the outputs, certified: {findings}. Do not use them.")
 
 
 def influence(
     run: opt.RunFolder,
     out: opt.Out = Path("influence"),
-    num_points: NumExplained = 6,
-    top: TopListed = 8,
+    num_points: opt.NumExplained = 6,
+    top: opt.TopListed = 8,
     head: opt.HeadOption = None,
-    outputs: Explained = "predicted",
+    outputs: opt.Explained = "predicted",
     smoothing: Annotated[
         int,
         opt.count(
@@ -151,6 +138,7 @@ def influence(
     The negative of a derivative predicts what leaving the point out would do. A command that was killed resumes from
     its partial sums when it is run again.
     """
+    options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, trajectory = Stopwatch(), open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
@@ -158,7 +146,8 @@ def influence(
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
+    partial = folder / opt.PARTIAL
+    with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end
         effect = influence_of(
             trajectory,
@@ -166,16 +155,13 @@ def influence(
             head=resolved,
             classes=predicted if outputs == "predicted" else None,
             smoothing=Smoothing(smoothing, seed=seed or 0) if smoothing else None,
-            checkpoint=folder / opt.PARTIAL,
-            memory_budget=opt.memory_bytes(memory),
-            progress=not quiet,
-            executor=executor,
+            **settings,
         )
     arrays = {"values": effect.values, "outputs": effect.outputs, "std": effect.std}
     arrays |= {"adjoint_norms": effect.adjoint_norms, "predicted": predicted, "inputs": X}
     metadata = {"head": resolved, "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
     write_arrays(folder / "influence.safetensors", arrays, metadata)
-    shutil.rmtree(folder / opt.PARTIAL, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     n = torch.arange(len(X))
     column = torch.zeros_like(predicted) if outputs == "predicted" else predicted
     values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
@@ -184,10 +170,7 @@ def influence(
     drawn = range(min(_MAX_DRAWN, len(X)))
     figure = influence_figure(effect, predicted, drawn, top, trajectory, head=resolved)
     save_figure(figure, folder / "influence.png", palette=True)
-    config: dict[str, object] = {"run": run, "head": resolved, "num_points": len(X), "top": top}
-    config |= {"dtype": str(X.dtype)}
-    config |= {"outputs": outputs, "seed": seed, "points": str(chosen)}
-    config |= {"smoothing": smoothing, "workers": workers, "scheduler": scheduler}
+    config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     results = {
         "certified": effect.certified,
         "held": list(effect.held),
@@ -212,12 +195,9 @@ def influence(
         f"the derivative in the weights is at most {float(effect.growth.max()):.3g} times as large along the run as at "
         "its end"
     )
-    files = ", ".join(f"influence.{ending}" for ending in ("safetensors", "csv", "json", "png"))
-    typer.echo(f"written to {folder}: {files} ({timer.total:.1f} s)")
+    typer.echo(f"written to {folder}: influence.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if not effect.certified:
-        raise ValueError(
-            f"the derivative must be certified: {'; '.join(effect.findings)}. Check the run with epk-gp verify."
-        )
+        raise ValueError(f"the derivative must be certified: {'; '.join(effect.findings)}. Do not use it.")
 
 
 def _largest(values: Float[Tensor, " M"], top: int) -> list[tuple[int, float]]:

@@ -10,24 +10,21 @@ import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from numpy.lib.npyio import NpzFile
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.cli.networks import held_out_checksum
+from epk_gp.cli.networks import read_manifest
 from epk_gp.core.checks import validate_finite
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.files import atomic_write, checksum, checksum_file, tensor_file_size
+from epk_gp.storage.files import checksum, checksum_file
+from epk_gp.storage.run import is_run
 
 HELD_OUT = "held_out.safetensors"
 _HELD_OUT_SOURCE = "held-out"  # as a source of points: those of the run
 _NUM_TEST = 102  # held-out points of a named data set by default: as many as the paper verifies
-_MAX_NAMES = 10  # of arrays, in a message
 _ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
-_SHUFFLE = (
-    "The file may be sorted by class: shuffle its points, or pass --num-classes if classes have no training point."
-)
 
 
 def is_data_file(name: str) -> bool:
@@ -85,39 +82,23 @@ def load_split(
     elif is_file:
         train, test = _split_of_file(Path(name), num_train, num_test, num_classes, dtype)
     else:
-        raise ValueError(
-            f"--data must be three-gaussians, digits, mnist, or a .safetensors or .npz file: got {name!r}."
-        )
+        raise ValueError(f"--data must be three-gaussians, digits, mnist or a file of data: got {name!r}.")
     if num_train is not None and not 1 <= num_train <= len(train):
         raise ValueError(f"--num-train must lie in 1..{len(train)} (the training points): got {num_train}.")
     return train[:num_train], test[:most], len(test)
 
 
-def write_held_out(run: Path, data: Dataset) -> str | None:
-    """Write the held-out points, if there are any, into a run's folder, and return the checksum of the file."""
-    if not len(data):
-        return None
-    content = _serialise(data)
-    atomic_write(run / HELD_OUT, content)
-    return checksum(content)
-
-
-def validate_held_out(run: Path, data: Dataset) -> None:
-    """Raise if the held-out points are not those that a run was recorded with.
+def held_out_content(run: Path, data: Dataset) -> bytes:
+    """Return the content of the file of held-out points, empty if there are none.
 
     Raises:
-        ValueError: The points differ, or the manifest is damaged.
+        ValueError: The folder holds a run that was recorded with others, or its manifest is damaged.
     """
-    recorded = held_out_checksum(run)
-    if recorded != (checksum(_serialise(data)) if len(data) else None):
-        raise ValueError(
-            f"the held-out points must be the recorded ones to resume the run at {run}: the data hold others. "
-            "Pass --data and --num-test as they were."
-        )
-
-
-def _serialise(data: Dataset) -> bytes:
-    return save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
+    content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}) if len(data) else b""
+    recorded = read_manifest(run) if is_run(run) else None
+    if recorded is not None and recorded.held_out_blake2b != checksum(content):
+        raise ValueError(f"the held-out points must be the recorded ones to resume {run}: the data hold others.")
+    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,25 +163,21 @@ def read_points(
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged or has no `inputs`, or there are no points.
     """
-    path = run / HELD_OUT if file is None else file
-    has_file = file is not None or path.is_file()
-    if file is not None:
-        origin = f"points of {file}"
-    elif has_file:
-        _validate_checksum(path, run)
-        origin = "held-out points"
-    elif held_out_checksum(run) is not None:
-        raise FileNotFoundError(f"{path} must hold the held-out points of the run: it is missing. Pass --points.")
+    path, origin = run / HELD_OUT if file is None else file, f"points of {file}"
+    if file is not None or _has_held_out(run):
+        origin = "held-out points" if file is None else origin
+        arrays = read_arrays(path)
     else:
         origin = "training inputs, for the run has no held-out points (--points names others)"
-    arrays = read_arrays(path) if has_file else {"inputs": trajectory.inputs, "labels": trajectory.targets}
+        arrays = {"inputs": trajectory.inputs, "labels": trajectory.targets}
     X = _inputs_like_the_run(arrays, path, trajectory)
     rows = draw_rows(len(X), num_points, seed)
     chosen = cast_points(X[rows], trajectory, dtype)
-    validate_finite(chosen, f"`inputs` in {path} as {chosen.dtype}" if has_file else "training inputs")
+    validate_finite(chosen, f"`inputs` in {path} as {chosen.dtype}")
     labels = arrays.get("labels")  # for pictures alone: none are drawn that are no classes
-    is_known = labels is not None and labels.dtype == torch.int64 and labels.shape == (len(X),)
-    return ChosenPoints(chosen, labels[rows] if labels is not None and is_known else None, rows, len(X), origin)
+    if labels is not None:
+        labels = labels[rows] if labels.dtype == torch.int64 and labels.shape == (len(X),) else None
+    return ChosenPoints(chosen, labels, rows, len(X), origin)
 
 
 def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoints:
@@ -219,11 +196,8 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
     path, origin = Path(source), f"points of {Path(source)}"
     if source == _HELD_OUT_SOURCE:
         path, origin = run / HELD_OUT, "held-out points"
-        if held_out_checksum(run) is None and not path.is_file():
-            raise ValueError(
-                f"held-out points must lie beside the run: {run} has none. Record with --num-test, or name a file."
-            )
-        _validate_checksum(path, run)
+        if not _has_held_out(run):
+            raise ValueError(f"held-out points must lie beside the run: {run} has none. Name a file.")
     if path.is_dir():
         images = mnist_folder(path, split="test", dtype=trajectory.dtype)
         arrays = {"inputs": images.inputs, "labels": images.labels}
@@ -231,28 +205,29 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
         arrays = read_arrays(path)
     X = cast_points(_inputs_like_the_run(arrays, path, trajectory), trajectory, None)
     validate_finite(X, f"`inputs` in {path} as {X.dtype}")
-    labels = arrays.get("labels")
-    if labels is not None:
-        if labels.is_floating_point() or labels.is_complex() or labels.shape != (len(X),):
-            raise ValueError(
-                f"`labels` in {path} must be class indices, one per point: got {_describe(labels)} for {len(X)} points."
-            )
-        labels, last = labels.long(), trajectory.num_outputs - 1
-        low, high = _range(labels)
-        if not 0 <= low <= high <= last:
-            raise ValueError(f"`labels` in {path} must lie in 0..{last}, the run's classes: got {low}..{high}.")
+    labels = _class_indices(arrays, "labels", len(X), path) if "labels" in arrays else None
+    if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < trajectory.num_outputs:
+        raise ValueError(f"`labels` in {path} must lie in 0..{trajectory.num_outputs - 1}, the run's classes.")
     return ChosenPoints(X, labels, torch.arange(len(X)), len(X), origin)
+
+
+def _has_held_out(run: Path) -> bool:
+    """Return whether a run has held-out points. Raise if they are not those that were written."""
+    file, manifest = run / HELD_OUT, read_manifest(run)
+    if manifest is None or not manifest.held_out_bytes:
+        return file.is_file()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")
+    if checksum_file(file, manifest.held_out_bytes, str(file)) != manifest.held_out_blake2b:
+        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
+    return True
 
 
 def _inputs_like_the_run(arrays: dict[str, Tensor], file: Path, trajectory: Trajectory) -> Shaped[Tensor, "n ..."]:
     """Return the inputs of a file. Raise if there are none, or if they are not of the shape of the run's."""
-    X = _require_array(arrays, "inputs", file)
-    if not len(X):
-        raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
-    _validate_inputs(X, "inputs", file)
-    expected = tuple(trajectory.inputs.shape[1:])
-    if tuple(X.shape[1:]) != expected:
-        raise ValueError(f"`inputs` in {file} must have the shape of the run's, {expected} each: got {_describe(X)}.")
+    X, expected = _inputs(arrays, "inputs", file), tuple(trajectory.inputs.shape[1:])
+    if not len(X) or tuple(X.shape[1:]) != expected:
+        raise ValueError(f"`inputs` in {file} must be points of the run's shape, {expected} each: got {_describe(X)}.")
     return X
 
 
@@ -263,13 +238,6 @@ def cast_points(
     if not trajectory.inputs.is_floating_point():
         return X
     return X.to(trajectory.dtype if dtype is None else dtype)
-
-
-def _validate_checksum(file: Path, run: Path) -> None:
-    """Raise if the file of a run's held-out points is not the one that was written."""
-    expected = held_out_checksum(run)
-    if expected is not None and checksum_file(file, tensor_file_size(file, str(file)), str(file)) != expected:
-        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
 
 
 def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, " n"]:
@@ -286,28 +254,24 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
         FileNotFoundError: There is no such file.
         ValueError: The file is of another kind, or is damaged.
     """
-    if file.is_dir():
-        raise ValueError(f"{file} must be a .safetensors or .npz file: it is a folder.")
+    if not is_data_file(file.name) or file.is_dir():
+        raise ValueError(f"{file} must be a .safetensors or .npz file: it is another, or a folder.")
     if not file.is_file():
         raise FileNotFoundError(f"{file} must be a .safetensors or .npz file: it does not exist.")
     try:
         if file.suffix == ".safetensors":
             found = load_file(file)
             return {name: found[name] for name in _ARRAYS if name in found}
-        if file.suffix == ".npz":
-            with file.open("rb") as stream:
-                arrays = np.load(stream, allow_pickle=False)
-                if not isinstance(arrays, NpzFile):
-                    raise ValueError("it holds a single array, as an .npy file does")
-                return {name: _as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
+        with file.open("rb") as stream:
+            arrays = np.load(stream, allow_pickle=False)
+            if not isinstance(arrays, NpzFile):
+                raise ValueError("it holds a single array, as an .npy file does")
+            return {name: _as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
     except (SafetensorError, BadZipFile, zlib.error, ValueError, EOFError, TypeError, MemoryError) as error:
         raise ValueError(f"{file} must be a whole {file.suffix} file of numbers: {error}.") from error
-    raise ValueError(f"{file} must be a .safetensors or .npz file: got {file.suffix or 'no suffix'}.")
 
 
 def _as_tensor(values: np.ndarray) -> Tensor:
-    if values.dtype.kind not in "biufc":
-        raise ValueError(f"got an array of {values.dtype}")
     return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
 
 
@@ -316,152 +280,56 @@ def _split_of_file(
 ) -> tuple[Dataset, Dataset]:
     """Return the training points and the held-out points of a file."""
     arrays = read_arrays(file)
-    inputs, labels = _require_array(arrays, "inputs", file), _require_array(arrays, "labels", file)
-    if not len(labels):
-        raise ValueError(f"{file} must hold at least one point: `labels` is empty.")
-    has_test = "test_inputs" in arrays
+    X = _inputs(arrays, "inputs", file)
+    y = _class_indices(arrays, "labels", len(X), file)
+    has_test = "test_inputs" in arrays or "test_labels" in arrays
+    count = num_train or len(X) - (0 if has_test else num_test or 0)
+    if not 1 <= count <= len(X) - (0 if has_test or num_train is None else num_test or 0):
+        raise ValueError(
+            f"--num-train and --num-test must divide the {len(X)} points of {file}, with at least one to train on: got "
+            f"{num_train} and {num_test}."
+        )
+    test_X, test_y = X[count:], y[count:]
     if has_test:
-        test_inputs, test_labels = arrays["test_inputs"], _require_array(arrays, "test_labels", file)
-        if test_inputs.shape[1:] != inputs.shape[1:]:
-            raise ValueError(
-                f"`test_inputs` in {file} must have the shape of `inputs`, {tuple(inputs.shape[1:])} each: "
-                f"got {tuple(test_inputs.shape[1:])}."
-            )
-        _require_same_length(test_inputs, test_labels, "test_labels", file)
-        start = _count_training_points(file, len(inputs), num_train, None)
-    else:
-        if "test_labels" in arrays:
-            _require_array(arrays, "test_inputs", file)  # raises: the labels alone would be ignored
-        start = _count_training_points(file, len(inputs), num_train, num_test)
-        test_inputs, test_labels = inputs[start:], labels[start:]
-    _require_same_length(inputs, labels, "labels", file)
-    for name, values in (("labels", labels), ("test_labels", test_labels)):
-        if values.is_floating_point() or values.is_complex() or values.ndim != 1:
-            raise ValueError(
-                f"`{name}` in {file} must be a list of class indices: got {_describe(values)}. Write integers, one per "
-                "point."
-            )
-        if values.dtype == torch.uint64 and len(values) and int(values.long().min()) < 0:  # from 2**63 on
-            raise ValueError(f"`{name}` in {file} must be class indices, 0..C-1: got numbers of 2**63 or more.")
-    labels, test_labels = labels.long(), test_labels.long()
-    num_classes = _count_classes(file, labels, start, test_labels if has_test else test_labels[:0], num_classes)
+        test_X = _inputs(arrays, "test_inputs", file)
+        test_y = _class_indices(arrays, "test_labels", len(test_X), file)
+        if test_X.shape[1:] != X.shape[1:]:
+            raise ValueError(f"`test_inputs` in {file} must have the shape of `inputs`: got {_describe(test_X)}.")
+    # Nothing here, nor before it, has a size that depends on the largest label.
+    C, every = num_classes or len(y[:count].unique()), torch.cat([y, test_y])
+    low, high = int(every.min()), int(every.max())
+    if C < 2 or not 0 <= low <= high < C:
+        raise ValueError(
+            f"labels in {file} must be 0..C-1 for C >= 2 classes, each with a training point: got {low}..{high}, and "
+            f"{C} classes of the {count} training points or --num-classes. Renumber them, as numpy.unique(labels, "
+            "return_inverse=True) does; shuffle a file that is sorted by class; or pass --num-classes."
+        )
 
     def dataset(X: Tensor, y: Tensor, name: str) -> Dataset:
-        _validate_inputs(X, name, file)
         X = (X.to(dtype) if X.is_floating_point() else X).contiguous()
         validate_finite(X, f"`{name}` in {file} as {X.dtype}")
-        return Dataset(X, y, num_classes, file.stem)
+        return Dataset(X, y, C, file.stem)
 
-    return dataset(inputs[:start], labels[:start], "inputs"), dataset(test_inputs, test_labels, "test_inputs")
-
-
-def _require_same_length(inputs: Tensor, labels: Tensor, name: str, file: Path) -> None:
-    if len(inputs) != len(labels):
-        raise ValueError(f"`{name}` in {file} must have one entry per point: got {len(labels)} for {len(inputs)}.")
+    return dataset(X[:count], y[:count], "inputs"), dataset(test_X, test_y, "test_inputs" if has_test else "inputs")
 
 
-def _count_training_points(file: Path, count: int, num_train: int | None, num_test: int | None) -> int:
-    """Return how many of a file's points are training points; the others are held out."""
-    if num_train is None:
-        if (num_test or 0) >= count:
-            raise ValueError(f"--num-test must leave training points: got {num_test} of the {count} points of {file}.")
-        return count - (num_test or 0)
-    if not 1 <= num_train <= count:
-        raise ValueError(f"--num-train must lie in 1..{count} (the points of {file}): got {num_train}.")
-    if num_test is not None and num_train + num_test > count:
-        raise ValueError(
-            f"--num-train and --num-test must sum to at most the {count} points of {file}: got {num_train} and "
-            f"{num_test}."
-        )
-    return num_train
+def _inputs(arrays: dict[str, Tensor], name: str, file: Path) -> Shaped[Tensor, "n ..."]:
+    """Return the inputs that a file holds under a name. Raise if there are none, or if they are no real numbers."""
+    X = arrays.get(name)
+    if X is None or X.is_complex() or X.ndim < 1 or (len(X) and not X[:1].numel()):
+        got = "none" if X is None else _describe(X)
+        raise ValueError(f"{file} must hold `{name}`, at least one real number per point: got {got}.")
+    return X
 
 
-def _count_classes(
-    file: Path, labels: Int64[Tensor, " n"], start: int, test_labels: Int64[Tensor, " m"], num_classes: int | None
-) -> int:
-    """Return the number of classes. Nothing here, nor before it, has a size that depends on the largest label.
-
-    Args:
-        file: The file.
-        labels: Those of all its `inputs`.
-        start: Number of training points, the first ones.
-        test_labels: Those of its `test_inputs`, empty if it has none.
-        num_classes: The number of classes, or None if every class has a training point.
-
-    Raises:
-        ValueError: The labels of the training points are not 0..C-1 without gaps, or name a single class, or another
-            label lies outside; or, with `num_classes`, any label lies outside.
-    """
-    if num_classes is not None:
-        low, high = _range(torch.cat([labels, test_labels]))
-        if not 0 <= low <= high < num_classes:
-            raise ValueError(
-                f"labels in {file} must lie in 0..{num_classes - 1} (--num-classes {num_classes}): got {low}..{high}."
-            )
-        return num_classes
-    distinct, others = labels[:start].unique(), labels[start:]
-    (low, high), count = _range(distinct), len(distinct)
-    is_part = len(others) > 0 and _range(labels) == (0, len(labels.unique()) - 1)  # of a file without gaps
-    whose = f"labels of the first {start} points of {file}, the training points," if is_part else f"labels in {file}"
-    if low != 0 or high != count - 1:
-        if is_part:
-            advice = _SHUFFLE
-        elif high - low == count - 1:
-            advice = f"Subtract {low}." if low > 0 else f"Add {-low}."
-        else:
-            advice = "Renumber them, as numpy.unique(labels, return_inverse=True) does"
-            advice += ", or pass --num-classes if the others exist but have no point." if low >= 0 else "."
-        raise ValueError(
-            f"{whose} must be 0..C-1 without gaps: got {count} different ones from {low} to {high}. {advice}"
-        )
-    if count == 1:
-        advice = _SHUFFLE if is_part else "Pass --num-classes if others exist but have no point."
-        raise ValueError(f"{whose} must name at least two classes: all are 0. {advice}")
-    for whose, values, advice in (
-        (f"labels of the other points of {file}", others, _SHUFFLE),
-        (f"`test_labels` in {file}", test_labels, "Pass --num-classes if others exist but have no training point."),
-    ):
-        if len(values) and not 0 <= _range(values)[0] <= _range(values)[1] < count:
-            low, high = _range(values)
-            raise ValueError(
-                f"{whose} must lie in 0..{count - 1}, the classes of the training points: got {low}..{high}. {advice}"
-            )
-    return count
-
-
-def _range(labels: Int64[Tensor, " n"]) -> tuple[int, int]:
-    return int(labels.min()), int(labels.max())
-
-
-def _validate_inputs(X: Tensor, name: str, file: Path) -> None:
-    """Raise if inputs are complex or empty."""
-    if X.is_complex():
-        raise ValueError(f"`{name}` in {file} must be real numbers: got {_describe(X)}.")
-    if not X[:1].numel() and len(X):
-        raise ValueError(f"`{name}` in {file} must have at least one entry per point: got {_describe(X)}.")
-
-
-def _require_array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
-    """Return an array of a file. Raise if the file has none of this name, or if it is a single number."""
-    if name not in arrays:
-        raise ValueError(f"{file} must hold `{name}`: got {_name_arrays(file)}.")
-    if arrays[name].ndim < 1:
-        raise ValueError(f"`{name}` in {file} must have one entry per point: got {_describe(arrays[name])}.")
-    return arrays[name]
-
-
-def _name_arrays(file: Path) -> str:
-    """Return the names of the arrays in a .safetensors or .npz file, in words."""
-    if file.suffix == ".npz":
-        with file.open("rb") as stream:
-            names = list(np.load(stream, allow_pickle=False).files)
-    else:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (", ".join(f"`{name[:40]}`" for name in names[:_MAX_NAMES]) or "no array") + more
+def _class_indices(arrays: dict[str, Tensor], name: str, count: int, file: Path) -> Int64[Tensor, " n"]:
+    """Return the labels of so many points that a file holds under a name."""
+    y = arrays.get(name)
+    if y is None or y.is_floating_point() or y.is_complex() or y.shape != (count,) or not count:
+        got = "none" if y is None else _describe(y)
+        raise ValueError(f"{file} must hold `{name}`, a whole number 0..C-1 for each of {count} points: got {got}.")
+    return y.long()
 
 
 def _describe(values: Tensor) -> str:
-    """Return shape and type in words."""
     return f"shape {tuple(values.shape)}, {values.dtype}"

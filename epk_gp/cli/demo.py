@@ -146,7 +146,9 @@ def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dat
     data = three_gaussians(size.num_per_class, dim=size.dim, generator=generator, dtype=dtype)
     held_out = three_gaussians(size.num_test // 3, dim=size.dim, generator=generator, dtype=dtype)
     torch.manual_seed(seed)
-    net = build_network(NetworkSpec("mlp", (size.dim,), data.num_classes, size.width)).to(dtype)
+    net = build_network(
+        NetworkSpec(name="mlp", input_shape=[size.dim], num_outputs=data.num_classes, width=size.width)
+    ).to(dtype)
     zero_final_layer(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=size.lr)
     trajectory = train(net, data.inputs, data.labels, optimizer=optimizer, steps=size.steps, progress=not quiet)

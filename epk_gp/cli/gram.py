@@ -1,21 +1,26 @@
-"""`epk-gp gram`: a block of the exact path kernel between two sets of points."""
+"""`epk-gp gram` and `estimate`: a block of the exact path kernel, and what it or an attribution costs."""
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import typer
+from tqdm import tqdm
 
+from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.workers import open_executor
+from epk_gp.cli.workers import computing
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.options import ComputeOptions
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 Side = Literal["test", "train"]
@@ -54,6 +59,7 @@ def gram(
 
     A command that was killed resumes from its partial sums when it is run again.
     """
+    options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     require_test_side(points, rows, columns)
@@ -65,20 +71,14 @@ def gram(
     )
     folder = opt.make_folder(out)
     typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
-    with open_executor(workers, scheduler, resumes=True) as executor:
-        computing = ComputeOptions(
-            opt.memory_bytes(memory), progress=not quiet, checkpoint=folder / opt.PARTIAL, executor=executor
-        )
-        K = PathKernel(trajectory, resolved, quadrature, path=along).block(a, b, computing)
+    with computing(memory, workers, scheduler, quiet, folder / opt.PARTIAL) as settings:
+        K = PathKernel(trajectory, resolved, quadrature, path=along).block(a, b, ComputeOptions(**settings))
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X, "row_is_train": a.mask, "column_is_train": b.mask}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     write_arrays(folder / "gram.safetensors", arrays, metadata)
     low, high = K.aminmax()  # K.abs() would take the memory of K once more
     largest = float(torch.maximum(-low, high))
-    config: dict[str, object] = {"run": run, "rows": rows, "columns": columns, "head": resolved, "rule": rule}
-    config |= {"path": path, "dtype": str(a.X.dtype), "seed": seed}
-    config |= {"row_points": rows_are, "column_points": columns_are}
-    config |= {"workers": workers, "scheduler": scheduler}
+    config = options | {"head": resolved, "dtype": str(a.X.dtype), "row_points": rows_are, "column_points": columns_are}
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": largest}
     write_json(folder / "gram.json", "gram", config, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {largest:.4g}")
@@ -107,3 +107,74 @@ def read_side(
         return Points(chosen.X, is_train=False), f"test copies of {chosen}"
     X = cast_points(trajectory.inputs[draw_rows(trajectory.num_points, size, seed)], trajectory, dtype)
     return Points(X, is_train=True), f"training copies of {len(X)} of {trajectory.num_points} training inputs"
+
+
+_RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
+_OF_ONE = {"gram": ("rows", "columns", "num_rows", "num_columns"), "attribute": ("num_points", "outputs")}
+
+
+def estimate(
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
+    out: opt.OptionalOut = None,
+    seconds: Annotated[
+        float,
+        opt.number("Time for measuring. A little more where one piece of each kind takes longer.", 0.1, below=1e5),
+    ] = 10.0,
+    rows: RowsSide = "test",
+    columns: ColumnsSide = "train",
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    num_points: opt.NumExplained = 6,
+    outputs: opt.Explained = "all",
+    head: opt.HeadOption = None,
+    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Say into how many pieces gram or attribute divide with the same options, their bytes, and the seconds they take.
+
+    The first pieces are computed, and the time of the others is extrapolated. Nothing is written but estimate.json if
+    --out is given.
+    """
+    options = {name: value for name, value in locals().items() if name != "ctx"}
+    opt.validate_run(run, out)
+    others = _OF_ONE["attribute" if what == "gram" else "gram"]
+    opt.refuse_ignored(ctx, options.keys() - set(others), f"beside --what {what}")
+    rule = rule or _RULES[what]
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    config, budget = options | {"rule": rule}, int(memory * 2**30)
+    if what == "gram":
+        require_test_side(points, rows, columns)
+    trajectory = open_run(run, network)
+    kernel = PathKernel(trajectory, resolve_head(head, trajectory.loss, trajectory.num_outputs), quadrature, path=along)
+    if what == "gram":
+        (a, rows_are), (b, columns_are) = (
+            read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
+            for side, size in ((rows, num_rows), (columns, num_columns))
+        )
+        typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
+        config |= {"row_points": rows_are, "column_points": columns_are}
+        plan = plan_gram(kernel, a, b, seconds=seconds, memory_budget=budget)
+    else:
+        chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+        typer.echo(f"explaining {chosen}")
+        config["points"] = str(chosen)
+        classes = network_outputs(trajectory, chosen.X).argmax(dim=1) if outputs == "predicted" else None
+        groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+        plan = plan_attribution(kernel, chosen.X, groupings, classes=classes, seconds=seconds, memory_budget=budget)
+    of_use = max(1, min(workers or 1, plan.pieces))
+    typer.echo(f"pieces:  {plan.pieces}, of up to {tqdm.format_sizeof(plan.piece_bytes, 'B')}")
+    typer.echo(f"result:  {tqdm.format_sizeof(plan.result_bytes, 'B')}")
+    typer.echo(f"time:    {plan.seconds:.3g} s of one process; {plan.seconds / of_use:.3g} s with {of_use} workers")
+    if out is not None:
+        results = {**asdict(plan), "workers_of_use": of_use, "seconds_with_workers": plan.seconds / of_use}
+        write_json(opt.make_folder(out) / "estimate.json", "estimate", config, results, timer)
+        typer.echo(f"written to {out}: estimate.json")

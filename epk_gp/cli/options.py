@@ -1,8 +1,7 @@
 """The options that commands share, and what the words of options stand for: paths, rules, types, folders."""
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Container
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +18,6 @@ from epk_gp.storage.schema import HEADER
 PARTIAL = "partial"  # folder of a long job's partial sums, which is removed when the job is done
 _MAX_COUNT = 10**9  # no command can do anything this many times; larger numbers overflow in places
 _MAX_SEED = 2**63 - 1
-_MAX_DIGITS = 18  # of a number of nodes; Python itself refuses to read thousands of them
 
 if TYPE_CHECKING:
     Context = typer.Context
@@ -34,15 +32,7 @@ DTYPES: dict[str | None, torch.dtype] = {"float32": torch.float32, "float64": to
 
 def count(text: str, minimum: int = 1, maximum: int = _MAX_COUNT) -> Any:
     """Return an option, with its help, whose value must be a whole number in minimum .. maximum."""
-
-    def validate(_: Any, parameter: Any, value: int | None) -> int | None:
-        if value is not None and value < minimum:
-            raise ValueError(f"{parameter.opts[0]} must be at least {minimum}: got {value}.")
-        if value is not None and value > maximum:
-            raise ValueError(f"{parameter.opts[0]} must be at most {maximum}: got {value}.")
-        return value
-
-    return typer.Option(help=text, callback=validate)
+    return typer.Option(help=text, min=minimum, max=maximum)
 
 
 def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True) -> Any:
@@ -68,16 +58,18 @@ def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_e
     return typer.Option(help=text, callback=validate)
 
 
-def _not_a_file(run: Path) -> Path:
-    if run.exists() and not run.is_dir():
-        raise ValueError(f"RUN must be the folder of a recorded run: {run} is a file.")
-    return run
-
-
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
-]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
+OptionalOut = Annotated[Path | None, typer.Option(help="Folder for the numbers as JSON; none is written by default.")]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Score points, by an UncertainClassifier fitted with labelled points that the network has not seen: a "
+        "file (.safetensors or .npz) with `inputs` and `labels`, a folder of MNIST-format files (its test part), or "
+        "held-out, the run's own. Without --points half of them, drawn with --seed, are kept to be scored.",
+    ),
+]
 Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
 SeedOfPoints = Annotated[
     int | None, count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED)
@@ -92,8 +84,8 @@ Network = Annotated[
 PointsFile = Annotated[
     Path | None,
     typer.Option(
-        help="File (.safetensors or .npz) with `inputs`; by default the run's held-out points, or its training inputs "
-        "if it has none."
+        help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out points, "
+        "or its training inputs if it has none."
     ),
 ]
 HeadOption = Annotated[
@@ -122,9 +114,7 @@ PathOption = Annotated[
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
-Workers = Annotated[
-    int | None, count("Compute in this many processes of one thread each; by default in this process.", 1, 4096)
-]
+Workers = Annotated[int | None, count("Processes of one thread each; by default this process computes.", 1, 4096)]
 Scheduler = Annotated[
     str | None,
     typer.Option(
@@ -132,6 +122,12 @@ Scheduler = Annotated[
         help="Compute on the workers of a Dask scheduler: its address, as tcp://host:8786, or its scheduler file.",
     ),
 ]
+NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
+Explained = Annotated[
+    ExplainedOutputs,
+    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
+]
+TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 
@@ -141,28 +137,17 @@ def parse_rule(text: str) -> Rule:
     Raises:
         ValueError: There is no rule of this name, or its number is missing or wrong.
     """
-    name, colon, digits = text.partition(":")
+    name, _, value = text.partition(":")
     fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
-    if name == "adaptive":
-        try:
-            return adaptive(float(digits)) if colon else adaptive()
-        except ValueError as error:
-            raise ValueError(
-                f"--rule adaptive:TOL needs a positive number as its tolerance: got {digits!r}."
-            ) from error
-    if text == "left-endpoint":
-        return left_endpoint()
-    if name not in fixed or not colon:
-        raise ValueError(
-            "--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: "
-            f"got {text!r}."
-        )
     try:
-        if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", digits):
-            raise ValueError(f"N must be a whole number of nodes, as in {name}:4: got {digits[:40]!r}.")
-        return fixed[name](int(digits))
-    except ValueError as error:
-        raise ValueError(f"--rule {text[:60]}: {error}") from error
+        if text in ("adaptive", "left-endpoint"):
+            return adaptive() if text == "adaptive" else left_endpoint()
+        return adaptive(float(value)) if name == "adaptive" else fixed[name](int(value))
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            "--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: got "
+            f"{text[:60]!r} ({str(error)[:100]})."
+        ) from error
 
 
 def parse_path(text: str) -> WeightPath:
@@ -171,21 +156,17 @@ def parse_path(text: str) -> WeightPath:
     Raises:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
-    if text in ("straight", "layerwise"):
-        return straight() if text == "straight" else layerwise()
-    name, colon, digits = text.partition(":")
-    if name not in ("chords", "layerwise") or not colon:
-        raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
-    if not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", digits) or int(digits) < 1:
+    name, _, value = text.partition(":")
+    try:
+        if text in ("straight", "layerwise"):
+            return straight() if text == "straight" else layerwise()
+        if name in ("chords", "layerwise"):
+            return chords(int(value)) if name == "chords" else layerwise(int(value))
+        raise ValueError("there is no such path")
+    except ValueError as error:
         raise ValueError(
-            f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {digits[:40]!r}."
-        )
-    return (chords if name == "chords" else layerwise)(int(digits))
-
-
-def memory_bytes(memory: float) -> int:
-    """Convert GiB to bytes."""
-    return int(memory * 2**30)
+            f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r} ({str(error)[:100]})."
+        ) from error
 
 
 def make_folder(out: Path) -> Path:
@@ -194,7 +175,6 @@ def make_folder(out: Path) -> Path:
     Raises:
         OSError: The folder cannot be created, or a file has its name.
     """
-    require_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -211,9 +191,7 @@ def validate_run(run: Path, out: Path | None, workers: int | None = None, schedu
     if out is not None:
         require_outside(run, out, "--out")
     if workers is not None and scheduler is not None:
-        raise ValueError(
-            f"--workers and --scheduler must not stand together: got {workers} and {scheduler}. Pass one of them."
-        )
+        raise ValueError("--workers and --scheduler must not stand together. Pass one of them.")
 
 
 def given_options(ctx: Context) -> dict[str, str]:
@@ -225,18 +203,11 @@ def given_options(ctx: Context) -> dict[str, str]:
     }
 
 
-def require_alone(ctx: Context, flag: str, meant: Sequence[str]) -> None:
-    """Raise if an option is on the command line that means nothing beside a flag: one whose name is not in `meant`."""
+def refuse_ignored(ctx: Context, meant: Container[str], reason: str) -> None:
+    """Raise if an option is on the command line that would be ignored: one whose name is not in `meant`."""
     for name, option in given_options(ctx).items():
-        if name not in (flag, *meant):
-            raise ValueError(f"--{flag} must stand without {option}, which would be ignored. Pass one of them.")
-
-
-def require_beside(ctx: Context, flag: str, meaning: Sequence[str]) -> None:
-    """Raise if an option is on the command line that means something only beside another one, which is not given."""
-    for name, option in given_options(ctx).items():
-        if name in meaning:
-            raise ValueError(f"{option} must stand beside --{flag}, without which it would be ignored. Pass both.")
+        if name not in meant:
+            raise ValueError(f"{option} would be ignored {reason}. Pass one of them, or both.")
 
 
 def require_outside(run: Path, out: Path, option: str) -> None:
@@ -247,13 +218,3 @@ def require_outside(run: Path, out: Path, option: str) -> None:
     """
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
         raise ValueError(f"{option} must lie outside the folder of the run: got {out}, and the run is {run}.")
-
-
-def require_folder(out: Path) -> None:
-    """Raise if a file has the name of the folder for the results.
-
-    Raises:
-        FileExistsError: A file has this name.
-    """
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a folder: {out} is a file.")

@@ -3,31 +3,33 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import typer
+from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
 
 from epk_gp.cli import options as opt
-from epk_gp.cli.data import is_data_file, load_split, validate_held_out, write_held_out
+from epk_gp.cli.data import HELD_OUT, held_out_content, is_data_file, load_split
 from epk_gp.cli.networks import (
     MANIFEST,
+    Activation,
+    Manifest,
     build_network,
     network_spec,
-    read_network_spec,
-    read_options,
+    read_manifest,
+    require_trusted,
     validate_network,
-    write_manifest,
 )
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.datasets import Dataset
 from epk_gp.provenance import Stopwatch
-from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
@@ -48,7 +50,6 @@ _RECORDED = (
     *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
     *("keep_every", "check_every", "seed"),
 )
-_STORED_AS = {"zero_final": "zero_final_layer"}
 
 
 def record(
@@ -61,12 +62,8 @@ def record(
             "and perhaps `test_inputs` and `test_labels`."
         ),
     ] = "three-gaussians",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
-    ] = None,
-    num_train: Annotated[
-        int | None, typer.Option(help="Number of training points, the first ones of a file; all by default.")
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Of --data mnist; default $EPK_GP_DATA/mnist.")] = None,
+    num_train: Annotated[int | None, opt.count("Training points, the first ones of a file; all by default.")] = None,
     num_test: Annotated[
         int | None,
         opt.count(
@@ -78,49 +75,28 @@ def record(
         ),
     ] = None,
     num_classes: Annotated[
-        int | None,
-        opt.count(
-            "Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have one.",
-            2,
-            10**6,
-        ),
+        int | None, opt.count("Classes C of a file; by default each of 0 .. C-1 has a training point.", 2, 10**6)
     ] = None,
-    network: Annotated[
-        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
-    ] = "mlp",
+    network: Annotated[str, typer.Option(help="mlp, cnn, or package.module:factory, which returns it.")] = "mlp",
     width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
-    activation: Annotated[
-        str | None, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn; relu by default.")
-    ] = None,
-    zero_final: Annotated[
-        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
-    ] = False,
+    activation: Annotated[Activation | None, typer.Option(help="Of the mlp and the cnn; relu by default.")] = None,
+    zero_final: Annotated[bool, typer.Option("--zero-final-layer", help="Start from a zero last layer.")] = False,
     steps: Annotated[int, opt.count("Steps of gradient descent.")] = 300,
     optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = "sgd",
     lr: Annotated[float, opt.number("Learning rate.", or_equal=False)] = 0.1,
     momentum: Annotated[float, opt.number("Momentum, of sgd and rmsprop: from 0, below 1.", below=1.0)] = 0.0,
-    nesterov: Annotated[
-        bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd; needs --momentum.")
-    ] = False,
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's, of sgd with --momentum.")] = False,
     weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
-    clip_norm: Annotated[
-        float | None, opt.number("Clip the gradient to this norm; not by default.", or_equal=False)
-    ] = None,
+    clip_norm: Annotated[float | None, opt.number("Clip the gradient to this norm.", or_equal=False)] = None,
     batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
     loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
     dtype: opt.DataDtype = "float64",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
-    ] = False,
-    keep_every: Annotated[
-        int, opt.count("Keep every so many-th weight state; those between are computed again when they are read.")
-    ] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out with its options.")] = False,
+    keep_every: Annotated[int, opt.count("Keep one weight state in N; the others are computed when read.")] = 1,
     commit_seconds: Annotated[
         float, opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False)
     ] = 60.0,
-    check_every: Annotated[
-        int, opt.count("Recompute and check the gradient of one step in N; of every step by default.")
-    ] = 1,
+    check_every: Annotated[int, opt.count("Recompute and check the gradient of one step in N.")] = 1,
     seed: opt.Seed = 0,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -131,19 +107,13 @@ def record(
         record(ctx, **completed)
         return
     timer = Stopwatch()
-    if momentum and optimizer not in ("sgd", "rmsprop"):
-        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {momentum} with {optimizer}.")
-    if nesterov and optimizer != "sgd":
-        raise ValueError(f"--nesterov belongs to sgd: got {optimizer}.")
+    has_momentum = optimizer in ("sgd", "rmsprop")
+    if (momentum and not has_momentum) or (nesterov and optimizer != "sgd"):
+        raise ValueError(f"--momentum belongs to sgd and rmsprop, --nesterov to sgd: got {optimizer}.")
     if nesterov and not momentum:
         raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
-    if out.is_dir() and not resume and any(out.iterdir()):
-        raise FileExistsError(
-            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
-            "go on with the run in it."
-        )
+    if out.exists() and not (out.is_dir() and (resume or not any(out.iterdir()))):
+        raise FileExistsError(f"--out must be a new or empty folder: {out} already holds something. Or pass --resume.")
     training, held_out, available = load_split(
         data,
         seed=seed,
@@ -164,27 +134,13 @@ def record(
     num_outputs = validate_network(net, X, training.num_classes)
     y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(opt.DTYPES[dtype])
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    rates |= {"momentum": momentum} if optimizer in ("sgd", "rmsprop") else {}
+    rates |= {"momentum": momentum} if has_momentum else {}
     rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
     made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)
-    config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
-    config |= {"num_train": len(training), "num_test": num_test, "num_classes": num_classes, "dtype": dtype}
-    config |= {"steps": steps, "batch_size": batch_size, "loss": loss, "seed": seed, "clip_norm": clip_norm}
-    config |= {"optimizer": optimizer, "lr": lr, "momentum": momentum, "nesterov": nesterov}
-    config |= {"weight_decay": weight_decay, "zero_final_layer": zero_final, "check_every": check_every}
-    config |= {"keep_every": keep_every}
+    recorded = {name: options[name] for name in (*_RECORDED, "steps")} | {"num_train": len(training)}
+    recorded["data_dir"] = None if data_dir is None else str(data_dir)
 
-    def describe() -> None:
-        """Write the files beside a run that say how it was made: the manifest and the held-out points."""
-        write_manifest(out, spec, config, write_held_out(out, held_out))
-
-    is_resumed = resume and is_run(out)
-    if is_resumed and read_network_spec(out) is None:  # what nothing checks is not known of a run without a manifest
-        config.pop("seed")
-        config.pop("zero_final_layer")
-    elif is_resumed:
-        validate_held_out(out, held_out)
-    with _resumed(describe) if is_resumed else _created(out, describe):
+    with _described(out, Manifest(network=spec, recorded_with=recorded), held_out):
         trajectory = train(
             net,
             X,
@@ -201,7 +157,6 @@ def record(
             check_every=check_every,
             progress=not quiet,
         )
-    describe()
     typer.echo(f"{trajectory!r}")
     shares = []
     for name, part in (("training", training), ("held-out", held_out)):
@@ -217,13 +172,22 @@ def record(
 
 
 @contextmanager
-def _created(out: Path, describe: Callable[[], None]) -> Iterator[None]:
-    """Describe a new run before its first step, so that one that is killed can be resumed and opened too."""
-    existed = out.exists()
+def _described(out: Path, manifest: Manifest, held_out: Dataset) -> Iterator[None]:
+    """Describe a run before its first step, so that one that is killed can be resumed and opened too."""
+    existed, is_resumed, content = out.exists(), is_run(out), held_out_content(out, held_out)
+    described = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": checksum(content)})
+
+    def write() -> None:
+        if content:
+            atomic_write(out / HELD_OUT, content)
+        atomic_write(out / MANIFEST, checksummed_json(described.model_dump()))
+
     out.mkdir(parents=True, exist_ok=True)
     try:
-        describe()
+        if not is_resumed:
+            write()
         yield
+        write()
     except BlockingIOError:  # another process creates a run here: the files are its own
         raise
     except BaseException:
@@ -233,16 +197,6 @@ def _created(out: Path, describe: Callable[[], None]) -> Iterator[None]:
             if not existed:
                 with suppress(OSError):  # it holds something after all
                     out.rmdir()
-        raise
-
-
-@contextmanager
-def _resumed(describe: Callable[[], None]) -> Iterator[None]:
-    """Describe a run that is resumed, once it was found to be the same; before, nothing is written."""
-    try:
-        yield
-    except (StepMismatchError, KeyboardInterrupt):
-        describe()
         raise
 
 
@@ -261,49 +215,24 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
             a factory that the command line does not.
     """
     completed, run = dict(options), options["out"]
-    recorded = read_options(run) if options["resume"] and is_run(run) else None
-    if recorded is None:
+    if not (options["resume"] and is_run(run)):
         return completed
-    hints = get_type_hints(record)
+    manifest, hints = read_manifest(run), get_type_hints(record)
+    if manifest is None:
+        raise ValueError(f"{run} must hold the {MANIFEST} that epk-gp record wrote: resume this run in Python.")
     for name in (*_RECORDED, "steps"):
-        key = _STORED_AS.get(name, name)
-        if key not in recorded:  # not known of a run that had no manifest
-            continue
-        value = _parse(recorded[key], hints[name], name, run)
+        try:
+            value = TypeAdapter(hints[name]).validate_python(manifest.recorded_with[name])
+        except (KeyError, ValidationError) as error:
+            raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged.") from error
+        may_be_moved = name == "data_dir" or (name == "data" and is_data_file(options[name]) and is_data_file(value))
         if name not in given:
             completed[name] = value
-        elif name != "steps" and options[name] != value and not _may_be_moved(name, options[name], value):
+        elif name != "steps" and options[name] != value and not may_be_moved:
             raise ValueError(
-                f"{given[name]} must be the recorded one to resume the run at {run}: it has {_describe(value)}, got "
-                f"{_describe(options[name])}. Leave the option out, or record another run."
+                f"{given[name]} must be the recorded one to resume the run at {run}: it has {value}, got "
+                f"{options[name]}. Leave the option out, or record another run."
             )
-    if "network" not in given and ":" in completed["network"]:
-        raise ValueError(
-            f"--network must name a factory before it is executed: {completed['network']} makes the network of {run}. "
-            f"If you trust it, pass --network {completed['network']}."
-        )
+    if "network" not in given:
+        require_trusted(completed["network"], run)
     return completed
-
-
-def _parse(value: object, hint: Any, name: str, run: Path) -> Any:
-    """Return a value of the manifest as the command line has it: of one of the kinds that a parameter takes."""
-    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if kind is Path and isinstance(value, str):
-            return Path(value)
-        if type(value) is kind:
-            return value
-    raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged (it is {value!r}).")
-
-
-def _may_be_moved(name: str, given: Any, recorded: Any) -> bool:
-    return name == "data_dir" or (name == "data" and is_data_file(given) and is_data_file(recorded))
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)

@@ -3,7 +3,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import torch
 import typer
@@ -15,8 +15,8 @@ from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
-from epk_gp.cli.workers import open_executor
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.cli.workers import computing
+from epk_gp.core.options import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels
@@ -32,14 +32,6 @@ from epk_gp.report.write import write_report
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
 
-class _Computing(TypedDict):
-    """How everything is computed: the part of `ComputeSettings` that all calls share."""
-
-    memory_budget: int
-    progress: bool
-    executor: SupportsSubmit | None
-
-
 def report(
     run: opt.RunFolder,
     out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
@@ -51,51 +43,24 @@ def report(
         typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
     ] = "predicted",
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
-    class_names: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
-    ] = None,
-    feature_names: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the features, as in the first line of a CSV file.")
-    ] = None,
+    class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
+    feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
-    influence: Annotated[
-        bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
-    ] = False,
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Show probabilities with a band, and scores: fit an UncertainClassifier with labelled points that "
-            "the network has not seen, as epk-gp uncertainty does. A file, a folder of MNIST-format files, or "
-            "held-out; without --points half of them are the points of the report.",
-        ),
-    ] = None,
+    influence: Annotated[bool, typer.Option("--influence", help="Show influence beside contributions.")] = False,
+    validation: opt.Source = None,
     outside: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="With --validation: points unlike the training data, to show how well scores tell them.",
-        ),
+        typer.Option(metavar="SOURCE", help="With --validation: points unlike the training data, to test scores on."),
     ] = None,
-    label_errors: Annotated[
-        bool, typer.Option("--label-errors", help="Show which training labels are suspicious, as epk-gp audit does.")
-    ] = False,
-    map: Annotated[  # noqa: A002  the option's name
-        bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
-    ] = False,
+    label_errors: Annotated[bool, typer.Option("--label-errors", help="Show suspicious labels.")] = False,
+    map: Annotated[bool, typer.Option("--map", help="Map a GP's uncertainty over a plane.")] = False,  # noqa: A002
     kernel_points: Annotated[
         int, opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500)
     ] = 100,
     memory: opt.Memory = 1.0,
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out "
-            "points, or its training inputs if it has none."
-        ),
-    ] = None,
+    points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
     seed: opt.SeedOfPoints = None,
@@ -132,16 +97,18 @@ def report(
     appearance(trajectory, features, None)  # refuses names before anything is computed
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
-    with open_executor(workers, scheduler, resumes=True) as executor:
-        computing: _Computing = {"memory_budget": opt.memory_bytes(memory), "progress": not quiet, "executor": executor}
+    with computing(memory, workers, scheduler, quiet, partial) as settings:
+        unsaved: ComputeSettings = {**settings}
+        del unsaved["checkpoint"]
         effect = None
         if influence:
-            effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **computing)
+            own: ComputeSettings = {**settings, "checkpoint": partial / "influence"}
+            effect = influence_of(trajectory, X[explained], head=head, **own)
         model = None
         if fitted is not None:
-            model = UncertainClassifier(trajectory, seed=seed or 0, **computing)
+            model = UncertainClassifier(trajectory, seed=seed or 0, **unsaved)
             model.fit(fitted.X, fitted.labels)
-        suspects = errors_of_labels(trajectory, seed=seed or 0, **computing) if label_errors else None
+        suspects = errors_of_labels(trajectory, seed=seed or 0, **unsaved) if label_errors else None
         surface = _map(trajectory, seed or 0, quiet) if map else None
         finding = ""
         try:
@@ -167,8 +134,7 @@ def report(
                     suspects=suspects,
                     uncertainty_map=surface,
                     kernel_points=kernel_points,
-                    checkpoint=partial,
-                    **computing,
+                    **settings,
                 )
         except CertificateWarning as warning:  # once the report is written
             finding = str(warning)

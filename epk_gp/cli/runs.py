@@ -9,47 +9,44 @@ import typer
 
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
-from epk_gp.cli.networks import open_run, read_network_spec
-from epk_gp.cli.workers import open_executor
+from epk_gp.cli.networks import open_run, read_manifest
+from epk_gp.cli.workers import computing
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.storage.export import export_run
+from epk_gp.storage.passes import pass_bytes
 from epk_gp.storage.schema import chunk_schema
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.verify import check_run, export_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _UNFINISHED = "not finished: record --resume resumes it"
 
 
-def info(
-    run: opt.RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
-    quiet: opt.Quiet = False,
-) -> None:
+def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = False) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
     opt.validate_run(run, out)
     timer = Stopwatch()
-    if out is not None:
-        opt.require_folder(out)
-    summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
+    summary, manifest = check_run(run, progress=not quiet), read_manifest(run)
     header = summary.header
     gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
     check_every = header["check_every"]
+    sizes = [header["num_points"] if step.batch is None else len(step.batch) for step in summary.steps]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
-        "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
+        "network": "not in the manifest (pass --network to the other commands)"
+        if manifest is None
+        else manifest.network.name,
         "steps": summary.num_steps,
-        "step sizes": _range(sorted(set(summary.learning_rates))),
-        "points per step": _range(sorted(set(summary.batch_sizes))),
+        "step sizes": _range([step.lr for step in summary.steps]),
+        "points per step": _range(sizes),
         "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
-        "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
+        "training points": f"{header['num_points']} of shape {tuple(summary.data['inputs'].shape[1:])}",
         "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "update rule": header["law"]["name"],
         "gradients": f"{gradients.get(check_every, f'one in {check_every}')} recomputed while recording",
@@ -66,7 +63,8 @@ def info(
         num_statistics = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"
     if summary.num_passes:
-        lines["forward passes"] = f"{summary.num_passes} recorded, {summary.pass_bytes / 1e6:.2f} MB"
+        num_bytes = sum(pass_bytes(step.passes) for step in summary.steps)
+        lines["forward passes"] = f"{summary.num_passes} recorded, {num_bytes / 1e6:.2f} MB"
     if header["unexplained"] is not None:
         lines["unexplained"] = f"up to {header['unexplained']:g} of a step"
     if out is not None:
@@ -78,7 +76,8 @@ def info(
 def _range(values: list[float] | list[int]) -> str:
     if not values:
         return "none"
-    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def verify(
@@ -91,27 +90,22 @@ def verify(
     ] = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
-    tol: Annotated[
-        float | None, opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
-    ] = None,
-    num_points: Annotated[
-        int | None, opt.count("Largest number of points; 10 by default, of a --points file all.")
-    ] = None,
-    all_points: Annotated[
-        bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")
-    ] = False,
+    tol: Annotated[float | None, opt.number("Largest error allowed; 1e-9, or 1e-3 if float32 is used.")] = None,
+    num_points: Annotated[int | None, opt.count("Most points; 10 by default, of a --points file all.")] = None,
+    all_points: Annotated[bool, typer.Option("--all-points", help="Use every point, in as much more time.")] = False,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    out: opt.OptionalOut = None,
     seed: opt.SeedOfPoints = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+    options = {name: value for name, value in locals().items() if name != "ctx"}
     if checksums:
-        opt.require_alone(ctx, "checksums", ("run", "quiet"))
+        opt.refuse_ignored(ctx, ("checksums", "run", "quiet"), "beside --checksums")
     opt.validate_run(run, out, workers, scheduler)
     if checksums:
         summary = check_run(run, progress=not quiet)
@@ -134,13 +128,10 @@ def verify(
     folder = None if out is None else opt.make_folder(out)
     more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
     typer.echo(f"verifying at {chosen}{more}")
-    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
+    with computing(1.0, workers, scheduler, quiet) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         results = {
-            name: reconstruct(
-                trajectory, X, head=name, rule=quadrature, path=along, progress=not quiet, executor=executor
-            )
-            for name in heads
+            name: reconstruct(trajectory, X, head=name, rule=quadrature, path=along, **settings) for name in heads
         }
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
@@ -149,8 +140,7 @@ def verify(
     is_adaptive = isinstance(quadrature, AdaptiveRule)  # a fixed rule leaves what it leaves: --tol judges it
     findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
     if folder is not None:
-        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
-        config |= {"points": str(chosen), "path": path}
+        config = options | {"tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
         numbers = {name: certificate(result) for name, result in results.items()}
         passed = error <= allowed and not findings
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)
@@ -183,14 +173,8 @@ def _table(results: dict[Head, Reconstruction]) -> str:
 
 def certificate(result: Reconstruction) -> dict[str, float]:
     """Return the error bounds of a reconstruction."""
-    return {
-        "max_error": result.max_error,
-        "max_residual": result.max_residual,
-        "total_residual": result.total_residual,
-        "evaluations": result.evaluations,
-        "max_step_mismatch": result.max_step_mismatch,
-        "certified": result.certified,
-    }
+    names = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
+    return {name: getattr(result, name) for name in names}
 
 
 def export(
@@ -203,7 +187,5 @@ def export(
     timer = Stopwatch()
     if out.suffix != ".safetensors":
         raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")
-    if out.exists():
-        raise FileExistsError(f"--out must be a new file: {out} exists. Choose another name.")
     size = export_run(run, out, progress=not quiet)
     typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({timer.total:.1f} s)")

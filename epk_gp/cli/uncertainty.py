@@ -1,7 +1,6 @@
 """`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
 
 import csv
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.workers import open_executor
+from epk_gp.cli.workers import computing
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import count_seen, training_labels
@@ -31,10 +30,7 @@ from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
 
 _OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
-_OF_BOTH = (
-    *("run", "out", "points", "nodes", "path", "num_samples", "network", "dtype", "workers", "scheduler", "seed"),
-    "quiet",
-)
+_OF_MAPS = ("num_condition", "outputs", "targets", "plane", "grid", "margin", "rule", "fit_steps")
 _AXIS_NAMES = {
     "principal": ("first principal direction", "second principal direction"),
     "coordinates": ("$x_1$", "$x_2$"),
@@ -43,6 +39,9 @@ _MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
 
+Outputs = Literal["full", "independent"]
+Targets = Literal["network", "dirichlet"]
+Plane = Literal["principal", "coordinates"]
 Features = Annotated[
     str | None,
     typer.Option(
@@ -52,65 +51,39 @@ Features = Annotated[
 ]
 
 
+Nodes = Annotated[
+    int | None,
+    opt.count(
+        "Nodes of the path that stand for all its steps. Scores and labels: 20 by default, or as many as outputs up to "
+        "256. Map: all steps by default; 20 nodes take a fraction of the time.",
+        1,
+        10**6,
+    ),
+]
+
+
 def uncertainty(
     ctx: opt.Context,
     run: opt.RunFolder,
     out: opt.Out = Path("uncertainty"),
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Score points, with labelled points that the network has not seen: a file (.safetensors or .npz) with "
-            "`inputs` and `labels`, a folder of MNIST-format files (its test part), or held-out, the run's own. "
-            "Without --points half of them, drawn with --seed, are kept to be scored.",
-        ),
-    ] = None,
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; with --validation also a folder of "
-            "MNIST-format files, whose labels are not read. By default, without --validation, the run's held-out "
-            "points, or its training inputs if it has none."
-        ),
-    ] = None,
+    validation: opt.Source = None,
+    points: opt.PointsFile = None,
     alpha: Annotated[
-        float, opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False)
+        float, opt.number("Scores: share of sets of classes without the true one.", below=1.0, or_equal=False)
     ] = 0.1,
     features: Features = None,
-    nodes: Annotated[
-        int | None,
-        opt.count(
-            "Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
-            "256. Map: all steps by default; 20 nodes take a fraction of the time.",
-            1,
-            10**6,
-        ),
-    ] = None,
+    nodes: Nodes = None,
     path: opt.PathOption = "straight",
-    save_model: Annotated[
-        Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
-    ] = None,
+    save_model: Annotated[Path | None, typer.Option(help="Scores: new folder for the fitted classifier.")] = None,
     memory: opt.Memory = 1.0,
     num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
-    outputs: Annotated[
-        Literal["full", "independent"], typer.Option(help="Map: coupled classes, or one GP per class.")
-    ] = "full",
-    targets: Annotated[
-        Literal["network", "dirichlet"],
-        typer.Option(help="Map: the network's outputs, or Dirichlet-transformed labels."),
-    ] = "network",
-    plane: Annotated[
-        Literal["principal", "coordinates"],
-        typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
-    ] = "principal",
+    outputs: Annotated[Outputs, typer.Option(help="Map: coupled classes, or one GP per class.")] = "full",
+    targets: Annotated[Targets, typer.Option(help="Map: the network's outputs, or Dirichlet labels.")] = "network",
+    plane: Annotated[Plane, typer.Option(help="Map: two principal directions, or coordinates.")] = "principal",
     grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
-    margin: Annotated[
-        float, opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0)
-    ] = 0.4,
+    margin: Annotated[float, opt.number("Map: border, in units of the data's extent.", below=1000.0)] = 0.4,
     num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
-    rule: Annotated[
-        str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
-    ] = "gauss-legendre:4",
+    rule: Annotated[str, typer.Option(help="Map: a fixed rule, as gauss-legendre:N.")] = "gauss-legendre:4",
     fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
     network: opt.Network = None,
     dtype: Annotated[
@@ -126,33 +99,26 @@ def uncertainty(
     Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
     classes that hold the true one as often as asked for.
     """
+    options = {name: value for name, value in locals().items() if name != "ctx"}
     if validation is None:
-        opt.require_beside(ctx, "validation", _OF_SCORES)
+        opt.refuse_ignored(ctx, options.keys() - set(_OF_SCORES), "without --validation")
     else:
-        opt.require_alone(ctx, "validation", (*_OF_BOTH, *_OF_SCORES))
+        opt.refuse_ignored(ctx, options.keys() - set(_OF_MAPS), "beside --validation")
     opt.validate_run(run, out, workers, scheduler)
     timer, along = Stopwatch(), opt.parse_path(path)
-    config: dict[str, object] = {"run": run}
     if validation is not None:
         asked = parse_features(features)
         if save_model is not None:
-            _require_new_folder(run, save_model)
+            opt.require_outside(run, save_model, "--save-model")
+            if save_model.exists() and (not save_model.is_dir() or any(save_model.iterdir())):
+                raise ValueError(f"--save-model must be a new or empty folder: {save_model} holds something.")
         trajectory = open_run(run, network)
         training_labels(trajectory, "uncertainty --validation")
         fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
         folder = opt.make_folder(out)
         typer.echo(f"scoring {scored}, with {fitted} as validation points")
-        with open_executor(workers, scheduler) as executor:
-            model = UncertainClassifier(
-                trajectory,
-                nodes=nodes,
-                features=asked,
-                seed=seed,
-                path=along,
-                memory_budget=opt.memory_bytes(memory),
-                progress=not quiet,
-                executor=executor,
-            )
+        with computing(memory, workers, scheduler, quiet) as settings:
+            model = UncertainClassifier(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
             model.fit(fitted.X, fitted.labels)
             timer.lap("fit")
             if save_model is not None:
@@ -160,9 +126,7 @@ def uncertainty(
             numbers = _describe_model(model) | _write_scores(
                 folder, model, scored, fitted, timer, num_samples=num_samples, alpha=alpha, dtype=opt.DTYPES[dtype]
             )
-        config |= {"alpha": alpha, "features": features, "nodes": nodes, "num_samples": num_samples, "seed": seed}
-        config |= {"path": path, "workers": workers, "scheduler": scheduler}
-        config |= {"validation": str(fitted), "points": str(scored), "dtype": dtype}
+        config = options | {"validation": str(fitted), "points": str(scored)}
         write_json(folder / "uncertainty.json", "uncertainty", config, numbers, timer)
         for line in _score_lines(numbers, alpha):
             typer.echo(line)
@@ -171,22 +135,16 @@ def uncertainty(
         return
     quadrature = opt.parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
-        raise ValueError(
-            f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
-        )
+        raise ValueError(f"--rule must be a fixed rule, the same for all points: got {rule}.")
     trajectory = open_run(run, network)
     if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
-        raise ValueError(
-            "the outputs of the network must be logits, for the softmax makes class probabilities of them: the run's "
-            f"loss is {type(trajectory.loss).__name__}. Record with --loss cross-entropy, or take the standard "
-            "deviations of the outputs themselves from LogitGP(...).logit_posterior(X) in Python."
-        )
+        raise ValueError(f"the network's outputs must be logits: the run's loss is {type(trajectory.loss).__name__}.")
     surface = (principal_plane if plane == "principal" else coordinate_plane)(trajectory.inputs)
     chosen = read_points(trajectory, run, points, dtype=torch.float64)
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
     conditioned = draw_rows(trajectory.num_points, num_condition, seed).tolist()
-    with open_executor(workers, scheduler) as executor:
+    with computing(memory, workers, scheduler, quiet) as settings:
         gp = LogitGP(
             trajectory,
             outputs,
@@ -195,7 +153,7 @@ def uncertainty(
             rule=quadrature,
             path=along,
             nodes=nodes,
-            executor=executor,
+            executor=settings["executor"],
         )
         losses = gp.fit(fit_steps, progress=not quiet)
         generator = torch.Generator().manual_seed(seed)
@@ -212,10 +170,7 @@ def uncertainty(
     at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
     write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
     results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
-    config |= {"num_condition": len(conditioned), "outputs": outputs, "targets": targets, "seed": seed}
-    config |= {"plane": plane, "grid": grid, "margin": margin, "num_samples": num_samples}
-    config |= {"workers": workers, "scheduler": scheduler, "fit_steps": fit_steps, "rule": rule, "path": path}
-    config |= {"nodes": nodes, "dtype": dtype, "points": str(chosen)}
+    config = options | {"num_condition": len(conditioned), "points": str(chosen)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     scale, noise = results["outputscale"], results["noise"]
     typer.echo(f"GP on {len(conditioned)} training points: outputscale {scale}, noise {noise}")
@@ -262,21 +217,11 @@ def describe_map(m: UncertaintyMap) -> str:
     )
 
 
-def describe_plane(name: Literal["principal", "coordinates"], num_entries: int) -> str:
-    """Return which plane a map shows, and what the other coordinates are there, as the line above the picture.
-
-    Args:
-        name: The plane: of the first two principal directions, or of the first two coordinates.
-        num_entries: Number of coordinates of an input.
-    """
-    others = num_entries - 2
+def describe_plane(name: Plane, num_entries: int) -> str:
+    """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
     if name == "coordinates":
-        if not others:
-            return ""
-        are = "other one is" if others == 1 else f"other {others} are"
-        return f"Shown is the plane of the first two coordinates; the {are} 0. Training points are projected onto it."
-    if not others:
-        return "Shown are the two input coordinates, along the principal directions of the training inputs."
+        others = "" if num_entries == 2 else "; the others are 0"
+        return f"Shown is the plane of the first two coordinates{others}. Training points are projected onto it."
     return (
         f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
         "through their mean.\nTraining points are projected onto it."
@@ -308,14 +253,8 @@ def read_validation(
         validation, points = source, read_labelled(str(points_file), run, trajectory)
         points = replace(points, labels=None) if points_file.is_dir() else points
     if len(validation.X) < MIN_VALIDATION_POINTS:
-        half = "" if points_file is not None else " (half of those given, for without --points the rest are scored)"
-        raise ValueError(
-            f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}{half}. Name a "
-            "source of more, or record with a larger --num-test."
-        )
-    seen = count_seen(validation.X, trajectory)
-    if seen:
-        typer.echo(f"note: {seen} of {len(validation.X)} validation points are equal to training points")
+        raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}.")
+    count_seen(validation.X, trajectory)  # raises if most are training points
     return validation, points
 
 
@@ -327,7 +266,7 @@ def parse_features(text: str | None) -> int | Literal["exact"] | None:
     """
     if text is None or text == "exact":
         return None if text is None else "exact"
-    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text)):
         raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
     return int(text)
 
@@ -425,24 +364,12 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
     return [*lines, sets, f"less like the training data than 95 % of the validation points: {beyond:.1f} %"]
 
 
-def _require_new_folder(run: Path, folder: Path) -> None:
-    """Raise if the fitted classifier cannot be written to a folder, before anything is computed."""
-    opt.require_outside(run, folder, "--save-model")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--save-model must be a new or empty folder: {folder} is a file or holds something.")
-
-
 def audit(
     run: opt.RunFolder,
     out: opt.Out = Path("audit"),
     top: Annotated[int, opt.count("Labels printed and drawn, at most 60; the table holds all.", 1, 60)] = 20,
     features: Features = None,
-    nodes: Annotated[
-        int | None,
-        opt.count(
-            "Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.", 1, 10**6
-        ),
-    ] = None,
+    nodes: Nodes = None,
     path: opt.PathOption = "straight",
     memory: opt.Memory = 1.0,
     network: opt.Network = None,
@@ -452,22 +379,14 @@ def audit(
     quiet: opt.Quiet = False,
 ) -> None:
     """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""
+    options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, asked, along = Stopwatch(), parse_features(features), opt.parse_path(path)
     trajectory = open_run(run, network)
     labels = training_labels(trajectory, "audit")
     folder = opt.make_folder(out)
-    with open_executor(workers, scheduler) as executor:
-        found = label_errors(
-            trajectory,
-            nodes=nodes,
-            features=asked,
-            seed=seed,
-            path=along,
-            memory_budget=opt.memory_bytes(memory),
-            progress=not quiet,
-            executor=executor,
-        )
+    with computing(memory, workers, scheduler, quiet) as settings:
+        found = label_errors(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
     rows = _audit_rows(found, labels)
     with (folder / "labels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, _AUDIT_COLUMNS)
@@ -475,10 +394,8 @@ def audit(
         writer.writerows(rows)
     save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
     others = int((found.predicted != labels[found.points]).sum())
-    config = {"run": run, "top": top, "features": features, "nodes": nodes, "path": path, "seed": seed}
-    config |= {"workers": workers, "scheduler": scheduler}
     results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
-    write_json(folder / "audit.json", "audit", config, results, timer)
+    write_json(folder / "audit.json", "audit", options, results, timer)
     typer.echo(
         f"{'rank':>5}{'index':>8}{'label':>7}{'expected':>10}{'score':>8}{'margin':>9}{'own label':>11}{'AUM':>9}"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.options import ComputeSettings
 from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
 from epk_gp.work import workers as of_job
 
@@ -18,19 +18,21 @@ TIMEOUT = 30  # seconds in which a scheduler must answer
 
 
 @contextmanager
-def open_executor(
-    workers: int | None, scheduler: str | None, *, resumes: bool = False
-) -> Iterator[SupportsSubmit | None]:
-    """Give what computes for a command: None for this process.
+def computing(
+    memory: float, workers: int | None, scheduler: str | None, quiet: bool, checkpoint: Path | None = None
+) -> Iterator[ComputeSettings]:
+    """Give how a command computes, by its options.
 
     Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
     which other users of the machine could have their code executed, as a Dask cluster does. They are spawned: a process
     that has used PyTorch's threads cannot be forked safely.
 
     Args:
+        memory: Memory for the computation, GiB.
         workers: Number of processes of this machine.
         scheduler: Address or scheduler file of a Dask scheduler.
-        resumes: Whether the same command resumes from what was computed before an error.
+        quiet: No progress bars.
+        checkpoint: Folder of partial sums, from which the same command resumes.
 
     Raises:
         ImportError: Dask is not installed.
@@ -39,30 +41,30 @@ def open_executor(
         ChildProcessError: Workers died, or cannot go on.
         ValueError: The address is none.
     """
-    if workers is None and scheduler is None:
-        yield None
-        return
-    again = "Run the same command again" + (", which resumes from what was computed" if resumes else "")
-    executor: Any
-    if scheduler is None:
-        executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    else:
+    executor: Any = None
+    if scheduler is not None:
         executor = _connect(scheduler)
+    elif workers is not None:
+        executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    again = f"Run the same command again{', which resumes from what was computed' if checkpoint else ''}"
+    settings: ComputeSettings = {"memory_budget": int(memory * 2**30), "progress": not quiet, "executor": executor}
+    if checkpoint is not None:
+        settings["checkpoint"] = checkpoint
     try:
-        yield executor
+        yield settings
     except Exception as error:
         if isinstance(error.__cause__, BrokenExecutor):
             raise ChildProcessError(
                 "workers must live until all is computed: one of them died, killed or out of memory. "
                 f"{again}; with fewer --workers or less --memory if memory was short."
             ) from error
-        if _is_of_workers(error):
+        if executor is not None and _is_of_workers(error):
             raise ChildProcessError(f"workers must compute all pieces: {str(error).rstrip('.')}. {again}.") from error
         raise
     finally:
         if scheduler is not None:
             executor.close()
-        else:
+        elif workers is not None:
             executor.shutdown(cancel_futures=True)
 
 
@@ -76,10 +78,7 @@ def _connect(scheduler: str) -> Any:
     try:
         client: Any = Client(address, timeout=TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError) as error:
-        raise ConnectionError(
-            f"--scheduler must be a running Dask scheduler: {address} did not answer within {TIMEOUT} seconds. Start "
-            "it with dask scheduler."
-        ) from error
+        raise ConnectionError(f"--scheduler must be a running Dask scheduler: {address} did not answer.") from error
     if not client.scheduler_info()["workers"]:
         typer.echo(f"epk-gp: warning: the scheduler {scheduler} has no workers yet: pieces wait for them", err=True)
     return client
@@ -90,18 +89,12 @@ def _address(scheduler: str) -> str:
     file, address = Path(scheduler), scheduler
     if file.suffix == ".json" or file.exists():
         if not file.is_file():  # Dask would wait for it
-            raise FileNotFoundError(
-                "--scheduler must be the address of a Dask scheduler, or its scheduler file: "
-                f"{file} does not exist. Start it with dask scheduler --scheduler-file {file}."
-            )
+            raise FileNotFoundError(f"--scheduler must be a scheduler file of dask scheduler: {file} does not exist.")
         message = f"--scheduler must name a scheduler file that dask scheduler --scheduler-file wrote: {file}"
         content = parse_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
         address = str(content.get("address")) if isinstance(content, dict) else "none"
     if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?[^/]+:[0-9]{1,5}", address):
-        raise ValueError(
-            "--scheduler must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler file: got "
-            f"{address!r}."
-        )
+        raise ValueError(f"--scheduler must be an address, as tcp://host:8786, or a scheduler file: got {address!r}.")
     return address
 
 

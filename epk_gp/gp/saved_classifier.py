@@ -22,7 +22,6 @@ from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, LabelSettin
 from epk_gp.gp.stacking import Stacking
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import chords, straight
-from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -34,6 +33,7 @@ from epk_gp.storage.files import (
     read_bytes,
     read_checksummed_json,
 )
+from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
 FORMAT = "epk_gp uncertain classifier"
@@ -279,7 +279,7 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
     entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
-    if entries is None or entries.get("format") != FORMAT:
+    if entries.get("format") != FORMAT:
         raise ValueError(message)
     if entries.get("version") != FORMAT_VERSION:
         raise ValueError(

@@ -21,7 +21,7 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
-from epk_gp.storage.states import StoredStates
+from epk_gp.storage.chunks import StoredStates
 from epk_gp.work.sums import Sums
 
 _PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed

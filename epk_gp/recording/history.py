@@ -14,11 +14,10 @@ from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.chunks import matrix_bytes
+from epk_gp.storage.chunks import StoredStates, matrix_bytes, stored_run
 from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.states import StoredStates, read_chunks, stored_run
-from epk_gp.storage.training_state import WEIGHTS, TrainingState
+from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
 _BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
@@ -178,7 +177,7 @@ class RunHistory:
             schema: What the run keeps.
         """
         for index, result in self._results.items():
-            if index < count - 1 and not schema.kept_between(index + 1, index + 1):
+            if index < count - 1 and (index + 1) % schema.keep_every:
                 result = replace(result, end=result.end.new_empty(0))
             if index < count and isinstance(result.update, UpdateCoefficients):
                 result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))
@@ -230,8 +229,7 @@ class CommitSchedule:
 
     def stored(self) -> tuple[States, Updates]:
         """Return the states and coefficients on disk, as far as the run holds them (`with_computed_states`)."""
-        chunks, last = read_chunks(self._writer.path, self._writer.schema)
-        return stored_run(self._writer.path, self._writer.schema, chunks, last)
+        return stored_run(self._writer.path, self._writer.schema, tuple(self._writer.chunks))
 
     def stored_statistics(self) -> StoredStates | None:
         """Return the moving statistics on disk; None for a network without them."""
@@ -265,7 +263,7 @@ class CommitSchedule:
         matrices = 0 if update is None else matrix_bytes(update)
         diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
         statistics = 0 if result.statistics is None else result.statistics.nbytes
-        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.dtype.itemsize
+        states = (count - first) // schema.keep_every * schema.num_weights * schema.dtype.itemsize
         return (count - first) * (diagonals + statistics) + states
 
     def commit(self) -> None:
@@ -274,14 +272,11 @@ class CommitSchedule:
         results = self._history.results(first, count)
         if results:
             updates = [r.update for r in results if r.update is not None]
-            states, training_state = [r.end for r in results], self._training_state
-            if (schema := self._writer.schema).thins:
-                training_state = training_state | {WEIGHTS: states[-1]}
-                states = [states[s - first - 1] for s in schema.kept_between(first + 1, count)]
-            steps = self._history.steps[first:count]
+            schema, steps = self._writer.schema, self._history.steps[first:count]
+            states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self._writer.append(states, steps, updates, self._history.digest(count), training_state, statistics)
-            self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], steps))
+            self._writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], schema, steps))
         self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
         self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)

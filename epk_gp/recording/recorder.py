@@ -35,9 +35,9 @@ from epk_gp.recording.optimizer import GroupWatch
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import Clip, TrainingSetup, make_setup, parse_step_rules, validate_end
 from epk_gp.recording.validation import parse_batch, parse_batch_weight
+from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
-from epk_gp.storage.states import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
 

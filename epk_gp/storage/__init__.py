@@ -17,10 +17,9 @@ generators), `states` (weights and coefficients read by index), `verify`, `write
 reading at `run`; the package imports `core` and `optimizers`.
 """
 
-from epk_gp.storage.export import export_run
 from epk_gp.storage.run import RunStart, create_run, is_run, load_trajectory, resume_run
 from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
-from epk_gp.storage.verify import RunSummary, check_run
+from epk_gp.storage.verify import RunSummary, check_run, export_run
 from epk_gp.storage.writer import RunWriter, Storage
 
 __all__ = [

@@ -1,113 +1,65 @@
-"""Chunks of a run: the tensors that hold consecutive weight states and the steps that led to them."""
+"""Chunks of a run: the tensors that hold consecutive weight states and the steps that led to them.
+
+A chunk is written by `chunk_tensors`, verified as a whole by `read_steps` when a run is opened, and read row by row:
+`StoredStates` and `StoredUpdates` are a run's states and coefficients, read when they are indexed.
+"""
 
 import json
+import math
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped, UInt8
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
+from epk_gp.core.checks import is_finite
+from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.files import SAFETENSORS_DTYPES, parse_json
-from epk_gp.storage.journal import Chunk, opened_chunk
-from epk_gp.storage.passes import pass_tables, pass_tensors, validate_tables
-from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
+from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
+from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
+from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
+from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
+from epk_gp.storage.schema import ChunkSchema, Count, GroupRecord, Record, validated
 
-SIDES = ("left", "right")  # of matrices
 GROUPS = "groups"  # the tensor of parameter groups
+MATRICES_NAME = "matrices"  # those of each step, packed
+_BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
 
 
-def matrices_of(update: UpdateCoefficients) -> dict[tuple[str, int], Tensor]:
-    """Return the matrices of a step by side and position of the parameter."""
-    return {(side, k): Q for side in SIDES for k, Q in sorted(getattr(update, side, {}).items())}
+def _matrices_of(update: UpdateCoefficients) -> dict[str, Tensor]:
+    """Return the matrices of a step by side and position of the parameter, as in "left.0"."""
+    return {f"{side}.{k}": Q for side in MATRICES for k, Q in getattr(update, side).items()}
 
 
 def matrix_bytes(update: UpdateCoefficients) -> int:
     """Return how many bytes the matrices of a step take."""
-    return sum(Q.nbytes for Q in matrices_of(update).values())
+    return sum(Q.nbytes for Q in _matrices_of(update).values())
 
 
-def matrix_name(side: str, k: int) -> str:
-    """Return the name on disk of the matrices of a parameter."""
-    return f"update.{side}.{k}"
-
-
-def steps_with_matrices(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> dict[tuple[str, int], list[int]]:
-    """Return the steps of a verified run in which each side of each parameter has a matrix."""
-    steps: dict[tuple[str, int], list[int]] = {}
-    for chunk in chunks:
-        with opened_chunk(path, chunk) as tensors:
-            for key in _keys(tensors):
-                rows = tensors.get_tensor(f"{matrix_name(*key)}.steps")
-                steps.setdefault(key, []).extend((rows + max(chunk.first - 1, 0)).tolist())
-    return dict(sorted(steps.items()))
-
-
-def matrix_tensors(updates: Sequence[UpdateCoefficients]) -> dict[str, Tensor]:
-    """Return the tensors that hold the matrices of consecutive steps, by their names on disk."""
-    found: dict[str, list[tuple[int, Tensor]]] = {}
-    for row, update in enumerate(updates):
-        for (side, k), Q in matrices_of(update).items():
-            found.setdefault(matrix_name(side, k), []).append((row, Q))
-    tensors = {}
-    for name, rows in found.items():
-        tensors[name] = torch.stack([Q.detach().cpu() for _, Q in rows])
-        tensors[f"{name}.steps"] = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-    return tensors
-
-
-def read_matrices(tensors: Any, row: int) -> dict[str, dict[int, Tensor]]:
-    """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`; none if it has none."""
-    found: dict[str, dict[int, Tensor]] = {}
-    for side, k in _keys(tensors):
-        steps = tensors.get_tensor(f"{matrix_name(side, k)}.steps")
-        if len(place := (steps == row).nonzero()):
-            found.setdefault(side, {})[k] = tensors.get_slice(matrix_name(side, k))[int(place[0])].clone()
-    return found
-
-
-def expected_matrices(
-    actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema
-) -> dict[str, tuple[tuple[int, ...] | None, str]]:
-    """Return shape (None for one dimension of any length) and dtype that each tensor of matrices must have.
-
-    A matrix is square, and its side divides its parameter's number of weights. There are as many as `.steps` names.
-    """
-    expected: dict[str, tuple[tuple[int, ...] | None, str]] = {}
-    for k, size in enumerate(schema.sizes):
-        for name in (matrix_name(side, k) for side in SIDES):
-            if not actual.keys() & {name, f"{name}.steps"}:
-                continue
-            shape, dtype = actual.get(name, ((), ""))
-            sides = {r for r in shape[1:] if r and size % r == 0}
-            n, r = (shape[0] if shape else 0), max(sides, default=1)
-            dtype = dtype if dtype in ("F32", "F64") else SAFETENSORS_DTYPES[schema.dtype]
-            expected |= {name: ((n, r, r), dtype), f"{name}.steps": ((n,), "I64")}
-    return expected
-
-
-def validate_steps_of_matrices(tensors: Any, num_steps: int, where: str) -> None:
-    """Raise if the matrices of an open chunk are not those of different steps of it.
+def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
+    """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 
     Raises:
-        ValueError: A step is none of the chunk's, or the steps are not in their order.
+        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes.
     """
-    for key in _keys(tensors):
-        name = f"{matrix_name(*key)}.steps"
-        steps = tensors.get_tensor(name)
-        if not len(steps) or steps.min() < 0 or steps.max() >= num_steps or (steps.diff() <= 0).any():
-            raise ValueError(f"{where} must hold {name!r} in the order of its {num_steps} steps: it does not.")
-
-
-def _keys(tensors: Any) -> list[tuple[str, int]]:
-    """Return side and position of the parameter of each tensor of matrices in an open chunk."""
-    parts = [name.split(".") for name in tensors.keys()]  # noqa: SIM118  # not a mapping
-    return sorted((p[1], int(p[2])) for p in parts if len(p) == 3 and p[1] in SIDES and p[2].isdecimal())
+    sides: dict[str, dict[int, Tensor]] = {side: {} for side in MATRICES}
+    names = {f"{side}.{k}": (side, k) for side in MATRICES for k in range(len(schema.sizes))}
+    for name, Q in unpack(tensors, MATRICES_NAME, row, where).items():
+        side, k = names.get(name, ("", 0))
+        is_square = Q.ndim == 2 and Q.shape[0] == Q.shape[1] > 0
+        if not side or not is_square or schema.sizes[k] % len(Q) or not Q.is_floating_point() or not is_finite(Q):
+            raise ValueError(f"{where} must hold square matrices of finite numbers: {name!r} of step {row} is none.")
+        sides[side][k] = Q
+    return sides
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
@@ -126,32 +78,25 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
     """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
-    changed = [(k, step.groups) for k, step in enumerate(steps) if step.groups is not None]
-    names = list(dict.fromkeys(group.names for _, groups in changed for group in groups))
     changes = [
-        {"step": k, "groups": [{**g.to_json(), "names": names.index(g.names)} for g in groups]} for k, groups in changed
+        {"step": k, "groups": [group.to_json() for group in step.groups]}
+        for k, step in enumerate(steps)
+        if step.groups is not None
     ]
-    text = json.dumps({"names": names, "changes": changes})
-    return {GROUPS: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)} if changed else {}
-
-
-class _ChunkGroup(GroupOptions):
-    """A parameter group, its names as a number in `_ChunkGroups.names`."""
-
-    names: Count
+    text = json.dumps({"changes": changes}).encode()
+    return {GROUPS: torch.frombuffer(bytearray(text), dtype=torch.uint8)} if changes else {}
 
 
 class _Change(Record):
     """The parameter groups from a step of the chunk on."""
 
     step: Count
-    groups: list[_ChunkGroup]
+    groups: list[GroupRecord]
 
 
-class _ChunkGroups(Record):
+class _Changes(Record):
     """The parameter groups of a chunk, where they change."""
 
-    names: list[list[str]]
     changes: list[_Change]
 
 
@@ -162,12 +107,11 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
         ValueError: The tensor is not what `step_tensors` makes.
     """
     message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
-    held = validated(_ChunkGroups, parse_json(bytes(tensor_bytes(content)), message), message)
-    numbers = [group.names for change in held.changes for group in change.groups]
-    if any(change.step >= count for change in held.changes) or any(number >= len(held.names) for number in numbers):
-        raise ValueError(f"{message}: they are those of other steps or parameters.")
+    held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
+    if any(change.step >= count for change in held.changes):
+        raise ValueError(f"{message}: they are those of other steps.")
     return {
-        change.step: tuple(OptimizerGroup(g.rule, tuple(held.names[g.names]), g.options) for g in change.groups)
+        change.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in change.groups)
         for change in held.changes
     }
 
@@ -182,7 +126,7 @@ def chunk_tensors(
     """Return the tensors of a chunk by their names on disk.
 
     Args:
-        states: Consecutive weight states; of a run that keeps every k-th state those of them that it keeps.
+        states: Consecutive weight states; of a run that keeps every k-th state those of them, and the last.
         steps: The steps that led to them; none leads to state 0.
         updates: Coefficients of these steps, which a run that keeps every k-th state holds compactly.
         schema: The schema of the run's chunks.
@@ -192,21 +136,13 @@ def chunk_tensors(
         TypeError: A tensor of a pass has a dtype that cannot be stored.
         ValueError: Statistics or passes are not those of this run.
     """
-    count = (len(steps) or 1) if schema.thins else len(states)
+    count = len(steps) or 1
     if [value.shape for value in statistics] != [(schema.num_statistics,)] * count * bool(schema.num_statistics):
-        raise ValueError(
-            f"a run of {schema.num_statistics} moving statistics must have them with each of {count} states: got "
-            f"{len(statistics)}."
-        )
-    held = [state.cpu() for state in states]
-    tensors = {"states": torch.stack(held) if held else torch.empty(0, schema.num_weights, dtype=schema.dtype)}
+        raise ValueError(f"each of {count} states must have {schema.num_statistics} moving statistics: got others.")
+    tensors = {"states": torch.stack([state.cpu() for state in states])}
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
-    tensors |= step_tensors(steps)
-    if passes := pass_tensors(steps):
-        layout = {name: (tuple(value.shape), SAFETENSORS_DTYPES[value.dtype]) for name, value in passes.items()}
-        validate_tables(pass_tables(passes), layout, steps, schema, "a chunk")
-        tensors |= passes
+    tensors |= step_tensors(steps) | pass_tensors(steps, schema)
     compact = [_compact(update, schema) for update in updates]
     held_updates, columns = [own.update for own in compact], []
     for name in FIELDS if held_updates else ():
@@ -221,7 +157,8 @@ def chunk_tensors(
         if any(name in own.places for own in compact):
             shared = torch.full((len(schema.sizes),), -1)
             tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
-    tensors |= matrix_tensors(held_updates)
+    if any(update.has_matrices for update in held_updates):
+        tensors |= pack(MATRICES_NAME, [_matrices_of(update) for update in held_updates])
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     return tensors
@@ -239,14 +176,14 @@ def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
     return value
 
 
-def read_update(tensors: Any, row: int) -> UpdateCoefficients:
+def read_update(tensors: Any, schema: ChunkSchema, row: int, where: str) -> UpdateCoefficients:
     """Read the coefficients of one step of an open chunk."""
     stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
     values = [
         read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
         for number, name in enumerate(FIELDS)
     ]
-    matrices: Mapping[str, Any] = read_matrices(tensors, row)
+    matrices: Mapping[str, Any] = _read_matrices(tensors, schema, row, where) if MATRICES_NAME in stored else {}
     return UpdateCoefficients(*values, **matrices)
 
 
@@ -255,3 +192,235 @@ def read_places(tensors: Any, row: int) -> dict[str, Int64[Tensor, " L"]]:
     stored = set(tensors.keys())
     places = {name: read_row(tensors, f"update.{name}.at", row) for name in FIELDS if f"update.{name}.at" in stored}
     return {name: at for name, at in places.items() if bool((at >= 0).any())}
+
+
+def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
+    """Verify a chunk as a whole, and return its steps.
+
+    Forward passes stay in the file, and are checked when they are read: they are too many to be read with every run.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is damaged, or it does not hold the states and steps that the schema describes.
+    """
+    verify_chunk(path, chunk)
+    file, where = chunk_file(path, chunk)
+    with open_tensors(file, where) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
+        actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        _validate_layout(actual, schema, chunk, where)
+        for name, part in slices.items():
+            if actual[name][1] in ("F32", "F64"):
+                _validate_finite_rows(part, name, where)
+        for field in FIELDS:
+            if (name := f"update.{field}.at") in actual:
+                at, sizes = tensors.get_tensor(name), torch.tensor(schema.sizes)
+                if bool((at < -1).any()) or bool((at >= sizes.clamp(min=1)).any()):
+                    raise ValueError(f"{where} must hold {name!r} of -1 or a weight of its parameter: it does not.")
+        steps = _parse_steps(tensors, schema, chunk, where)
+        if MATRICES_NAME in actual:
+            places = tensors.get_tensor(f"{MATRICES_NAME}.at")
+            validate_places(places, actual[MATRICES_NAME][0][0], MATRICES_NAME, where)
+            for row in range(len(places)):
+                _read_matrices(tensors, schema, row, where)
+        if PASSES not in actual:
+            return steps
+        validate_passes(tensors, steps, schema, where)
+        return with_stored_passes(steps, tensors, Path(path), chunk, schema)
+
+
+def _validate_layout(
+    actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema, chunk: Chunk, where: str
+) -> None:
+    """Raise if names, shapes and dtypes are not those of a chunk of this run."""
+    k, j, L, any_length = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes), -1
+    P, Q, weight_dtype = schema.num_weights, schema.num_statistics, SAFETENSORS_DTYPES[schema.dtype]
+    if "sizes" not in actual or actual["sizes"][0] != (j,):  # first: the journal may claim any number of states
+        raise ValueError(f"{where} must hold {j} steps: its 'sizes' are missing or others.")
+    expected: dict[str, tuple[tuple[int, ...], str]] = {
+        "states": ((len(schema.held_between(chunk.first, chunk.last)), P), weight_dtype),
+        "sizes": ((j,), "F64"),
+        "lengths": ((j,), "I64"),
+        "weighted": ((j,), "BOOL"),
+        "batches": ((any_length,), "I64"),
+        "sample_weights": ((any_length,), "F64"),
+    }
+    if Q:
+        expected["statistics"] = ((k, Q), "F32 F64")
+    if j:
+        optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
+        optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
+        optional[GROUPS] = ((any_length,), "U8")
+        if MATRICES_NAME in actual:
+            expected |= {MATRICES_NAME: ((any_length,), "U8"), f"{MATRICES_NAME}.at": ((j, 2), "I64")}
+        if PASSES in actual:
+            expected |= {name: ((any_length,), dtype) for name, dtype in PASS_LAYOUT.items()}
+            expected[f"{PASSES}.at"] = ((any_length, 2), "I64")
+        expected["update"] = ((j, len(FIELDS), L), "F64")
+        expected |= {name: layout for name, layout in optional.items() if name in actual}
+    if different := sorted(actual.keys() ^ expected.keys()):
+        raise ValueError(f"{where} must hold {sorted(expected)}: {different[0]!r} is not in both.")
+    for name, (shape, dtype) in expected.items():
+        of_any_length = shape[:1] == (any_length,) and len(actual[name][0]) == len(shape)
+        got = (any_length, *actual[name][0][1:]) if of_any_length else actual[name][0]
+        if got != shape or actual[name][1] not in dtype.split():
+            raise ValueError(f"{where} must hold {name!r} of shape {shape} and type {dtype}: got {actual[name]}.")
+
+
+def _validate_finite_rows(part: Any, name: str, where: str) -> None:
+    rows = part.get_shape()[0]
+    block = max(1, _BLOCK_ELEMENTS * rows // max(1, math.prod(part.get_shape())))
+    for start in range(0, rows, block):
+        if not is_finite(part[start : start + block]):
+            raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
+
+
+def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) -> list[Step]:
+    rates, lengths, batches, is_weighted, weights = (
+        tensors.get_tensor(name) for name in ("sizes", "lengths", "batches", "weighted", "sample_weights")
+    )
+    counts = lengths.clamp(min=0)
+    is_sound = (
+        bool((rates >= 0).all() and ((lengths >= 1) | (lengths == -1)).all() and (counts <= len(batches)).all())
+        and int(counts.sum()) == len(batches)
+        and int(counts[is_weighted].sum()) == len(weights)
+        and not bool((is_weighted & (lengths < 0)).any())
+        and (not len(batches) or 0 <= int(batches.min()) <= int(batches.max()) < schema.num_points)
+    )
+    if not is_sound:
+        raise ValueError(f"{where} must hold steps on batches of the {schema.num_points} training points: it does not.")
+    rows = batches.split(counts.tolist()) if len(counts) else ()
+    parts = iter(weights.split(counts[is_weighted].tolist()) if is_weighted.any() else ())
+    groups = read_groups(tensors.get_tensor(GROUPS), len(lengths), where) if GROUPS in tensors.keys() else {}  # noqa: SIM118
+    return [
+        Step(
+            chunk.first_step + k,
+            float(rates[k]),
+            rows[k].clone() if lengths[k] >= 0 else None,
+            next(parts).clone() if is_weighted[k] else None,
+            groups=groups.get(k),
+        )
+        for k in range(len(lengths))
+    ]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Tensors of a run on disk, read from its chunks by several threads at once.
+
+    Attributes:
+        path: Folder of the run.
+        schema: What its chunks hold.
+        chunks: The committed chunks.
+    """
+
+    path: Path
+    schema: ChunkSchema
+    chunks: tuple[Chunk, ...]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
+
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return self.chunks[-1].last + 1
+
+    def _chunk(self, state: int) -> Chunk:
+        return self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+
+
+@dataclass(frozen=True)
+class StoredStates(_Stored):
+    """The kept weights or the moving statistics of a run's states.
+
+    Attributes:
+        name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
+    """
+
+    name: str = "states"
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Which weights are kept."""
+        return tuple(self.schema.held_between(0, len(self) - 1))
+
+    def __getitem__(self, state: int) -> Float[Tensor, " _"]:
+        """Read one state: P weights, or Q moving statistics.
+
+        Raises:
+            IndexError: The run has no such state, or does not keep it.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk, row = self._chunk(state), state - self._chunk(state).first
+        if self.schema.thins and self.name == "states":
+            held = self.schema.held_between(chunk.first, chunk.last)
+            if state not in held:
+                raise IndexError(f"state must be a kept one, a multiple of {self.schema.keep_every}: got {state}.")
+            row = held.index(state)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_row(tensors, self.name, row)
+
+
+@dataclass(frozen=True)
+class StoredUpdates(_Stored):
+    """The update coefficients of a run."""
+
+    def __len__(self) -> int:
+        """Return the number of steps, S."""
+        return self.chunks[-1].last
+
+    def __getitem__(self, step: int) -> UpdateCoefficients:
+        """Read the coefficients of one step.
+
+        Raises:
+            IndexError: The run has no such step.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
+
+    def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
+        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        if not self.schema.thins:
+            return {}
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_places(tensors, step - chunk.first_step)
+
+
+def stored_run(
+    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...]
+) -> tuple[StoredStates, StoredUpdates]:
+    """Return the states and coefficients of a run on disk, as far as they are held."""
+    return StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
+
+
+def with_computed_states(trajectory: Trajectory) -> Trajectory:
+    """Return a run whose states and coefficients are those of `stored_run`, with those that are not held computed."""
+    kept, updates = trajectory.states, trajectory.updates
+    if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
+        return trajectory
+    return recomputed_run(trajectory, kept, updates)
+
+
+def require_same_run(trajectory: Trajectory) -> None:
+    """Raise if the folder of a run on disk does not hold what it held when the trajectory was loaded.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: It holds another run.
+    """
+    recomputation = recomputation_of(trajectory)
+    states = trajectory.trained.states if recomputation is None else recomputation.kept
+    if not isinstance(states, StoredStates):
+        return
+    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
+        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")

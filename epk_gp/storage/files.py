@@ -6,12 +6,15 @@ JSON, and tensors by name (safetensors).
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,8 +24,6 @@ from torch import Tensor
 from epk_gp.core.step import tensor_bytes
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
-MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has some 30 tensors, and 4 per parameter with matrices
-_BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
 DAMAGED = "The file is damaged; restore it from a copy."
 
 # The name that a safetensors header gives to each dtype.
@@ -46,11 +47,22 @@ _SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getat
 _CAN_SYNC_FOLDERS = os.name != "nt"
 
 
-def checksum(content: bytes, *suffixes: str) -> str:
-    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by texts."""
+DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor that is written without being in memory as a whole: shape, dtype, and its rows one after another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Iterable[Tensor]
+
+
+def checksum(content: bytes, suffix: str = "") -> str:
+    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by a text."""
     hasher = hashlib.blake2b(content, digest_size=16)
-    for suffix in suffixes:
-        hasher.update(suffix.encode())
+    hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
@@ -59,28 +71,24 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
-    """Return the checksum of a file followed by texts; the file is read block by block.
+def checksum_file(file: Path, size: int, where: str, suffix: str = "") -> str:
+    """Return the checksum of a file followed by a text; the file is read block by block.
 
     Args:
         file: A regular file.
         size: The size that the file must have, in bytes; a file of another size is not read.
         where: Name of the file in an error message.
-        suffixes: Texts that are hashed after the file.
+        suffix: A text that is hashed after the file.
 
     Raises:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it has another size.
     """
-    hasher = hashlib.blake2b(digest_size=16)
     with open_regular(file, where) as stream:
-        actual = os.fstat(stream.fileno()).st_size
-        if actual != size:
+        if (actual := os.fstat(stream.fileno()).st_size) != size:
             raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
-        while block := stream.read(_BLOCK):
-            hasher.update(block)
-    for suffix in suffixes:
-        hasher.update(suffix.encode())
+        hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+    hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
@@ -96,7 +104,7 @@ def open_descriptor(file: Path, flags: int) -> int:
 
 
 @contextmanager
-def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
+def open_regular(file: Path, where: str) -> Iterator[BufferedReader]:
     """Open a regular file for reading.
 
     Raises:
@@ -110,9 +118,7 @@ def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(
-            f"{where} must be a plain file: it is a symbolic link. Put the file itself in its place."
-        ) from error
+        raise ValueError(f"{where} must be a plain file: it is a symbolic link.") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
@@ -142,14 +148,26 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it is larger than the limit.
     """
-    content = bytearray()
     with open_regular(file, where) as stream:
-        if os.fstat(stream.fileno()).st_size <= limit:
-            while len(content) <= limit and (block := stream.read(_BLOCK)):
-                content += block
-            if len(content) <= limit:
-                return bytes(content)
-    raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
+        return stream.read(size)
+
+
+def read_checked(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> bytes:
+    """Read a file of so many bytes that has a checksum, followed by a text.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or it has another size or checksum.
+    """
+    if (actual := regular_file_size(file, where)) not in (None, size):
+        raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
+    content = read_bytes(file, size, where)
+    if checksum(content, suffix) != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
+    return content
 
 
 def parse_json(content: bytes, message: str) -> Any:
@@ -175,54 +193,30 @@ def checksummed_json(record: dict[str, Any]) -> bytes:
     return json.dumps(record | {"blake2b": checksum_json(record)}, indent=1).encode()
 
 
-def read_checksummed_json(content: bytes, message: str) -> dict[str, Any] | None:
-    """Parse what `checksummed_json` returned; None if any byte of it was changed, a space included.
+def read_checksummed_json(content: bytes, message: str) -> dict[str, Any]:
+    """Parse what `checksummed_json` returned.
 
     Raises:
-        ValueError: The text is not JSON; `message` starts the error message.
+        ValueError: The text is not JSON, or any byte of it was changed, a space included; `message` starts the error
+            message.
     """
     record = parse_json(content, message)
-    if not isinstance(record, dict) or "blake2b" not in record:
-        return None
-    del record["blake2b"]
-    try:
-        return record if checksummed_json(record) == content else None
-    except RecursionError:  # Python parses slightly deeper nesting than it writes
-        return None
-
-
-def tensor_file_size(file: Path, where: str) -> int:
-    """Return the size in bytes that a safetensors file must have by its own header, which alone is read.
-
-    Raises:
-        FileNotFoundError: The file is missing.
-        ValueError: The file is not a regular file, or its header is not that of a safetensors file.
-    """
-    with open_regular(file, where) as stream:
-        start = stream.read(8)
-        _check_header_length(start, os.fstat(stream.fileno()).st_size, where)
-        length = int.from_bytes(start, "little")
-        entries = parse_json(stream.read(length), f"{where} must be a safetensors file")
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-    except (AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.") from error
-    if not all(type(end) is int for end in ends):
-        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.")
-    return 8 + length + max(ends, default=0)
+    with suppress(RecursionError):  # Python parses slightly deeper nesting than it writes
+        if isinstance(record, dict) and record.pop("blake2b", None) and checksummed_json(record) == content:
+            return record
+    raise ValueError(f"{message}: its checksum is not that of its content. {DAMAGED}")
 
 
 @contextmanager
 def open_tensors(file: Path, where: str) -> Iterator[Any]:
-    """Map a safetensors file, after a check of the length that its header claims.
+    """Map a safetensors file.
 
     Raises:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or not a safetensors file.
     """
-    with open_regular(file, where) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        _check_header_length(stream.read(8), size, where)
+    with open_regular(file, where):  # a file, and no link or pipe
+        pass
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -236,20 +230,44 @@ def load_tensors(content: bytes, where: str) -> dict[str, Tensor]:
     Raises:
         ValueError: The bytes are not those of a safetensors file.
     """
-    _check_header_length(content[:8], len(content), where)
     try:
         return load(content)
     except (SafetensorError, KeyError, RuntimeError) as error:  # the latter two: a dtype that torch does not have
         raise ValueError(f"{where} must be a safetensors file: {error}.") from error
 
 
-def _check_header_length(start: bytes, size: int, where: str) -> None:
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(size - 8, MAX_TENSOR_HEADER_BYTES):
-        raise ValueError(
-            f"{where} must be a safetensors file: its header claims {length} bytes of the file's {size} "
-            f"(at most {MAX_TENSOR_HEADER_BYTES} are read)."
-        )
+def pack(name: str, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return two tensors that hold tensors by name for each row: small ones of any shapes, read row by row.
+
+    `name` holds the rows as safetensors files, one after another, equal ones once; `name.at` (n, 2) says where the file
+    of each row starts, and how many bytes it has.
+    """
+    starts, end, at = dict[bytes, int](), 0, []
+    for row in rows:
+        content = b"".join(tensor_file(row, {}))
+        if content not in starts:
+            starts[content], end = end, end + len(content)
+        at.append((starts[content], len(content)))
+    stream = torch.frombuffer(bytearray(b"".join(starts)), dtype=torch.uint8)
+    return {name: stream, f"{name}.at": torch.tensor(at, dtype=torch.int64)}
+
+
+def validate_places(at: Tensor, size: int, name: str, where: str) -> None:
+    """Raise if the rows of packed tensors lie outside of the `size` bytes that hold them."""
+    start, length = at.unbind(1)
+    if (start < 0).any() or (length < 0).any() or (start > size).any() or (length > size - start).any():
+        raise ValueError(f"{where} must hold {name!r} where `{name}.at` says: a row lies outside.")
+
+
+def unpack(tensors: Any, name: str, row: int, where: str) -> dict[str, Tensor]:
+    """Read the tensors of one row that `pack` put into an open safetensors file.
+
+    Raises:
+        ValueError: They are not in the form that `pack` gives them.
+    """
+    start, length = tensors.get_slice(f"{name}.at")[row].tolist()
+    content = tensors.get_slice(name)[start : start + length]
+    return load_tensors(bytes(tensor_bytes(content)), where)
 
 
 def atomic_write(
@@ -310,7 +328,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def tensor_file(tensors: Mapping[str, Tensor | Rows], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Give the content of a safetensors file, part by part: the same bytes whenever tensors and metadata are the same.
 
     A large tensor needs its own memory only once, and metadata are not in a random order, as safetensors writes them.
@@ -320,14 +338,15 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> I
         metadata: Texts by their names.
     """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-    names, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0  # each at a multiple of its items
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)), 0  # items are aligned
     for name in names:
         value, start = tensors[name], end
-        end = start + value.numel() * value.itemsize
+        end = start + math.prod(value.shape) * value.dtype.itemsize
         dtype = SAFETENSORS_DTYPES[value.dtype]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        yield tensor_bytes(tensors[name])
+        value = tensors[name]
+        yield from (tensor_bytes(part) for part in (value.parts if isinstance(value, Rows) else (value,)))

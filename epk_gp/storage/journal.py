@@ -19,7 +19,6 @@ from epk_gp.storage.files import (
     checksum,
     checksum_file,
     checksum_json,
-    checksummed_json,
     open_tensors,
     parse_json,
     read_bytes,
@@ -32,7 +31,6 @@ JOURNAL, FINISHED = "journal.jsonl", "finished.json"
 MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
 MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
 _FINISHED_BYTES = 1024  # the closing record has some 150 bytes
-_CHANGED = "Another run was recorded there, or the file was damaged. Load the run again, or restore the file."
 
 # How the file of each chunk was (`_stamp`) when this process last compared its content with its checksum.
 _COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -74,9 +72,20 @@ class Chunk(Record):
         return self.first + self.states - 1
 
     @property
+    def first_step(self) -> int:
+        """Number of its first step; state 0 has none."""
+        return max(self.first - 1, 0)
+
+    @property
     def description(self) -> str:
         """The states in the chunk, in words, for error messages."""
         return f"states {self.first}..{self.last}"
+
+
+class Finished(Record):
+    """The closing record of a finished run: the number of its chunks."""
+
+    chunks: Count
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,13 @@ class Journal:
 
 
 def chunk_name(number: int) -> str:
-    """Return the name of a chunk's file."""
+    """Return the name of a chunk's file.
+
+    Raises:
+        ValueError: The run has as many chunks as a run can have.
+    """
+    if number >= MAX_CHUNKS:
+        raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
     return f"chunk-{number:06d}.safetensors"
 
 
@@ -132,22 +147,13 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     chunks, used = _parse_lines(content, where)
     if not chunks:
         raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
-    if finished is not None:
-        _validate_finished(folder, finished, content)
-    elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
+    if finished is not None and finished.chunks > len(chunks):  # fewer: a writer has resumed the run a moment ago
+        raise ValueError(f"{where} must be as when the run was finished, with {finished.chunks} chunks. {DAMAGED}")
+    if numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
         # A writer removes resume file N - 1 only after it committed line N.
-        raise ValueError(
-            f"{where} must have a line for each of {max(numbers) + 1} committed chunks: it ends after "
-            f"{len(chunks)} (state {chunks[-1].last}). {DAMAGED}"
-        )
+        raise ValueError(f"{where} must have {max(numbers) + 1} lines: it ends after {len(chunks)}. {DAMAGED}")
     _validate_sizes(folder, chunks)
-    return Journal(tuple(chunks), used, finished is not None)
-
-
-def finished_content(chunks: int, journal: bytes) -> bytes:
-    """Return the closing record of a finished run: number, size and checksum of its journal's lines."""
-    record = {"chunks": chunks, "journal_bytes": len(journal), "journal_blake2b": checksum(journal)}
-    return checksummed_json(record)
+    return Journal(tuple(chunks), used, finished == Finished(chunks=len(chunks)))
 
 
 def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
@@ -156,19 +162,18 @@ def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
     return file, f"{file} ({chunk.description})"
 
 
-def has_checksum(path: str | os.PathLike[str], chunk: Chunk) -> bool:
-    """Read the file of a chunk as a whole, and return whether it has the checksum that it was committed with.
+def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
+    """Compare the file of a chunk as a whole with the checksum that it was committed with.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: It is not a regular file, or has another size.
+        ValueError: It is not a regular file, or has another size or checksum.
     """
     file, where = chunk_file(path, chunk)
     stamp = _stamp(file)  # before it is read
     if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
-        return False
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
     _COMPARED[str(file), chunk.blake2b] = stamp
-    return True
 
 
 @contextmanager
@@ -188,17 +193,13 @@ def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
 
 
 def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
-    file, where = chunk_file(path, chunk)
-    size = regular_file_size(file, where)
-    if size is None:
-        raise FileNotFoundError(
-            f"a run must keep all its files while it is used: {where} was removed or renamed. Restore it, or load "
-            "the run from its new place."
-        )
-    if size != chunk.bytes:
-        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. {_CHANGED}")
-    if _COMPARED.get((str(file), chunk.blake2b)) != _stamp(file) and not has_checksum(path, chunk):
-        raise ValueError(f"{where} must have the content that it had when the run was opened. {_CHANGED}")
+    file = chunk_file(path, chunk)[0]
+    if _COMPARED.get((str(file), chunk.blake2b)) == _stamp(file):
+        return
+    try:
+        verify_chunk(path, chunk)
+    except ValueError as error:
+        raise ValueError(f"{error} Or another run was recorded there: load it again.") from error
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
@@ -236,36 +237,22 @@ def _resume_numbers(folder: Path) -> set[int]:
     return {int(stem) for stem, name in zip(stems, names, strict=True) if stem.isascii() and stem.isdecimal()}
 
 
-def _read_finished(folder: Path) -> dict[str, object] | None:
+def _read_finished(folder: Path) -> Finished | None:
     file = folder / FINISHED
     if regular_file_size(file, str(file)) is None:
         return None
+    message = f"{file} must be the closing record of a run"
     try:
         content = read_bytes(file, _FINISHED_BYTES, str(file))
     except FileNotFoundError:  # a writer resumed the run a moment ago
         return None
-    record: dict[str, object] | None = read_checksummed_json(content, f"{file} must be JSON")
-    if record is None:
-        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    return record
-
-
-def _validate_finished(folder: Path, finished: dict[str, object], content: bytes) -> None:
-    size = finished.get("journal_bytes")
-    if size == len(content) and finished.get("journal_blake2b") == checksum(content):
-        return
-    if _read_finished(folder) is None:  # a writer resumed the run after the closing record was read
-        return
-    raise ValueError(
-        f"{folder / JOURNAL} must be as it was when the run was finished, with {size} bytes and "
-        f"{finished.get('chunks')} chunks: it has {len(content)} bytes or others. Restore it from a copy."
-    )
+    return validated(Finished, read_checksummed_json(content, message), message)
 
 
 def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:
     for chunk in chunks:
-        where = f"{folder / chunk.file} ({chunk.description})"
-        size = regular_file_size(folder / chunk.file, where)
+        file, where = chunk_file(folder, chunk)
+        size = regular_file_size(file, where)
         if size != chunk.bytes:
             got = "it is missing" if size is None else f"it has {size}"
             raise ValueError(f"{where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")

@@ -15,11 +15,10 @@ from torch import Tensor
 
 import epk_gp
 from epk_gp.core.step import tensor_bytes
-from epk_gp.storage.files import atomic_write, checksum, open_tensors, parse_json, read_bytes, tensor_file
+from epk_gp.storage.files import atomic_write, checksum, open_tensors, tensor_file
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"
-_MANIFEST_BYTES = 1024  # the manifest has some 60 bytes
 
 
 class PartialSums:
@@ -38,19 +37,14 @@ class PartialSums:
         """
         self.folder, self.identity, self.is_durable = Path(folder), fingerprint, is_durable
         self.folder.mkdir(parents=True, exist_ok=True)
-        manifest = self.folder / _MANIFEST
+        manifest, content = self.folder / _MANIFEST, json.dumps({"identity": fingerprint}).encode()
         if manifest.is_file():
-            if _recorded_fingerprint(manifest) != fingerprint:
-                raise ValueError(
-                    f"checkpoint {self.folder} must be of this very computation (run, points, head, rule, step "
-                    "weights, memory budget): it is of another. Choose another folder, or delete this one."
-                )
+            if manifest.stat().st_size != len(content) or manifest.read_bytes() != content:
+                raise ValueError(f"checkpoint {folder} must be of this very computation: it is of another.")
         elif any(self.folder.iterdir()):
-            raise ValueError(
-                f"checkpoint must be a new or empty folder: {self.folder} holds something. Choose another."
-            )
+            raise ValueError(f"checkpoint must be a new or empty folder: {self.folder} holds something.")
         else:
-            atomic_write(manifest, json.dumps({"identity": fingerprint}).encode())
+            atomic_write(manifest, content)
         self._last_save = time.monotonic()
 
     @property
@@ -117,10 +111,7 @@ class PartialSums:
                     raise ValueError("it is that of another computation or piece, or of another version")
                 yield stored
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file} must be a partial sum of this version: it is damaged, or older, or was copied or renamed from "
-                "another computation or piece. Delete it, and its part starts anew."
-            ) from error
+            raise ValueError(f"{file} must be a partial sum of this version: delete it ({error}).") from error
 
     def _owner(self, name: str) -> str:
         """Return what ties a file to the computation, the piece and the version of the package that it is of."""
@@ -138,11 +129,3 @@ def _checksum(tensors: dict[str, Tensor], count: str) -> str:
         value = zlib.crc32(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode(), value)
         value = zlib.crc32(tensor_bytes(tensor), value)
     return f"{value:08x}"
-
-
-def _recorded_fingerprint(manifest: Path) -> object:
-    try:
-        content = parse_json(read_bytes(manifest, _MANIFEST_BYTES, str(manifest)), str(manifest))
-    except ValueError:  # too long, or no JSON
-        return None
-    return content.get("identity") if isinstance(content, dict) else None

@@ -18,16 +18,14 @@ from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,
-    checksum_file,
     load_tensors,
-    parse_json,
     read_bytes,
+    read_checked,
     read_checksummed_json,
     regular_file_size,
 )
 
-FORMAT = "epk_gp run"
-FORMAT_VERSION = 1
+FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
@@ -42,23 +40,18 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class GroupOptions(Record):
-    """Rule and options of a parameter group."""
+class GroupRecord(Record):
+    """A parameter group (`OptimizerGroup.to_json`)."""
 
+    names: list[str]
     rule: str
     options: dict[str, Any]
 
     @model_validator(mode="after")
-    def _has_options_of_its_rule(self) -> "GroupOptions":
+    def _has_options_of_its_rule(self) -> "GroupRecord":
         if not fits_scale(self.rule, self.options):
             raise ValueError(f"options must be those of {self.rule!r}")
         return self
-
-
-class GroupRecord(GroupOptions):
-    """A parameter group (`OptimizerGroup.to_json`)."""
-
-    names: list[str]
 
 
 class RunDescription(Record):
@@ -93,8 +86,8 @@ class RunDescription(Record):
 class RunHeader(RunDescription):
     """The header of a run, which `docs/format.md` describes."""
 
-    format: str
-    version: int
+    format: Literal["epk_gp run"]
+    version: Literal[1]
     data_blake2b: str
     data_bytes: Count
     optimizer: list[Any]
@@ -152,13 +145,13 @@ class ChunkSchema:
 
     @property
     def thins(self) -> bool:
-        """Whether chunks do not hold every state, so that the resume file holds the last one."""
+        """Whether chunks do not hold every state."""
         return self.keep_every > 1
 
-    def kept_between(self, first: int, last: int) -> range:
-        """Return which of consecutive states are held."""
+    def held_between(self, first: int, last: int) -> list[int]:
+        """Return which of its consecutive states a chunk holds: every k-th, and the last, for resuming."""
         k = self.keep_every
-        return range(math.ceil(first / k) * k, last + 1, k)
+        return sorted({*range(math.ceil(first / k) * k, last + 1, k), last})
 
     @property
     def num_weights(self) -> int:
@@ -248,9 +241,9 @@ def complete_header(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
         where: Name of the file in an error message.
 
     Raises:
-        ValueError: They are not those of a run.
+        ValueError: They are not those of a run of this format and version.
     """
-    header = validated(RunHeader, entries, f"{where} must describe weights, data, loss and update rule")
+    header = validated(RunHeader, entries, f"{where} must be the header of an epk_gp run of version 1")
     return dict(header) | dict(entries)
 
 
@@ -262,24 +255,11 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: The folder holds no run.
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"folder must be that of a run: got {path!r}.")
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
         raise FileNotFoundError(f"folder must hold a recorded run: {file} does not exist.")
     content = read_bytes(file, MAX_JSON_BYTES, str(file))
-    header = parse_json(content, f"{file} must be the JSON header of a run")
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{file} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
-    if type(header.get("version")) is not int or header["version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"run format version must be {FORMAT_VERSION}: {file} has {header.get('version')!r}. Open it with the "
-            "version of epk_gp that recorded it."
-        )
-    header = read_checksummed_json(content, str(file))
-    if header is None:
-        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    return complete_header(header, str(file))
+    return complete_header(read_checksummed_json(content, f"{file} must be the header of an epk_gp run"), str(file))
 
 
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -290,10 +270,8 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
         ValueError: The file is damaged, or does not hold the tensors that the header describes.
     """
     file = Path(path) / DATA
-    where, size = str(file), header["data_bytes"]
-    if checksum_file(file, size, where) != header["data_blake2b"]:
-        raise ValueError(f"{where} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    data = load_tensors(read_bytes(file, size, where), where)
+    where = str(file)
+    data = load_tensors(read_checked(file, header["data_bytes"], header["data_blake2b"], where), where)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")

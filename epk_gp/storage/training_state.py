@@ -16,18 +16,19 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.storage.files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
+from epk_gp.storage.files import load_tensors, parse_json, read_checked
 from epk_gp.storage.journal import Chunk, resume_name
+from epk_gp.storage.schema import Record, validated
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
-WEIGHTS = "weights"  # the last state, of a run whose chunks do not hold every one
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"),
@@ -49,20 +50,32 @@ class Stateful(Protocol):
 StatefulObjects = Mapping[str, Stateful | torch.Generator]
 
 
+class _OptimizerState(Record):
+    """The `state_dict` of an optimizer."""
+
+    state: dict[int, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
+class _State(Record):
+    """What a resume file says: state of the optimizers, of the objects in `stateful`, and buffers that changed."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    optimizers: list[_OptimizerState]
+    keep: dict[str, Any]
+    buffers: dict[str, Tensor]
+
+
 def validate_stateful(stateful: StatefulObjects) -> None:
     """Raise if a value is not a dictionary of generators and objects with `state_dict` and `load_state_dict`.
 
     Raises:
         TypeError: The value is not a dictionary, or one of its values has no state.
     """
-    if not isinstance(stateful, Mapping):
-        raise TypeError(f"stateful must be a dictionary, name to object: got {type(stateful).__name__}.")
-    for name, value in stateful.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Generator | Stateful):
-            raise TypeError(
-                f"stateful must hold torch.Generators and objects with state_dict and load_state_dict: {name!r} is "
-                f"{type(value).__name__}."
-            )
+    values = stateful.items() if isinstance(stateful, Mapping) else [(None, stateful)]
+    if not all(isinstance(name, str) and isinstance(value, torch.Generator | Stateful) for name, value in values):
+        raise TypeError(f"stateful must be a dictionary of torch.Generators and objects with state_dict: {stateful}.")
 
 
 def validate_resumable(
@@ -77,9 +90,7 @@ def validate_resumable(
         raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
     is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
-        raise ValueError(
-            "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
-        )
+        raise ValueError("resume=True must know the learning-rate schedule: pass stateful={'scheduler': scheduler}.")
 
 
 @dataclass(eq=False)
@@ -134,21 +145,20 @@ class TrainingState:
         try:
             states = [optimizer.state_dict() for optimizer in self.optimizers]
         except KeyError as error:
-            raise ValueError(
-                "a parameter group must be removed with its state, which torch cannot store without it: call "
-                "optimizer.state.pop(parameter) for its parameters, or record in memory."
-            ) from error
+            raise ValueError("a parameter group must be removed with its state (optimizer.state.pop).") from error
         state = {
-            "optimizer": states[0] if len(states) == 1 else states,
-            "keep": {name: _state_of(value) for name, value in self.stateful.items()},
+            "optimizers": states,
+            "keep": {
+                name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+                for name, value in self.stateful.items()
+            },
+            "buffers": {name: value for name, value in self._buffers().items() if self._has_changed(name, value)},
         }
-        if changed := {name: value for name, value in self._buffers().items() if self._has_changed(name, value)}:
-            state["buffers"] = changed
         text = json.dumps(_encode(state, tensors, "state"))
         tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return tensors
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """Restore the state of all objects, and torch's random numbers, in place.
 
         The optimizer and the other objects must be made as those of the recorded run were.
@@ -157,67 +167,39 @@ class TrainingState:
             tensors: What `state_dict` returned.
             where: Name of the file in an error message.
 
+        Returns:
+            The buffers of the network that had changed, which are not restored.
+
         Raises:
             ValueError: The tensors are not a training state, one of another shape, or one of other names in
-                `stateful`; or an object does not take its state.
+                `stateful`; or an object does not take its state; or the network has other buffers.
         """
-        state, random, momentum = _read_state(tensors, where), tensors[_RANDOM], tensors.get(_MOMENTUM)
-        recorded = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
-        names, shape = set(state["keep"]), self.momentum.shape if momentum is None else momentum.shape
-        if len(recorded) != len(self.optimizers) or shape != self.momentum.shape:
-            raise ValueError(
-                f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers with momentum "
-                f"of shape {tuple(shape)}."
-            )
-        if names != set(self.stateful):
-            raise ValueError(
-                f"stateful must have the names it had when the run was recorded, {sorted(names)}: got "
-                f"{sorted(self.stateful)}."
-            )
+        state, momentum = _read_state(tensors, where), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
+        recorded = [own.model_dump() for own in state.optimizers]
+        if len(recorded) != len(self.optimizers) or momentum.shape != self.momentum.shape:
+            raise ValueError(f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers.")
+        if state.keep.keys() != self.stateful.keys():
+            raise ValueError(f"stateful must have the names {sorted(state.keep)}: got {sorted(self.stateful)}.")
+        buffers = self._buffers()
+        for name, value in state.buffers.items():
+            own = buffers.get(name)
+            if own is None or (own.shape, own.dtype) != (value.shape, value.dtype):
+                raise ValueError(f"the network must have the recorded buffers to resume {where}: {name!r} is another.")
         try:
-            for optimizer, own in zip(self.optimizers, recorded, strict=True):
-                if (count := len(own["param_groups"])) != len(optimizer.param_groups):
-                    raise ValueError(
-                        f"the optimizer must have the parameter groups of the last commit to resume: it had {count} "
-                        f"then, got {len(optimizer.param_groups)}. A run that adds groups must be recorded in one go."
-                    )
-                _validate_buffer_shapes(optimizer, own)
-            for optimizer, own in zip(self.optimizers, recorded, strict=True):
-                optimizer.load_state_dict(own)
-                _restore_dtypes(optimizer, own)
-            for name, value in self.stateful.items():
-                if isinstance(value, torch.Generator):
-                    value.set_state(state["keep"][name])
-                else:
-                    value.load_state_dict(state["keep"][name])
-            torch.random.set_rng_state(random)  # last: a sampler may draw numbers while its state is restored
+            for optimizer, own_state in zip(self.optimizers, recorded, strict=True):
+                _validate_optimizer_state(optimizer, own_state)
+            for optimizer, own_state in zip(self.optimizers, recorded, strict=True):
+                optimizer.load_state_dict(own_state)
+                _restore_dtypes(optimizer, own_state)
+            for name, kept in self.stateful.items():
+                (kept.set_state if isinstance(kept, torch.Generator) else kept.load_state_dict)(state.keep[name])
+            torch.random.set_rng_state(tensors[_RANDOM])  # last: a sampler may draw numbers while it is restored
             if (device := self._accelerator()) is not None and _DEVICE_RANDOM in tensors:
                 torch.get_device_module(device).set_rng_state(tensors[_DEVICE_RANDOM], device)
-        except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
             raise ValueError(f"optimizer and stateful must take the state to resume from: {error}.") from error
-        if momentum is not None:
-            self.momentum.copy_(momentum)
-
-    def recorded_buffers(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return the buffers of the network that `state_dict` stored because they had changed.
-
-        Args:
-            tensors: What `state_dict` returned.
-            where: Name of the file in an error message.
-
-        Raises:
-            ValueError: The tensors are not a training state, or the network has other buffers.
-        """
-        recorded: dict[str, Tensor] = _read_state(tensors, where)["buffers"]
-        found = {name: (tuple(value.shape), value.dtype) for name, value in recorded.items()}
-        own = {name: (tuple(value.shape), value.dtype) for name, value in self._buffers().items()}
-        for name, kind in found.items():
-            if own.get(name) != kind:
-                raise ValueError(
-                    f"the network must have the recorded buffers to resume {where}: {name!r} must be of {kind}, got "
-                    f"{own.get(name, 'none')}."
-                )
-        return recorded
+        self.momentum.copy_(momentum)
+        return state.buffers
 
     def _buffers(self) -> dict[str, Tensor]:
         return {} if self.net is None else dict(self.net.named_buffers())
@@ -236,25 +218,15 @@ class TrainingState:
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
-        all_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in all_groups]
-        plain = [
-            {
-                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                for key, value in group.items()
-            }
-            for group in groups
+        groups = [
+            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
         ]
-        counts = [len(group["params"]) for group in all_groups]
-        tensors: dict[str, Tensor] = {}
-        encoded = [
-            {key: _encode(value, tensors, f"option {key!r}") for key, value in sorted(group.items())} for group in plain
-        ]
-        if tensors:
-            raise TypeError("the optimizer's options must be numbers or texts: got a tensor of several numbers.")
-        options: list[dict[str, Any]] = json.loads(
-            json.dumps([{"parameters": n, **group} for n, group in zip(counts, encoded, strict=True)])
-        )
+        try:  # numbers of numpy and tensors of one number have `item`
+            options: list[dict[str, Any]] = json.loads(json.dumps(groups, default=lambda value: value.item()))
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
         return options
 
 
@@ -267,28 +239,18 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     """
     file = Path(path) / resume_name(number)
     where = f"{file} (at state {chunk.last})"
-    size = regular_file_size(file, where)
-    if size not in (None, chunk.resume_bytes):
-        raise ValueError(f"{where} must have {chunk.resume_bytes} bytes: it has {size}. {DAMAGED}")
-    content = read_bytes(file, chunk.resume_bytes, where)
-    if checksum(content, chunk.digest) == chunk.resume_blake2b:
-        return load_tensors(content, where)
-    raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
+    content = read_checked(file, chunk.resume_bytes, chunk.resume_blake2b, where, chunk.digest)
+    return load_tensors(content, where)
 
 
-def _read_state(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+def _read_state(tensors: Mapping[str, Tensor], where: str) -> _State:
     """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
     message = f"{where} must hold the state to resume from"
     try:
-        state: dict[str, Any] = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
-        if not isinstance(state["keep"], dict) or "optimizer" not in state or _RANDOM not in tensors:
-            raise ValueError("it lacks an entry")
-        state = {"buffers": {}} | state
-        if not all(isinstance(value, Tensor) for value in state["buffers"].values()):
-            raise ValueError("a buffer is no tensor")
-    except (KeyError, TypeError, IndexError, ValueError, RecursionError, AttributeError) as error:
+        entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{message}: it does not ({error}).") from error
-    return state
+    return validated(_State, entries, message)
 
 
 def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
@@ -300,19 +262,15 @@ def _version(value: Tensor) -> int:
     return -1 if value.is_inference() else value._version
 
 
-def _state_of(value: Stateful | torch.Generator) -> Any:
-    return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
-
-
-def _validate_buffer_shapes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
+def _validate_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
+    count = len(recorded["param_groups"])
+    if count != len(optimizer.param_groups):
+        raise ValueError(f"the optimizer must have the {count} parameter groups of the last commit to resume.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in recorded["state"].items():
         for name, value in state.items():
             if name in _BUFFERS and isinstance(value, Tensor) and value.shape != parameters[index].shape:
-                raise ValueError(
-                    f"the optimizer's {name} must have the shape {tuple(parameters[index].shape)} of its parameter: "
-                    f"got {tuple(value.shape)}."
-                )
+                raise ValueError(f"the optimizer's {name} must have its parameter's shape: got {tuple(value.shape)}.")
 
 
 def _restore_dtypes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
@@ -345,8 +303,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[_encode(key, tensors, where), _encode(entry, tensors, where)] for key, entry in value.items()]}
     raise TypeError(
-        f"the {where} of a run on disk must consist of numbers, texts, lists, dictionaries and tensors: got "
-        f"{type(value).__name__}. Record in memory, or leave it out of stateful."
+        f"the {where} must consist of numbers, texts, lists, dicts and tensors: got {type(value).__name__}."
     )
 
 

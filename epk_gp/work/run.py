@@ -15,9 +15,9 @@ from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.storage.chunks import require_same_run
 from epk_gp.storage.files import checksum
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.states import require_same_run
 from epk_gp.work.sums import BEGUN, Piece, Sums, Work, computed, save_piece
 from epk_gp.work.workers import only_owner, pieces_of_workers, scratch_folder, threads_of_workers
 

@@ -34,11 +34,7 @@ INPUTS = {
     "text": ({**X, "mask": "x"}, TypeError, r"X\['mask'\] must be a torch.Tensor: got str. Convert it with"),
     "nothing": ((PAIR[0], None), TypeError, r"X\[1\] must be a torch.Tensor: got NoneType"),
     "nested": ({**X, "ids": (X["ids"],)}, TypeError, r"X\['ids'\] must be a torch.Tensor: got tuple"),
-    "numbers": (
-        [1.0, 2.0],
-        TypeError,
-        "X must be a torch.Tensor: got list. .* pass several tensors as a tuple or dict",
-    ),
+    "numbers": ([1.0, 2.0], TypeError, "X must be a torch.Tensor: got list. .* pass several tensors as a tuple or"),
     "string": ("x", TypeError, "X must be a torch.Tensor: got str"),
     "empty_tuple": ((), ValueError, "X must hold at least one tensor: got an empty tuple"),
     "empty_dict": ({}, ValueError, "X must hold at least one tensor: got an empty dict"),

@@ -69,11 +69,7 @@ TRAINING = {
     "X_empty": ({"X": X[:0], "y": Y[:0]}, ValueError, "at least one point: got .0, 4"),
     "X_one_dimensional": ({"X": X[:, 0]}, ValueError, r"X must have shape .M, .*got .10,"),
     "X_scalar": ({"X": X[0, 0]}, ValueError, "X must have shape"),
-    "X_too_wide": (
-        {"X": torch.cat([X, X], 1)},
-        ValueError,
-        r"must accept X: .*shape .8,. and torch.float64: .*multipl",
-    ),
+    "X_too_wide": ({"X": torch.cat([X, X], 1)}, ValueError, r"must accept X: .*shape .8,. and torch.float64"),
     "X_too_deep": ({"X": X[:, None, None]}, ValueError, "to a tensor of shape .n, C.: got a tensor of shape"),
     "X_float32": ({"X": X.float()}, TypeError, "X must have the weights' dtype torch.float64: got torch.float32"),
     "X_integers": ({"X": X.long()}, ValueError, r"must accept X: .*torch.int64"),
@@ -81,11 +77,7 @@ TRAINING = {
     "X_nan": ({"X": with_value(X, NAN)}, ValueError, "X must be finite: row 3 holds NaN or infinity"),
     "X_infinite": ({"X": with_value(X, -INF, row=7)}, ValueError, "X must be finite: row 7 holds NaN or infinity"),
     "devices": ({"y": Y.to("meta")}, ValueError, "X and y must be on one device: got cpu and meta"),
-    "token_out_of_range": (
-        {"net": float_tokens(), "X": token_data()[0] + 7},
-        ValueError,
-        "must accept X: .*index out of range",
-    ),
+    "token_out_of_range": ({"net": float_tokens(), "X": token_data()[0] + 7}, ValueError, "must accept X: .*index"),
     "floats_for_tokens": ({"net": float_tokens()}, ValueError, "must accept X: .*torch.float64"),
     # the targets
     "length_mismatch": ({"y": Y[:9]}, ValueError, "one entry per point: got 9 for 10 points"),
@@ -99,21 +91,9 @@ TRAINING = {
     "probabilities_negative": ({"y": F.one_hot(Y, 3) * 3.0 - 1}, ValueError, "non-negative and sum to 1"),
     "probabilities_too_large": ({"y": F.one_hot(Y, 3) * 1.1}, ValueError, "non-negative and sum to 1"),
     "probabilities_nan": ({"y": F.one_hot(Y, 3) * NAN}, ValueError, "targets must be finite: row 0"),
-    "regression_labels": (
-        {"loss": epk.MeanSquaredError()},
-        ValueError,
-        r"targets of the outputs' shape .10, 3.: got .10,",
-    ),
-    "regression_one_column": (
-        {"loss": epk.MeanSquaredError(), "y": X[:, :1]},
-        ValueError,
-        r"targets of the outputs' shape .10, 3.: got .10, 1.",
-    ),
-    "regression_integers": (
-        {"loss": epk.MeanSquaredError(), "y": F.one_hot(Y, 3)},
-        TypeError,
-        "needs floating-point targets: got torch.int64",
-    ),
+    "regression_labels": ({"loss": epk.MeanSquaredError()}, ValueError, r"targets of the outputs' shape .10, 3.: got"),
+    "regression_one_column": ({"loss": epk.MeanSquaredError(), "y": X[:, :1]}, ValueError, r"targets of the outputs'"),
+    "regression_integers": ({"loss": epk.MeanSquaredError(), "y": F.one_hot(Y, 3)}, TypeError, "needs floating-point"),
     "regression_nan": (
         {"loss": epk.MeanSquaredError(), "y": with_value(regression_data()[1], NAN)},
         ValueError,
@@ -127,29 +107,13 @@ TRAINING = {
     "no_storage": ({"storage": None}, TypeError, r"storage must be an epk_gp.Storage, such as .*: got None"),
     # the network
     "no_network": ({"net": lambda x: x}, TypeError, "net must be a torch.nn.Module: got function"),
-    "network_without_weights": (
-        {"net": Nothing()},
-        ValueError,
-        "no parameter requires a gradient|must train the network's",
-    ),
+    "network_without_weights": ({"net": Nothing()}, ValueError, "no parameter requires a gradient|must train the"),
     "network_of_two_dtypes": ({"net": mixed_dtypes()}, ValueError, "share one floating dtype and one device"),
     "network_not_copyable": ({"net": NoCopy()}, TypeError, "must be copyable by copy.deepcopy"),
-    "network_returns_a_tuple": (
-        {"net": Tuple()},
-        ValueError,
-        r"shape .n, C.: got tuple for 4 inputs. Say how .* output=lambda returned: returned.0.",
-    ),
-    "network_returns_one_number": (
-        {"net": OneNumber()},
-        ValueError,
-        r"labels must lie in 0..0 .the network has 1 outputs.",
-    ),
+    "network_returns_a_tuple": ({"net": Tuple()}, ValueError, r"shape .n, C.: got tuple for 4 inputs. Say how .*"),
+    "network_returns_one_number": ({"net": OneNumber()}, ValueError, r"labels must lie in 0..0 .the network has 1"),
     "network_transposed": ({"net": Transposed(), "X": X[:3], "y": Y[:3]}, ValueError, "shape .n, C.: got"),
-    "weights_nan": (
-        {"net": poisoned(NAN)},
-        ValueError,
-        "weights of '2.bias' must be finite: .* Initialise them",
-    ),
+    "weights_nan": ({"net": poisoned(NAN)}, ValueError, "weights of '2.bias' must be finite: .* Initialise them"),
     "weights_infinite": ({"net": poisoned(INF)}, ValueError, "initial weights of '2.bias' must be finite"),
     # the loop
     "steps_zero": ({"steps": 0}, ValueError, "steps must be at least 1: got 0"),
@@ -158,11 +122,7 @@ TRAINING = {
     "loss_name": ({"loss": "cross_entropy"}, TypeError, "loss must be epk_gp.CrossEntropy.*got 'cross_entropy'"),
     "loss_class": ({"loss": epk.CrossEntropy}, TypeError, "loss must be epk_gp.CrossEntropy"),
     "torch_loss_reduction": ({"loss": nn.MSELoss(reduction="none")}, ValueError, "reduction must be .* got 'none'"),
-    "class_weights_too_few": (
-        {"loss": nn.CrossEntropyLoss(weight=torch.ones(2))},
-        ValueError,
-        "one class weight per output: got 2 for 3 outputs",
-    ),
+    "class_weights_too_few": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(2))}, ValueError, "one class weight per"),
     "class_weight_negative": (
         {"loss": epk.CrossEntropy(class_weights=(1.0, -1.0, 1.0))},
         ValueError,
@@ -170,31 +130,15 @@ TRAINING = {
     ),
     "smoothing_too_large": ({"loss": epk.CrossEntropy(label_smoothing=1.5)}, ValueError, "must lie in .0, 1.: got 1.5"),
     "loss_a_function": ({"loss": F.cross_entropy}, TypeError, "PerSampleLoss.f, reduction=.* around a function"),
-    "logits_as_log_probabilities": (
-        {"loss": nn.NLLLoss()},
-        ValueError,
-        "needs outputs that are log-probabilities: the exponentials of a row sum to .* End the network in LogSoftmax",
-    ),
+    "logits_as_log_probabilities": ({"loss": nn.NLLLoss()}, ValueError, "needs outputs that are log-probabilities"),
     "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be ClipNorm.* got 1.0"),
     "clip_negative": ({"clip": ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
-    "loss_joined": (
-        {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},
-        ValueError,
-        "must be the sum of the samples' losses, as reduction='sum' states",
-    ),
+    "loss_joined": ({"loss": epk.PerSampleLoss(F.cross_entropy, "sum")}, ValueError, "must be the sum of the"),
     "loss_a_number": ({"loss": epk.PerSampleLoss(lambda z, y: 1.0)}, ValueError, "one value per sample.*got float"),
-    "loss_a_column": (
-        {"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])},
-        ValueError,
-        r"one value per sample, shape .4,., or the batch.s reduced loss, a scalar: got shape .4, 1.",
-    ),
+    "loss_a_column": ({"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])}, ValueError, r"one value per sample, shape"),
     # the optimizer
     "no_optimizer": ({"optimizer": lambda net: "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer: got str"),
-    "optimizer_of_another_network": (
-        {"optimizer": lambda net: sgd(mlp())},
-        ValueError,
-        "must train the network's parameters only",
-    ),
+    "optimizer_of_another_network": ({"optimizer": lambda net: sgd(mlp())}, ValueError, "must train the network's"),
     "learning_rate_infinite": ({"optimizer": lambda net: sgd(net, INF)}, ValueError, "learning rate must be finite"),
     "learning_rate_nan": ({"optimizer": lambda net: sgd(net, NAN)}, ValueError, "learning rate must be finite"),
     "optimizer_of_frozen_weights": (
@@ -253,11 +197,7 @@ BATCHES = {
     "object": (object(), TypeError, "integer indices into X: got <object"),
     "empty": (torch.zeros(0, dtype=torch.int64), ValueError, r"non-empty list of indices into X: got shape \(0,\)"),
     "empty_list": ([], ValueError, "non-empty list of indices"),
-    "two_dimensional": (
-        torch.zeros(2, 2, dtype=torch.int64),
-        ValueError,
-        r"list of indices into X: got shape \(2, 2\)",
-    ),
+    "two_dimensional": (torch.zeros(2, 2, dtype=torch.int64), ValueError, r"list of indices into X: got shape \(2"),
     "one_number": (torch.tensor(3), ValueError, r"list of indices into X: got shape \(\)"),
     "too_high": ([0, 10], ValueError, r"indices must lie in 0\.\.9: got 0\.\.10"),
     "negative": ([-1, 3], ValueError, r"indices must lie in 0\.\.9: got -1\.\.3"),

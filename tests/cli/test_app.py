@@ -120,10 +120,10 @@ def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, co
         (("gram", "run", "--head", "foo"), "'foo' is not one of 'logits', 'log_softmax'"),
         (("uncertainty", "run", "--outputs", "foo"), "'foo' is not one of 'full', 'independent'"),
         (("record", "--dtype", "float16"), "'float16' is not one of 'float32', 'float64'"),
-        (("record", "--steps", "abc"), "--steps must be a whole number: got 'abc'."),
-        (("record", "--steps", "1e3"), "--steps must be a whole number: got '1e3'."),
-        (("record", "--steps=2", "--steps=2.5"), "--steps must be a whole number: got '2.5'."),
-        (("record", "--lr", "fast"), "--lr must be a number: got 'fast'."),
+        (("record", "--steps", "abc"), "Invalid value for '--steps'"),
+        (("record", "--steps", "1e3"), "Invalid value for '--steps'"),
+        (("record", "--steps=2", "--steps=2.5"), "Invalid value for '--steps'"),
+        (("record", "--lr", "fast"), "Invalid value for '--lr'"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
 )
@@ -147,36 +147,6 @@ def test_rules_are_read_as_they_are_written():
     assert parse_rule("left-riemann:7") == epk.left_riemann(7)
     assert parse_rule("midpoint:2") == epk.midpoint(2)
     assert parse_rule("left-endpoint") == epk.left_endpoint()
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        ("verify", ("--rule", "simpson"), "--rule must be adaptive"),
-        ("verify", ("--rule", "gauss-legendre:0"), "the number of nodes must be at least 1: got 0"),
-        ("verify", ("--rule", "gauss-legendre:2.5"), "N must be a whole number of nodes, as in gauss-legendre:4"),
-        (
-            "verify",
-            ("--rule", "adaptive:abc"),
-            "--rule adaptive:TOL needs a positive number as its tolerance: got 'abc'",
-        ),
-        ("verify", ("--rule", "adaptive:-1"), "needs a positive number as its tolerance: got '-1'"),
-        ("verify", ("--tol", -1), "--tol must be at least 0 and finite: got -1.0"),
-        ("verify", ("--num-points", 0), "--num-points must be at least 1"),
-        ("verify", ("--points", "nowhere.npz"), "it does not exist"),
-        ("verify", ("--network", "cnn"), "the cnn needs images"),
-        ("attribute", ("--top", 0), "--top must be at least 1"),
-        ("gram", ("--num-rows", 0), "--num-rows must be at least 1"),
-        ("uncertainty", ("--num-condition", 0), "--num-condition must be at least 1"),
-        ("uncertainty", ("--rule", "adaptive"), "--rule must be a fixed rule"),
-        ("audit", ("--top", 61), "--top must be at most 60: got 61"),
-        ("audit", ("--features", "all"), "--features must be exact, or a whole number"),
-    ],
-    ids=str,
-)
-def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, capsys, command, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, command, recorded, "--quiet", *options)
 
 
 @pytest.mark.parametrize(

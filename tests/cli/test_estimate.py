@@ -7,7 +7,6 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import refused, run
-from epk_gp.cli.estimate import _size, _time
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--rule", "gauss-legendre:2"),
@@ -53,11 +52,11 @@ def test_the_rule_is_the_command_s_own(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--num-points", 3), "--num-points must stand beside --what attribute: got --what gram. Leave"),
-        (("--what", "attribute", "--rows", "train"), "--rows must stand beside --what gram: got --what attribute."),
+        (("--num-points", 3), "--num-points would be ignored beside --what gram"),
+        (("--what", "attribute", "--rows", "train"), "--rows would be ignored beside --what attribute"),
         (("--what", "verify"), "verify"),
         (("--seconds", 0), "--seconds must be at least 0.1 and below 100000: got 0"),
-        (("--workers", 0), "--workers must be at least 1: got 0."),
+        (("--workers", 0), "Invalid value for '--workers'"),
         (("--rows", "train", "--points", "points.npz"), "--points must have a side"),
         (("--rule", "left-endpoint:3"), "--rule must be adaptive[:TOL], gauss-legendre:N"),
     ],
@@ -67,9 +66,3 @@ def test_wrong_uses_end_with_one_line(recorded, tmp_path, monkeypatch, capsys, o
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, "estimate", recorded, *options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_numbers_are_said_in_their_units():
-    times = [_time(t) for t in (0.01234, 59.0, 90.0, 7200.0, 172800.0)]
-    assert times == ["0.0123 s", "59 s", "1.5 min", "2 h", "2 days"]
-    assert [_size(n) for n in (12, 1234, 5 << 20, 3 << 30)] == ["12 bytes", "1.23 kB", "5.24 MB", "3.22 GB"]

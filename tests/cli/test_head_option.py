@@ -96,8 +96,7 @@ def test_one_output_needs_no_head(ask, command):
 
 
 @pytest.mark.parametrize(
-    ("name", "heads"),
-    [("regression", {"logits"}), ("one_output", {"logits"}), ("classes", {"logits", "log_softmax"})],
+    ("name", "heads"), [("regression", {"logits"}), ("one_output", {"logits"}), ("classes", {"logits", "log_softmax"})]
 )
 def test_verify_checks_what_the_loss_sees(ask, name, heads):
     results = json.loads((ask("verify", name) / "verify.json").read_text())["results"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from commands import SMALL, refused, run, write_data
-from epk_gp.cli.networks import NetworkSpec, write_manifest
 from epk_gp.recording.observer import StepObserver
+from epk_gp.storage.files import checksummed_json, read_checksummed_json
 from epk_gp.storage.journal import read_journal
 
 OPTIONS = ("--batch-size", 7, "--momentum", 0.5, "--clip-norm", 2.5, "--activation", "tanh")
@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Options that differ from those of `options_of`, how the recorded value is said, and the given one.
 OTHERS = [
     (("--seed", 5), "0", "5"),
-    (("--zero-final-layer",), "off", "on"),
+    (("--zero-final-layer",), "False", "True"),
     (("--data", "digits"), "three-gaussians", "digits"),
     (("--num-train", 25), "24", "25"),
     (("--num-test", 4), "6", "4"),
@@ -44,7 +44,7 @@ OTHERS = [
     (("--optimizer", "adam"), "sgd", "adam"),
     (("--lr", 0.2), "0.1", "0.2"),
     (("--momentum", 0.25), "0.5", "0.25"),
-    (("--nesterov",), "off", "on"),
+    (("--nesterov",), "False", "True"),
     (("--weight-decay", 0.5), "0.0", "0.5"),
     (("--clip-norm", 3), "2.5", "3.0"),
     (("--batch-size", 8), "7", "8"),
@@ -52,7 +52,7 @@ OTHERS = [
     (("--dtype", "float32"), "float64", "float32"),
     (("--check-every", 2), "1", "2"),
     (("--keep-every", 2), "1", "2"),
-    (("--num-classes", 3), "none", "3"),
+    (("--num-classes", 3), "None", "3"),
 ]
 
 
@@ -129,7 +129,7 @@ def test_data_that_moved_are_resumed_and_other_held_out_points_are_refused(tmp_p
     np.savez("b.npz", inputs=X, labels=y)
     before = contents(Path("run"))
     line = refused(capsys, "record", "--resume", "--steps", 4, "--quiet")
-    assert "the held-out points must be the recorded ones to resume the run at run" in line
+    assert "the held-out points must be the recorded ones to resume run" in line
     assert contents(Path("run")) == before
 
 
@@ -141,21 +141,20 @@ def test_a_factory_that_only_the_manifest_names_is_not_executed(user_module, tmp
     assert run("record", "--resume", "--steps", 3, "--network", network, "--quiet") == 0
 
 
-def test_what_is_not_known_of_a_run_without_a_manifest_is_not_written_into_one(options_of, tmp_path):
+def test_a_run_without_a_manifest_is_resumed_in_python(options_of, tmp_path, capsys):
     for file in options_of.iterdir():
         if file.name not in ("network.json", "held_out.safetensors"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert run("record", "--out", tmp_path, "--resume", *SMALL, *OPTIONS, "--steps", 6, "--zero-final-layer") == 0
-    unknown = {"seed", "zero_final_layer"}
-    assert manifest(options_of)["recorded_with"].keys() - manifest(tmp_path)["recorded_with"].keys() == unknown
+    line = refused(capsys, "record", "--out", tmp_path, "--resume", *SMALL, *OPTIONS)
+    assert "must hold the network.json that epk-gp record wrote" in line
 
 
-@pytest.mark.parametrize("value", ["many", None, True, 1.5], ids=str)
+@pytest.mark.parametrize("value", ["many", None, 1.5], ids=str)
 def test_a_manifest_with_options_of_another_kind_is_refused(options_of, tmp_path, capsys, value):
     for file in options_of.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    stored = manifest(options_of)
-    spec = stored["network"] | {"input_shape": tuple(stored["network"]["input_shape"])}
-    write_manifest(tmp_path, NetworkSpec(**spec), stored["recorded_with"] | {"seed": value}, stored["held_out_blake2b"])
+    stored = read_checksummed_json((tmp_path / "network.json").read_bytes(), "")
+    stored["recorded_with"]["seed"] = value
+    (tmp_path / "network.json").write_bytes(checksummed_json(stored))
     line = refused(capsys, "record", "--out", tmp_path, "--resume", "--steps", 6, "--quiet")
-    assert f"must hold the options of the recording: seed is damaged (it is {value!r})" in line
+    assert "must hold the options of the recording: seed is damaged" in line

@@ -97,30 +97,28 @@ def test_a_dask_scheduler_s_workers_compute_the_same_bytes(recorded, by_one, tmp
 
 
 def test_the_pool_is_spawned_and_closed():
-    with workers.open_executor(1, None) as executor:
+    with workers.computing(1.0, 1, None, True) as settings:
+        executor = settings["executor"]
         assert isinstance(executor, ProcessPoolExecutor)
         assert executor._mp_context.get_start_method() == "spawn"
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
         executor.submit(os.getpid)
-    with workers.open_executor(None, None) as executor:
-        assert executor is None
+    with workers.computing(1.0, None, None, True) as settings:
+        assert settings == {"memory_budget": 1 << 30, "progress": False, "executor": None}
 
 
 @pytest.mark.parametrize("command", ASKED)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--workers", 0), "--workers must be at least 1: got 0."),
-        (("--workers", 5000), "--workers must be at most 4096: got 5000."),
-        (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together: got 2 and"),
-        (("--scheduler", "nowhere.json"), "nowhere.json does not exist. Start it with dask scheduler --scheduler-file"),
-        (
-            ("--scheduler", "local"),
-            "must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler file",
-        ),
-        (("--scheduler", "http://h:1"), "as tcp://host:8786, or its scheduler file: got 'http://h:1'."),
-        (("--scheduler", "empty.json"), "as tcp://host:8786, or its scheduler file: got 'None'."),
-        (("--scheduler", "list.json"), "as tcp://host:8786, or its scheduler file: got 'none'."),
+        (("--workers", 0), "Invalid value for '--workers'"),
+        (("--workers", 5000), "Invalid value for '--workers'"),
+        (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together"),
+        (("--scheduler", "nowhere.json"), "nowhere.json does not exist"),
+        (("--scheduler", "local"), "must be an address, as tcp://host:8786, or a scheduler file"),
+        (("--scheduler", "http://h:1"), "as tcp://host:8786, or a scheduler file: got 'http://h:1'."),
+        (("--scheduler", "empty.json"), "as tcp://host:8786, or a scheduler file: got 'None'."),
+        (("--scheduler", "list.json"), "as tcp://host:8786, or a scheduler file: got 'none'."),
         (("--scheduler", "text.json"), "a scheduler file that dask scheduler --scheduler-file wrote: text.json: "),
     ],
     ids=lambda value: str(value[-1]).replace("/", "_") if isinstance(value, tuple) else "",
@@ -140,7 +138,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkey
 
     monkeypatch.setattr(distributed, "Client", silent)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
-    assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer within 30 seconds." in line
+    assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer." in line
 
 
 def test_a_scheduler_without_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import refused, run
-from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.cli.networks import open_run
 
 X = np.random.default_rng(0).normal(size=(12, 3))
 Y = np.arange(12) % 2
@@ -58,157 +58,132 @@ RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3, "--quiet")
 OWN = (*RECORD, "--data", "ok.npz")
 
 # fmt: off
-USES = [
-    # labels
-    ((*RECORD, "--data", "from_one.npz"), "must be 0..C-1 without gaps: got 2 different ones from 1 to 2. Subtract 1."),
-    ((*RECORD, "--data", "from_minus_one.npz"), "got 2 different ones from -1 to 0. Add 1."),
-    ((*RECORD, "--data", "gap.npz"), "got 2 different ones from 0 to 2. Renumber them"),
-    ((*RECORD, "--data", "huge.npz"), "got 2 different ones from 0 to 1000000000. Renumber them"),
-    ((*RECORD, "--data", "larger_than_int64.npz"), "`labels` in larger_than_int64.npz must be class indices"),
-    ((*RECORD, "--data", "one_class.npz"), "must name at least two classes"),
-    ((*RECORD, "--data", "one_point.npz"), "must name at least two classes"),
-    ((*RECORD, "--data", "gap.npz", "--num-classes", 2), "must lie in 0..1 (--num-classes 2): got 0..2"),
-    ((*RECORD, "--data", "from_minus_one.npz", "--num-classes", 2), "must lie in 0..1 (--num-classes 2): got -1..0"),
-    ((*RECORD, "--data", "train_0_to_2_test_1_to_3.npz"),
-     "`test_labels` in train_0_to_2_test_1_to_3.npz must lie in 0..2, the classes of the training points: got 2..3."),
-    ((*RECORD, "--data", "train_gap_in_test.npz"), "labels in train_gap_in_test.npz must be 0..C-1 without gaps"),
-    ((*RECORD, "--data", "sorted.npz", "--num-train", 8),
-     "labels of the other points of sorted.npz must lie in 0..1, the classes of the training points: got 2..2. "
-     "The file may be sorted by class: shuffle its points"),
-    ((*RECORD, "--data", "sorted.npz", "--num-train", 6, "--num-test", 1), "The file may be sorted by class: shuffle"),
-    ((*RECORD, "--data", "sorted.npz", "--num-test", 4), "The file may be sorted by class: shuffle"),
-    ((*RECORD, "--data", "sorted_and_test.npz", "--num-train", 8), "The file may be sorted by class: shuffle"),
-    ((*RECORD, "--data", "last_is_other.npz", "--num-train", 9),
-     "labels of the first 9 points of last_is_other.npz, the training points, must name at least two classes: all are "
-     "0. The file may be sorted by class: shuffle its points"),
-    ((*OWN, "--num-classes", 1), "--num-classes must be at least 2: got 1"),
-    ((*OWN, "--num-classes", 10**9), "--num-classes must be at most 1000000: got 1000000000"),
-    ((*RECORD, "--num-classes", 3), "--num-classes belongs to a file of one's own: got --data three-gaussians"),
-    ((*RECORD, "--data", "float_labels.npz"), "must be a list of class indices: got shape (12,), torch.float64"),
-    ((*RECORD, "--data", "columns_of_labels.npz"), "must be a list of class indices: got shape (12, 1), torch.int64"),
-    ((*RECORD, "--data", "one_label.npz"), "`labels` in one_label.npz must have one entry per point: got shape ()"),
-    ((*RECORD, "--data", "few_labels.npz"), "`labels` in few_labels.npz must have one entry per point: got 5 for 12"),
-    ((*RECORD, "--data", "text_labels.npz"), "must be a whole .npz file of numbers: got an array of <U3"),
-    # data of one's own
-    ((*RECORD, "--data", "text.npz"), "must be a whole .npz file of numbers: got an array of <U"),
-    ((*RECORD, "--data", "no_points.npz"), "must hold at least one point"),
-    ((*RECORD, "--data", "nan.npz"), "`inputs` in nan.npz as torch.float64 must be finite: row 3"),
-    ((*RECORD, "--data", "large.npz", "--dtype", "float32"), "as torch.float32 must be finite: row 0"),
-    ((*RECORD, "--data", "complex.npz"), "must be real numbers: got shape (12, 3), torch.complex128"),
-    ((*RECORD, "--data", "whole_numbers.npz"), "--network mlp must have floating-point inputs: got torch.int32"),
-    ((*RECORD, "--data", "flat.npz"), "must have inputs of shape (n, D) or more: got (12,)"),
-    ((*RECORD, "--data", "no_entries.npz"), "must have at least one entry per point: got shape (12, 0)"),
-    ((*RECORD, "--data", "test_of_another_shape.npz"), "must have the shape of `inputs`, (3,) each: got (2,)"),
-    ((*RECORD, "--data", "test_with_nan.npz"), "`test_inputs` in test_with_nan.npz as torch.float64 must be finite"),
-    ((*RECORD, "--data", "test_without_labels.npz"), "must hold `test_labels`: got `inputs`, `labels`, `test_inputs`"),
-    ((*RECORD, "--data", "test_labels_alone.npz"),
-     "must hold `test_inputs`: got `inputs`, `labels`, `test_labels`."),
-    ((*RECORD, "--data", "no_labels.npz"), "must hold `labels`: got `inputs`."),
-    ((*RECORD, "--data", "other_names.npz"), "other_names.npz must hold `inputs`: got `X`, `y`."),
-    ((*RECORD, "--data", "many_names.npz"), "`a8`, `a9` and 2 more."),
-    ((*RECORD, "--data", "other_names.safetensors"), "must hold `inputs`: got `X`."),
-    ((*RECORD, "--data", "array.npz"), "it holds a single array, as an .npy file does"),
-    ((*RECORD, "--data", "folder.npz"), "folder.npz must be a .safetensors or .npz file: it is a folder"),
-    ((*RECORD, "--data", "empty.npz"), "empty.npz must be a whole .npz file"),
-    ((*RECORD, "--data", "empty.safetensors"), "empty.safetensors must be a whole .safetensors file"),
-    ((*RECORD, "--data", ""), "arguments must not be empty"),
-    ((*RECORD, "--data="), "arguments must not be empty"),
-    ((*RECORD, "--data-dir", "folder"), "--data-dir belongs to --data mnist: got --data three-gaussians"),
-    # sizes of the data
-    ((*OWN, "--num-train", 0), "--num-train must lie in 1..12"),
-    ((*OWN, "--num-train", 10**30), "--num-train must lie in 1..12"),
-    ((*OWN, "--num-test", 12), "--num-test must leave training points: got 12 of the 12 points of ok.npz"),
-    ((*OWN, "--num-test", -1), "--num-test must be at least 1: got -1"),
-    ((*OWN, "--num-test", 10**30), "--num-test must be at most 1000000"),
-    ((*RECORD, "--num-test", 10**7), "--num-test must be at most 1000000"),
-    ((*OWN, "--num-train", 12, "--num-test", 1), "must sum to at most the 12 points of ok.npz: got 12 and 1"),
-    ((*OWN, "--batch-size", 13), "--batch-size must be at most the 12 training points: got 13"),
-    ((*OWN, "--batch-size", -1), "--batch-size must be at least 1"),
-    # training
-    ((*OWN, "--steps", 0), "--steps must be at least 1"),
-    ((*OWN, "--steps", 10**30), "--steps must be at most 1000000000"),
-    ((*OWN, "--steps", "1e3"), "--steps must be a whole number: got '1e3'."),
-    *(((*OWN, "--lr", value), "--lr must be positive and finite: got") for value in (0, -0.1, "nan", "inf")),
-    *(((*OWN, "--momentum", value), "--momentum must be at least 0 and below 1: got")
-      for value in (2, 1, -0.1, "nan", "inf", "1e300")),
-    *(((*OWN, "--weight-decay", value), "--weight-decay must be at least 0 and finite: got")
-      for value in (-1, "nan", "inf")),
-    *(((*OWN, "--clip-norm", value), "--clip-norm must be positive and finite: got") for value in (0, -1, "nan")),
-    *(((*OWN, "--commit-seconds", value), "--commit-seconds must be positive and finite: got")
-      for value in (0, -1, "nan", "inf")),
-    *(((*OWN, "--check-every", value), "--check-every must be at") for value in (0, -1, 10**30)),
-    ((*OWN, "--nesterov"), "--nesterov must come with a positive --momentum"),
-    ((*OWN, "--optimizer", "adam", "--momentum", 0.9), "--momentum belongs to sgd and rmsprop: got 0.9 with adam"),
-    ((*OWN, "--optimizer", "rmsprop", "--nesterov"), "--nesterov belongs to sgd"),
-    ((*OWN, "--width", 10**9), "--width must be at most 1000000"),
-    ((*OWN, "--network", "cnn"), "--width belongs to --network mlp: got --network cnn"),
-    ((*OWN, "--network", "transformer"), "--network must be mlp, cnn or package.module:factory: got 'transformer'"),
-    (("record", "--out", "new", "--network", "a:b", "--activation", "tanh"), "--activation belongs to --network mlp"),
-    ((*OWN, "--out", "file"), "--out must be a new folder: file is a file"),
-    ((*OWN, "--out", "full"), "--out must be a new or empty folder: full already holds something"),
-    # seeds
-    *(((command, "run", "--seed", value), "--seed must be at")
-      for command in ("verify", "attribute", "report", "gram", "uncertainty", "audit")
-      for value in (-1, 2**63, 10**30)),
-    *(((*OWN, "--seed", value), "--seed must be at") for value in (-1, 2**64, 10**30)),
-    (("demo", "--seed", -1), "--seed must be at least 0: got -1"),
-    # what is no run
-    *(((command, "ok.npz"), "RUN must be the folder of a recorded run: ok.npz is a file.")
-      for command in ("info", "verify", "export", "attribute", "report", "gram", "uncertainty", "audit")),
-    *(((command, "nowhere"), "must hold a recorded run") for command in ("info", "verify", "export", "gram")),
-    # rules
-    *(((command, "run", "--rule", "gauss-legendre:100000"), "the number of nodes must be at most 1000: got 100000")
-      for command in ("verify", "attribute", "gram", "uncertainty")),
-    (("gram", "run", "--rule", "left-riemann:1000000000"), "the number of nodes must be at most 10000"),
-    (("gram", "run", "--rule", "midpoint:10001"), "the number of nodes must be at most 10000: got 10001"),
-    (("gram", "run", "--rule", "gauss-legendre:" + "9" * 5000), "N must be a whole number of nodes"),
-    (("gram", "run", "--rule", "gauss-legendre:²"), "N must be a whole number of nodes"),
-    (("gram", "run", "--rule", "left-endpoint:3"), "--rule must be adaptive[:TOL], gauss-legendre:N"),
-    *(((command, "run", "--rule", f"adaptive:{value}"), "needs a positive number as its tolerance")
-      for command in ("verify", "attribute") for value in ("nan", "inf", "0", "-1", "")),
-    # other numbers
-    *(((command, "run", option, value), f"{option} must be at")
-      for command, option in (
-          ("verify", "--num-points"), ("attribute", "--num-points"), ("attribute", "--top"), ("gram", "--num-rows"),
-          ("report", "--num-points"), ("report", "--top"),
-          ("gram", "--num-columns"), ("uncertainty", "--num-condition"), ("uncertainty", "--grid"),
-          ("uncertainty", "--num-samples"), ("uncertainty", "--fit-steps"),
-      )
-      for value in (0, -1, 10**30)),
-    (("attribute", "run", "--top", 51), "--top must be at most 50: got 51"),
-    (("uncertainty", "run", "--grid", 1), "--grid must be at least 2: got 1"),
-    *(((command, "run", "--memory", value), "--memory must be at least 0.001 and below 1e+06: got")
-      for command in ("attribute", "report", "gram", "audit") for value in (0, -1, "nan", "inf", "1e300", "1e-300")),
-    *((("uncertainty", "run", "--margin", value), "--margin must be at least 0 and below 1000: got")
-      for value in (-1, "nan", "inf")),
-    *((("verify", "run", "--tol", value), "--tol must be at least 0 and finite: got") for value in (-1, "nan", "inf")),
-    # options that would be ignored
-    (("verify", "run", "--checksums", "--num-points", 3), "--checksums must stand without --num-points"),
-    (("verify", "run", "--all-points", "--num-points", 3), "--all-points must stand without --num-points"),
-    (("gram", "run", "--rows", "train", "--points", "ok.npz"), "--points must have a side"),
-    # files and folders
-    *(((command, "run", "--points", "folder.npz"), "it is a folder") for command in ("verify", "attribute", "gram")),
-    (("verify", "run", "--points", "nan.npz"), "`inputs` in nan.npz as torch.float64 must be finite: row 3"),
-    (("verify", "run", "--points", "complex.npz"), "must be real numbers"),
-    (("verify", "run", "--points", "wide.npz"), "must have the shape of the run's, (3,) each: got shape (12, 7)"),
-    (("verify", "run", "--points", "text.npz"), "must be a whole .npz file of numbers"),
-    (("verify", "run", "--points", "other_names.npz"), "must hold `inputs`"),
-    *(((command, "run", "--out", "file"), "--out must be a folder: file is a file")
-      for command in ("info", "verify", "attribute", "gram", "uncertainty", "audit")),
-    (("demo", "--out", "file"), "--out must be a folder: file is a file"),
-    (("info", "run", "--out", "file/below"), "file/below cannot be used: not a directory."),
-    (("info", "run", "--out", "a" * 300), "cannot be used: file name too long."),
-    (("export", "run", "--out", "file.safetensors"), "--out must be a new file: file.safetensors exists"),
-    *((("export", "run", "--out", name), f"--out must be a .safetensors file, the one format of exports: got {name}.")
-      for name in ("x.npz", "x", "x.safetensors.gz")),
-    *(((command, "run", "--out", out), f"--out must lie outside the folder of the run: got {out}, and the run is run.")
-      for command in ("info", "verify", "attribute", "gram", "uncertainty", "audit")
-      for out in ("run", "run/below", "full/../run", "link")),
-    (("report", "run", "--out", "run/report.html"), "--out must lie outside the folder of the run"),
-    (("report", "run", "--out", "file/report.html"), "cannot be used"),
-    (("export", "run", "--out", "run/run.safetensors"), "--out must lie outside the folder of the run"),
-    (("export", "run", "--out", "no/where.safetensors"), "no/where"),
-]
+OUT = ("info", "verify", "attribute", "gram", "uncertainty", "audit")
+OF_POINTS = ("verify", "attribute", "gram")
+NOT_POSITIVE, NOT_FINITE, BEYOND = ("0", "-1"), ("nan", "inf"), str(10**30)
+# What a message says, and the uses that end with it.
+USES: dict[str, list[str]] = {
+    "must be 0..C-1 for C >= 2 classes": [
+        *(f"RECORD --data {name}.npz" for name in ("from_one", "from_minus_one", "gap", "huge", "larger_than_int64")),
+        *(f"RECORD --data {name}.npz" for name in ("one_class", "one_point", "train_gap_in_test")),
+        "RECORD --data train_0_to_2_test_1_to_3.npz",
+        *(f"RECORD --data {name}.npz --num-classes 2" for name in ("gap", "from_minus_one")),
+        "RECORD --data sorted.npz --num-train 8",
+        "RECORD --data sorted.npz --num-train 6 --num-test 1",
+        "RECORD --data sorted.npz --num-test 4",
+        "RECORD --data sorted_and_test.npz --num-train 8",
+        "RECORD --data last_is_other.npz --num-train 9",
+    ],
+    "must hold `labels`, a whole number 0..C-1 for each of": [
+        *(f"RECORD --data {name}.npz" for name in ("float_labels", "columns_of_labels", "one_label", "few_labels")),
+        *(f"RECORD --data {name}.npz" for name in ("no_points", "no_labels")),
+    ],
+    "must hold `test_labels`": ["RECORD --data test_without_labels.npz"],
+    "must hold `test_inputs`": ["RECORD --data test_labels_alone.npz"],
+    "must be a whole .npz file of numbers": [
+        *(f"RECORD --data {name}.npz" for name in ("text_labels", "text", "array", "empty")),
+        "verify run --points text.npz",
+    ],
+    "must be a whole .safetensors file": ["RECORD --data empty.safetensors"],
+    "must be finite: row": [
+        *("RECORD --data nan.npz", "RECORD --data large.npz --dtype float32", "RECORD --data test_with_nan.npz"),
+        "verify run --points nan.npz",
+    ],
+    "must hold `inputs`, at least one real number per point": [
+        *("RECORD --data complex.npz", "RECORD --data no_entries.npz", "RECORD --data other_names.npz"),
+        *("RECORD --data other_names.safetensors", "verify run --points complex.npz"),
+        "verify run --points other_names.npz",
+    ],
+    "must have floating-point inputs of shape (n, D)": ["RECORD --data whole_numbers.npz", "RECORD --data flat.npz"],
+    "must have the shape of `inputs`": ["RECORD --data test_of_another_shape.npz"],
+    "must be points of the run's shape, (3,) each": ["verify run --points wide.npz"],
+    "must be a .safetensors or .npz file": [
+        "RECORD --data folder.npz",
+        *(f"{command} run --points folder.npz" for command in OF_POINTS),
+    ],
+    "--data must be three-gaussians, digits, mnist": ["RECORD --data cifar"],
+    "it does not exist": ["RECORD --data missing.npz", "verify run --points nowhere.npz"],
+    "the data folder must exist: got nowhere": ["RECORD --data mnist --data-dir nowhere"],
+    "the cnn needs images": ["record --out new --network cnn", "verify run --network cnn"],
+    "it raised ModuleNotFoundError": ["record --out new --network no.such.module:net"],
+    "--rule must be a fixed rule": ["uncertainty run --rule adaptive"],
+    "--features must be exact, or a whole number": ["audit run --features all"],
+    "arguments must not be empty": ["RECORD --data=", "verify run --rule="],
+    "--data-dir belongs to --data mnist": ["RECORD --data-dir folder"],
+    "--num-classes belongs to a file of one's own": ["RECORD --num-classes 3"],
+    "--num-train and --num-test must divide the 12 points of ok.npz": [
+        *("OWN --num-train 13", "OWN --num-test 12", "OWN --num-train 12 --num-test 1"),
+    ],
+    "--batch-size must be at most the 12 training points": ["OWN --batch-size 13"],
+    "--nesterov must come with a positive --momentum": ["OWN --nesterov"],
+    "--momentum belongs to sgd and rmsprop": [
+        *("OWN --optimizer adam --momentum 0.9", "OWN --optimizer rmsprop --nesterov"),
+    ],
+    "--width belongs to --network mlp": ["OWN --network cnn"],
+    "--network must be mlp, cnn or package.module:factory": ["record --out new --data ok.npz --network transformer"],
+    "--activation belongs to --network mlp": ["record --out new --network a:b --activation tanh"],
+    "--out must be a new or empty folder": ["OWN --out file", "OWN --out full"],
+    "RUN must hold a recorded run: ok.npz/run.json does not exist": [
+        *(f"{command} ok.npz" for command in (*OUT, "export", "report")),
+    ],
+    "must hold a recorded run": [f"{command} nowhere" for command in ("info", "verify", "export", "gram")],
+    "--rule must be adaptive[:TOL], gauss-legendre:N": [
+        *(f"{command} run --rule gauss-legendre:100000" for command in (*OF_POINTS, "uncertainty")),
+        *(f"gram run --rule {rule}" for rule in ("left-riemann:1000000000", "midpoint:10001", "left-endpoint:3")),
+        *(f"gram run --rule gauss-legendre:{number}" for number in ("9" * 5000, "\u00b2")),
+        *(f"verify run --rule adaptive:{value}" for value in (*NOT_FINITE, *NOT_POSITIVE, "abc")),
+        *(f"verify run --rule {rule}" for rule in ("simpson", "gauss-legendre:0", "gauss-legendre:2.5")),
+    ],
+    "would be ignored beside --checksums": ["verify run --checksums --num-points 3"],
+    "--all-points must stand without --num-points": ["verify run --all-points --num-points 3"],
+    "--points must have a side": ["gram run --rows train --points ok.npz"],
+    "cannot be used: ": [
+        *(f"{command} run --out file" for command in OUT),
+        *("demo --out file", "info run --out file/below", f"info run --out {'a' * 300}"),
+        "report run --out file/report.html",
+    ],
+    "must be a new file": ["export run --out file.safetensors"],
+    "--out must be a .safetensors file": [f"export run --out {name}" for name in ("x.npz", "x", "x.safetensors.gz")],
+    "--out must lie outside the folder of the run": [
+        *(f"{command} run --out {out}" for command in OUT for out in ("run", "run/below", "full/../run", "link")),
+        *("report run --out run/report.html", "export run --out run/run.safetensors"),
+    ],
+    "no/where": ["export run --out no/where.safetensors"],
+    "--memory must be at least 0.001": [
+        *(f"{command} run --memory {value}" for command in ("attribute", "report", "gram", "audit")
+          for value in (*NOT_POSITIVE, *NOT_FINITE, "1e300", "1e-300")),
+    ],
+    **{f"{option} must be {bound}": [f"{use} {option} {value}" for value in values] for use, option, bound, values in (
+        ("OWN", "--lr", "positive and finite", (*NOT_POSITIVE, *NOT_FINITE)),
+        ("OWN", "--momentum", "at least 0 and below 1", ("2", "1", "-0.1", *NOT_FINITE, "1e300")),
+        ("OWN", "--weight-decay", "at least 0 and finite", ("-1", *NOT_FINITE)),
+        ("OWN", "--clip-norm", "positive and finite", (*NOT_POSITIVE, "nan")),
+        ("OWN", "--commit-seconds", "positive and finite", (*NOT_POSITIVE, *NOT_FINITE)),
+        ("uncertainty run", "--margin", "at least 0 and below 1000", ("-1", *NOT_FINITE)),
+        ("verify run", "--tol", "at least 0 and finite", ("-1", *NOT_FINITE)),
+    )},
+    **{f"Invalid value for '{option}'": [f"{use} {option} {value}" for use in uses.split(", ") for value in values]
+       for option, uses, values in (
+        ("--num-classes", "OWN", ("1", str(10**9))),
+        ("--num-test", "OWN, RECORD", ("-1", str(10**7), BEYOND)),
+        ("--num-train", "OWN", (*NOT_POSITIVE, BEYOND)),
+        ("--batch-size", "OWN", ("-1",)),
+        ("--steps", "OWN", ("0", BEYOND, "1e3")),
+        ("--check-every", "OWN", (*NOT_POSITIVE, BEYOND)),
+        ("--width", "OWN", (str(10**9),)),
+        ("--activation", "OWN", ("sine",)),
+        ("--seed", "OWN, demo, verify run, attribute run, report run, gram run, uncertainty run, audit run",
+         ("-1", str(2**63), BEYOND)),
+        ("--num-points", "verify run, attribute run, report run", (*NOT_POSITIVE, BEYOND)),
+        ("--top", "attribute run, report run", (*NOT_POSITIVE, BEYOND, "51")),
+        ("--num-rows", "gram run", (*NOT_POSITIVE, BEYOND)),
+        ("--num-columns", "gram run", (*NOT_POSITIVE, BEYOND)),
+        ("--num-condition", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
+        ("--grid", "uncertainty run", ("1", *NOT_POSITIVE, BEYOND)),
+        ("--num-samples", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
+        ("--fit-steps", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
+    )},
+}
 # fmt: on
 
 
@@ -230,16 +205,16 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), USES, ids=lambda value: "_".join(map(str, value))[:80] if isinstance(value, tuple) else ""
-)
-def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, words, message):
+@pytest.mark.parametrize("message", USES)
+def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, message):
     monkeypatch.chdir(own)
-    before = sorted(own.rglob("*"))
-    line = refused(capsys, *words, *(() if "--quiet" in words else ("--quiet",)))
-    assert message in line
-    assert "Traceback" not in line
-    assert sorted(own.rglob("*")) == before
+    before, named = sorted(own.rglob("*")), {"RECORD": RECORD, "OWN": OWN}
+    for use in USES[message]:
+        first, *words = use.split(" ")
+        line = refused(capsys, *named.get(first, (first,)), *words, *(() if first in named else ("--quiet",)))
+        assert message in line, use
+        assert "Traceback" not in line
+        assert sorted(own.rglob("*")) == before, use
 
 
 def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
@@ -323,8 +298,3 @@ def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys)
     save_file({"inputs": torch.from_numpy(X[:11].copy())}, tmp_path / "points.safetensors")
     assert run(*asked, "--points", tmp_path / "points.safetensors") == 0
     assert capsys.readouterr().out.startswith("verifying at 11 points of")
-
-
-def test_a_network_that_cannot_fit_into_the_memory_is_refused_before_it_is_made():
-    with pytest.raises(ValueError, match="the network must fit into the memory, .* GiB: its 1.0e[+]12 weights take"):
-        build_network(NetworkSpec("mlp", (10**6,), 2, 10**6))

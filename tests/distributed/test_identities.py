@@ -99,7 +99,7 @@ def test_partial_sums_of_another_computation_are_refused(name, tmp_path):
     assert others
     for file in others:
         shutil.copy(file, tmp_path / "own" / file.name)
-    with pytest.raises(ValueError, match="must be a partial sum of this version.* copied or renamed from another"):
+    with pytest.raises(ValueError, match="must be a partial sum of this version"):
         call(run, checkpoint=tmp_path / "own")
     for file in others:
         (tmp_path / "own" / file.name).unlink()

@@ -195,7 +195,7 @@ def test_a_group_that_is_removed_on_disk_takes_its_state_along(tmp_path: Path) -
 
 
 def test_a_run_whose_groups_were_added_is_not_resumed(tmp_path: Path) -> None:
-    for message in (None, "must have the parameter groups of the last commit to resume: it had 2 then, got 1"):
+    for message in (None, "must have the 2 parameter groups of the last commit to resume"):
         torch.manual_seed(1)
         net = mlp().double()
         (X, y), optimizer = WeightedLoop(adam).data, adam(net[2].parameters())

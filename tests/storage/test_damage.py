@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.storage.journal import Chunk, chain_hash, read_journal, to_json_line
 from loops import data, mlp, sgd
-from stored_runs import HEADER, JOURNAL, chunk_files, flip, record, refused
+from stored_runs import HEADER, JOURNAL, chunk_files, flip, record, refused, replace_header
 
 
 def test_a_missing_folder_is_named(tmp_path):
@@ -45,7 +45,7 @@ def test_a_truncated_chunk_is_named_with_its_states(run, number):
 def test_a_flipped_bit_in_a_chunk_is_found(run, position):
     file = chunk_files(run)[1]
     flip(file, position)
-    refused(run, ValueError, rf"{file.name} \(states 1\.\.2\) must have the checksum .*damaged. Restore it from a copy")
+    refused(run, ValueError, rf"{file.name} \(states 1\.\.2\) must have the checksum .*damaged; restore it from a copy")
 
 
 def test_damaged_data_are_found(run):
@@ -105,9 +105,9 @@ def test_a_last_journal_line_that_was_cut_short_is_not_committed(crashed, length
 def test_a_journal_that_lost_whole_lines_is_found(crashed, run, lines):
     """The files of later commits say that there were more, whether the run was finished or not."""
     cut(crashed, lines)
-    refused(crashed, ValueError, rf"a line for each of 4 committed chunks: it ends after {lines}")
+    refused(crashed, ValueError, rf"must have 4 lines: it ends after {lines}")
     cut(run, lines)
-    refused(run, ValueError, r"must be as it was when the run was finished, with \d+ bytes and 4 chunks")
+    refused(run, ValueError, r"must be as when the run was finished, with 4 chunks")
 
 
 def test_a_run_that_was_not_finished_opens_as_what_was_committed(crashed):
@@ -185,28 +185,17 @@ def test_a_line_lost_from_the_middle_of_the_journal_is_found(crashed):
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"{", b"[" * 1000], ids=repr)
 def test_a_damaged_closing_record_is_found(run, content):
     (run / "finished.json").write_bytes(content)
-    refused(run, ValueError, "finished.json must (be JSON|have)")
+    refused(run, ValueError, "finished.json must be the closing record of a run")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"epk_gp run"', b"\xff\xfe", b"{}"], ids=repr)
 def test_a_damaged_header_is_found(run, content):
     (run / HEADER).write_bytes(content)
-    refused(run, ValueError, "run.json must be the (JSON header of a run|header of an epk_gp run)")
+    refused(run, ValueError, "run.json must be the header of an epk_gp run")
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "names",
-        "shapes",
-        "dtype",
-        "num_outputs",
-        "num_points",
-        "loss",
-        "law",
-        "data_digest",
-        "data_blake2b",
-    ],
+    "key", ["names", "shapes", "dtype", "num_outputs", "num_points", "loss", "law", "data_digest", "data_blake2b"]
 )
 @pytest.mark.parametrize("change", ["removed", "edited"])
 def test_an_edited_header_is_found(run, key, change):
@@ -215,11 +204,10 @@ def test_an_edited_header_is_found(run, key, change):
     if change == "edited":
         header[key] = 4
     (run / HEADER).write_text(json.dumps(header))
-    refused(run, ValueError, "run.json must have the checksum it was written with: it is damaged")
+    refused(run, ValueError, "run.json must be the header of an epk_gp run: its checksum is not that of its content")
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1", True])
+@pytest.mark.parametrize("version", [0, 2, None, "1"])
 def test_a_run_of_another_version_is_refused(run, version):
-    header = json.loads((run / HEADER).read_text()) | {"version": version, "something": "new"}
-    (run / HEADER).write_text(json.dumps(header))
-    refused(run, ValueError, rf"version must be 1: .* has {version!r}. Open it with the version of epk_gp")
+    replace_header(run, version=version)
+    refused(run, ValueError, "run.json must be the header of an epk_gp run of version 1: 'version'")

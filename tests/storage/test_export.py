@@ -94,13 +94,7 @@ def test_coefficients_per_weight_in_some_steps_only_are_exact_in_all(tmp_path):
     trajectory, tensors = exported(tmp_path, sgd, torch.float32, update_rule=rule, storage=epk.Storage(steps=1))
     assert [len(trajectory.updates[step].lr) for step in range(5)] == [4, 51, 4, 51, 4]
     assert tensors["update.lr"].dtype == torch.float64
-    assert tensors["update.lr"][:, 0].tolist() == [
-        0.1,
-        float(torch.tensor(0.1)),
-        0.1,
-        float(torch.tensor(0.1)),
-        0.1,
-    ]
+    assert tensors["update.lr"][:, 0].tolist() == [0.1, float(torch.tensor(0.1)), 0.1, float(torch.tensor(0.1)), 0.1]
 
 
 def test_an_export_is_the_same_file_each_time(run, tmp_path):

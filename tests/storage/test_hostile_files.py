@@ -92,7 +92,7 @@ def test_data_whose_header_claims_too_much_are_refused(plain):
     content = header_of_length(1 << 50)
     (plain / DATA).write_bytes(content)
     replace_header(plain, data_blake2b=checksum(content), data_bytes=len(content))
-    refused(plain, f"{DATA} must be a safetensors file: its header claims {1 << 50} bytes of the file's 100")
+    refused(plain, f"{DATA} must be a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ HEADERS = {
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(plain, change):
     replace_header(plain, **change)
-    refused(plain, f"{HEADER} must describe weights, data, loss and update rule: '({'|'.join(change)})?")
+    refused(plain, f"{HEADER} must be the header of an epk_gp run of version 1: '({'|'.join(change)})?")
 
 
 @pytest.mark.parametrize(
@@ -207,20 +207,20 @@ def with_entry(position, value):
 TENSORS = {
     "nan_weights": (changed("states", with_entry(50, float("nan"))), "'states' holds NaN or infinity"),
     "infinite_numbers": (changed("update", with_entry(3, float("inf"))), "'update' holds NaN or infinity"),
-    "fewer_weights": (changed("states", lambda s: s[:, 1:].clone()), r"'states' of shape \(4, 51\): got \(4, 50\)"),
-    "fewer_states": (changed("states", lambda s: s[1:].clone()), r"'states' of shape \(4, 51\): got \(3, 51\)"),
-    "no_matrix": (changed("states", lambda s: s.reshape(-1)), "'states' of type F64"),
-    "float32": (changed("states", torch.Tensor.float), "'states' of type F64"),
-    "half": (changed("states", torch.Tensor.half), "'states' of type F64"),
+    "fewer_weights": (changed("states", lambda s: s[:, 1:].clone()), r"'states' of shape \(4, 51\) and type F64"),
+    "fewer_states": (changed("states", lambda s: s[1:].clone()), r"'states' of shape \(4, 51\) and type F64: got"),
+    "no_matrix": (changed("states", lambda s: s.reshape(-1)), "'states' of shape .* and type F64"),
+    "float32": (changed("states", torch.Tensor.float), "'states' of shape .* and type F64"),
+    "half": (changed("states", torch.Tensor.half), "'states' of shape .* and type F64"),
     "missing": (lambda tensors: {k: v for k, v in tensors.items() if k != "batches"}, "'batches' is not in both"),
     "more": (lambda tensors: tensors | {"__import__": torch.zeros(1)}, "'__import__' is not in both"),
     "batch_beyond": (changed("batches", with_entry(0, 10)), "on batches of the 10 training points"),
     "batch_before": (changed("batches", with_entry(0, -1)), "on batches of the 10 training points"),
-    "too_long": (changed("lengths", with_entry(0, 1 << 62)), "must hold steps of finite sizes"),
-    "no_length": (changed("lengths", with_entry(0, 0)), "must hold steps of finite sizes"),
-    "negative_length": (changed("lengths", with_entry(0, -2)), "must hold steps of finite sizes"),
-    "negative_size": (changed("sizes", with_entry(0, -0.1)), "must hold steps of finite sizes"),
-    "weights_of_none": (changed("weighted", with_entry(0, True)), "must hold steps of finite sizes"),
+    "too_long": (changed("lengths", with_entry(0, 1 << 62)), "must hold steps on batches"),
+    "no_length": (changed("lengths", with_entry(0, 0)), "must hold steps on batches"),
+    "negative_length": (changed("lengths", with_entry(0, -2)), "must hold steps on batches"),
+    "negative_size": (changed("sizes", with_entry(0, -0.1)), "must hold steps on batches"),
+    "weights_of_none": (changed("weighted", with_entry(0, True)), "must hold steps on batches"),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_file_that_is_cut_short_while_it_is_used_is_no_crash(plain):
     trajectory = epk.load_trajectory(plain, mlp())
     content = (plain / CHUNK).read_bytes()
     (plain / CHUNK).write_bytes(content[:-100])
-    with pytest.raises(ValueError, match=rf"{CHUNK} \(states 1..4\) must have {len(content)} bytes while it is used"):
+    with pytest.raises(ValueError, match=rf"{CHUNK} \(states 1..4\) must have {len(content)} bytes: it has"):
         epk.network_outputs(trajectory, data()[0])
 
 

@@ -18,22 +18,25 @@ def wider():
 
 
 OTHERS = {
-    "width": ({"net": wider()}, "network must have weights of the recorded shapes"),
-    "layers": ({"net": nn.Sequential(mlp()[0], mlp()[1], nn.Sequential(mlp()[2]))}, "network must train the recorded"),
+    "width": ({"net": wider()}, "^shapes must be the recorded one to resume"),
+    "layers": (
+        {"net": nn.Sequential(mlp()[0], mlp()[1], nn.Sequential(mlp()[2]))},
+        "^names must be the recorded one to resume",
+    ),
     "activation": ({"net": mlp(activation=nn.ReLU)}, "its outputs at the initial state differ"),
-    "inputs": ({"X": data()[0] + 1e-15}, "data must be the recorded ones, bit for bit"),
-    "labels": ({"y": data()[1].flip(0)}, "data must be the recorded ones, bit for bit"),
-    "fewer": ({"X": data(9)[0], "y": data(9)[1]}, "data must be the recorded ones, with as many points"),
-    "loss": ({"loss": epk.CrossEntropy("sum")}, "loss must be the recorded one"),
+    "inputs": ({"X": data()[0] + 1e-15}, "^data_digest must be the recorded one to resume"),
+    "labels": ({"y": data()[1].flip(0)}, "^data_digest must be the recorded one to resume"),
+    "fewer": ({"X": data(9)[0], "y": data(9)[1]}, "^num_points must be the recorded one to resume"),
+    "loss": ({"loss": epk.CrossEntropy("sum")}, "^loss must be the recorded one to resume"),
     "loss_and_targets": (
         {"loss": epk.MeanSquaredError(), "y": torch.nn.functional.one_hot(data()[1], 3).double()},
-        "loss must be the recorded one",
+        "^loss must be the recorded one to resume",
     ),
-    "law": ({"optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer must be the recorded one"),
-    "rate": ({"optimizer": lambda net: sgd(net, 0.2)}, "optimizer must have the recorded options"),
-    "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "optimizer must have the recorded options"),
-    "checks": ({"check_every": 3}, "check_every must be the recorded one"),
-    "stateful": ({"stateful": {"g": torch.Generator()}}, r"stateful must have the names .*\[\]: got \['g'\]"),
+    "law": ({"optimizer": lambda net: torch.optim.Adam(net.parameters())}, "^law must be the recorded one to resume"),
+    "rate": ({"optimizer": lambda net: sgd(net, 0.2)}, "^optimizer must be the recorded one to resume"),
+    "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "^optimizer must be the recorded one to resume"),
+    "checks": ({"check_every": 3}, "^check_every must be the recorded one to resume"),
+    "stateful": ({"stateful": {"g": torch.Generator()}}, r"stateful must have the names \[\]: got \['g'\]"),
 }
 
 
@@ -57,7 +60,7 @@ def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(t
         epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="resume=True needs folder="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
-    with pytest.raises(TypeError, match="stateful must hold torch.Generators and objects with state_dict"):
+    with pytest.raises(TypeError, match="stateful must be a dictionary of torch.Generators"):
         epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"random": random.Random(0)})
     recorder = epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"g": torch.Generator()})
     with recorder, pytest.raises(RuntimeError, match=r"the loop must be 'for step in recorder.until\(steps\):'"):
@@ -85,24 +88,27 @@ def two_groups(net, lr):
 
 
 DIFFERENCES = {
-    "rate": (sgd, {"optimizer": lambda net: sgd(net, 0.2)}, "options to .*: it has lr=0.1, got lr=0.2."),
-    "nesterov": (
+    "rate": (
         sgd,
-        {"optimizer": lambda net: sgd(net, momentum=0.9, nesterov=True)},
-        "options to .*: it has momentum=0, nesterov=False, got momentum=0.9, nesterov=True.",
+        {"optimizer": lambda net: sgd(net, 0.2)},
+        r"optimizer must be the recorded one to resume .*: number 0: it has {'lr': 0.1}, got {'lr': 0.2}.",
     ),
     "second_group": (
         lambda net: two_groups(net, 0.3),
         {"optimizer": lambda net: two_groups(net, 0.2)},
-        "options to .*: in parameter group 1 it has lr=0.3, got lr=0.2.",
+        "optimizer must be the recorded one to resume .*: number 1: it has {'lr': 0.3}, got {'lr': 0.2}.",
     ),
     "groups": (
         sgd,
         {"optimizer": lambda net: two_groups(net, 0.1)},
-        "options to .*: it has 1 parameter group, got 2.",
+        "optimizer must be the recorded one to resume .*: it has 1, got 2.",
     ),
-    "shape": (sgd, {"net": wider()}, r"shapes to .*: in weight tensor 0 it has \[6, 4\], got \[7, 4\]."),
-    "loss": (sgd, {"loss": epk.CrossEntropy("sum")}, "one to .*: it has reduction='mean', got reduction='sum'."),
+    "shape": (
+        sgd,
+        {"net": wider()},
+        "shapes must be the recorded one to resume .*: number 0: number 0: it has 6, got 7.",
+    ),
+    "loss": (sgd, {"loss": epk.CrossEntropy("sum")}, "it has {'reduction': 'mean'}, got {'reduction': 'sum'}."),
 }
 
 
@@ -110,7 +116,7 @@ DIFFERENCES = {
 def test_only_what_differs_is_named_with_both_values(tmp_path, recorded, change, message):
     net, (X, y) = mlp(), data()
     epk.train(net, X, y, optimizer=recorded(net), steps=1, folder=tmp_path / "run")
-    with pytest.raises(ValueError, match=rf"must (be|have) .*the? recorded {message[:-1]}\.$"):
+    with pytest.raises(ValueError, match=rf"{message[:-1]}\.$"):
         resumed(tmp_path / "run", **({"optimizer": recorded} | change))
 
 

@@ -49,10 +49,10 @@ def test_buffers_that_do_not_change_are_not_stored_with_each_commit():
     before = sum(value.nbytes for value in training.state_dict().values())
     net(data()[0])
     assert 0 < sum(value.nbytes for value in training.state_dict().values()) - before < 1000
-    assert training.recorded_buffers(training.state_dict(), "").keys() == {"calls", "anew"}
+    assert training.load_state_dict(training.state_dict(), "").keys() == {"calls", "anew"}
     with torch.inference_mode():
         net.large = torch.ones(1000)  # torch does not count what happens to it
-    assert training.recorded_buffers(training.state_dict(), "").keys() == {"calls", "anew", "large"}
+    assert training.load_state_dict(training.state_dict(), "").keys() == {"calls", "anew", "large"}
 
 
 def resume(path, net, optimizer=None):
@@ -87,7 +87,7 @@ def test_a_buffer_of_another_kind_is_refused_and_nothing_changes(tmp_path):
     net, before = norm_net(), file_hashes(tmp_path / "run")
     net[1].num_batches_tracked = torch.zeros((), dtype=torch.int32)
     state, optimizer = copy.deepcopy(net.state_dict()), sgd(net)
-    message = r"recorded buffers to resume .*: '1.num_batches_tracked' must be of \(\(\), torch.int64\), got .*int32"
+    message = r"recorded buffers to resume .*: '1.num_batches_tracked' is another"
     with pytest.raises(ValueError, match=message):
         resume(tmp_path / "run", net, optimizer)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
@@ -123,11 +123,9 @@ def test_several_optimizers_come_back(tmp_path):
     header = read_header(tmp_path / "run")
     assert header["num_optimizers"] == 2
     assert [group["parameters"] for group in header["optimizer"]] == [2, 4]
-    with pytest.raises(
-        ValueError, match="as many optimizers must train the network as were recorded .*: it has 2, got 1"
-    ):
+    with pytest.raises(ValueError, match="optimizer must be the recorded one to resume"):
         resume(tmp_path / "run", again, torch.optim.SGD(header_groups(again), lr=0.1))
-    with pytest.raises(ValueError, match="the optimizer must have the recorded options"):
+    with pytest.raises(ValueError, match="^optimizer must be the recorded one"):
         resume(tmp_path / "run", again, made[::-1])
 
 
@@ -165,7 +163,7 @@ def test_the_scheduler_of_any_of_several_optimizers_must_be_known(tmp_path):
     optimizers = two_optimizers(norm_net())
     validate_resumable(optimizers, {}, tmp_path)
     torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.9)
-    with pytest.raises(ValueError, match="must know the optimizer's learning-rate schedule"):
+    with pytest.raises(ValueError, match="must know the learning-rate schedule"):
         validate_resumable(optimizers, {}, tmp_path)
 
 
@@ -175,10 +173,10 @@ def test_buffers_that_are_none_are_refused(buffers):
     training = TrainingState(sgd(net), {}, torch.zeros(75), net)
     tensors = training.state_dict()
     state = json.loads(bytes(tensors["state"].numpy()))
-    state["dict"].append(["buffers", buffers])
+    state["dict"][-1][1] = buffers
     tensors["state"] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="file must hold the state to resume from: it does not"):
-        training.recorded_buffers(tensors, "file")
+    with pytest.raises(ValueError, match="file must hold the state to resume from"):
+        training.load_state_dict(tensors, "file")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import WEIGHT_DTYPES, read_data, read_header
-from epk_gp.storage.states import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import read_training_state
-from epk_gp.storage.verify import read_steps
 from epk_gp.storage.writer import create_run_dir, write_header
 from loops import data, sgd
 
@@ -49,8 +48,8 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     about = {"names": ["w", "b"], "shapes": [[num_weights - 1], [1]], "dtype": str(dtype), "num_outputs": 1}
     about |= {"num_points": num_points, "loss": {"kind": "mine"}, "law": {"name": "mine"}, "data_digest": "none"}
     writer, header = create_run_dir(path, {**about, "optimizer": []}, tensors)
-    for first in range(0, len(states), chunk_states):
-        last = min(first + chunk_states, len(states))
+    for first in (0, *range(1, len(states), chunk_states)):
+        last = min(first + chunk_states, len(states)) if first else 1
         own = slice(max(first - 1, 0), last - 1)
         writer.append(states[first:last], steps[own], updates[own], f"digest {last}", kept)
     write_header(writer, header)

@@ -21,7 +21,7 @@ def test_a_second_writer_is_refused_and_the_first_continues(tmp_path):
     with first:
         step(first)
         for _ in range(2):
-            with pytest.raises(BlockingIOError, match="one writer at a time: another process records into .*run"):
+            with pytest.raises(BlockingIOError, match="one writer at a time: another one records into .*run"):
                 resumed(tmp_path / "run")
         step(first)
     assert epk.load_trajectory(tmp_path / "run", mlp()).num_steps == 2
@@ -51,7 +51,9 @@ def test_a_full_disk_gives_one_message_and_leaves_a_readable_run(tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, fails, full)
-        with pytest.raises(OSError, match=r"must be written to .*run: No space left on device; its \d+ committed") as e:
+        with pytest.raises(
+            OSError, match=r"must be written to .*run: No space left on device; check .* that its \d+ committed"
+        ) as e:
             loop()
     assert e.value.errno == errno.ENOSPC
     committed = recorder.num_committed

@@ -158,7 +158,7 @@ def test_a_run_is_resumed_with_the_same_structure_only(tmp_path):
 
     start(X, mean_logits, 2)
     rows = epk.test_copy(X)[:, :-1]
-    with pytest.raises(ValueError, match="the inputs must consist of the recorded tensors"):
+    with pytest.raises(ValueError, match="must be the recorded one to resume"):
         record(OneTensorTagger().double(), rows, LABELS, folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="recorded with output=.*: pass it as output="):
         epk.load_trajectory(tmp_path / "run", Tagger().double())
