@@ -4,12 +4,13 @@ A normalisation in training mode moves its statistics by b' - b = m (stat - b), 
 the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core.gradients import RunReplay
@@ -17,26 +18,21 @@ from epk_gp.core.replay import PassData, TrainingReplay, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
+from epk_gp.kernel_machine.loss_products import LossProducts, grouped_products
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
-    Emit,
+    AttributionWork,
     IntegratedLine,
-    SampleContributions,
-    StatisticsContribution,
     StepResiduals,
-    UnexplainedContribution,
-    WeightDecayContribution,
-    WeightsContribution,
-    averaged_statistics_jacobian,
-    grouped_products,
+    TermSums,
     integrate_stretch,
 )
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import LayerwisePath, stretch_of, stretches_of
+from epk_gp.quadrature.paths import stretch_of, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
+from epk_gp.work.sums import Sums
 
 
 def propagate_step(
@@ -106,6 +102,21 @@ def propagate(
     return H, M.mul_(beta) if beta.any() else None
 
 
+@contextmanager
+def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
     """Replay a forward pass and return what each of its rows adds to the moving statistics.
 
@@ -119,51 +130,28 @@ def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], d
     """
     model, n = replay.model, len(data.X)
     sizes = [shape.numel() for shape in model.statistic_shapes]
-    firsts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    named = zip(model.statistics, firsts, sizes, strict=False)
-    place = {name: slice(first, first + size) for name, first, size in named}
     increments = torch.zeros(n, sum(sizes), dtype=state.dtype, device=state.device)
+    named = dict(zip(model.statistics, increments.split(sizes, dim=1), strict=True))
 
-    def add(name: str, values: Tensor) -> None:
-        if name in place:
-            increments[:, place[name]] += values.to(increments)
+    def look(name: str, layer: nn.Module, a: Tensor) -> None:
+        if not layer.training or not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            return
+        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # rows are mixed
+            return
+        by_row = a.detach().unflatten(0, (n, -1)).movedim(2, 1).flatten(2)  # n channels positions
+        count = by_row.shape[0] * by_row.shape[2]
+        mean, momentum = by_row.mean(dim=(0, 2)), layer.momentum
+        variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
+        if momentum is None:
+            momentum = 1.0 / (float(layer.num_batches_tracked) + 1)
+        for kind, rows in (("running_mean", by_row.sum(dim=2) / count), ("running_var", variance)):
+            buffer = f"{name}.{kind}".lstrip(".")
+            if buffer in named:
+                named[buffer] += (momentum * (rows - getattr(layer, kind) / n)).to(increments)
 
-    def hook(prefix: str) -> Any:
-        def before(module: Any, args: tuple[Any, ...]) -> None:
-            parts = _row_statistics(module, args[0], n)
-            if parts is not None:
-                momentum = module.momentum
-                if momentum is None:
-                    momentum = 1.0 / (float(module.num_batches_tracked) + 1)
-                for buffer, part in zip(("running_mean", "running_var"), parts, strict=True):
-                    b = getattr(module, buffer)
-                    add(f"{prefix}{buffer}", momentum * (part - b / n))
-
-        return before
-
-    handles = [
-        module.register_forward_pre_hook(hook(f"{name}." if name else ""))
-        for name, module in replay.module_in_modes(data).named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
-    ]
-    try:
-        with torch.no_grad():
-            replay.losses(replay.params(state, data), data)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching_normalisations(replay.module_in_modes(data), look), torch.no_grad():
+        replay.losses(replay.params(state, data), data)
     return increments
-
-
-def _row_statistics(module: nn.Module, a: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
-    """Return each row's part of the batch's mean and unbiased variance, (n, channels) each; None if rows are mixed."""
-    if a.ndim < 2 or len(a) % num_rows or a.numel() // a.shape[1] < 2:
-        return None
-    by_row = a.detach().unflatten(0, (num_rows, -1)).movedim(2, 1).flatten(2)  # n channels positions
-    count = by_row.shape[0] * by_row.shape[2]
-    mean = by_row.mean(dim=(0, 2))
-    variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
-    return by_row.sum(dim=2) / count, variance
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes.
@@ -188,47 +176,41 @@ class StretchAverage:
 
 
 def average_over(
-    problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int, *, splits_statistics: bool
+    problem: AttributionProblem, steps: range, max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
-    """Average the gradients of some points over a stretch.
+    """Average the gradients of the points over a stretch.
 
     Args:
         problem: The predictions.
         steps: The steps that the stretch stands for.
-        rows: Which N of the points.
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
-    line = integrate_stretch(problem, steps, rows, max_nodes)
-    is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+    line = integrate_stretch(problem, steps, max_nodes)
     of_statistics = None
     # a layerwise integral is not known without; that of one step is, but for how it is split
-    wants_statistics = is_layerwise or splits_statistics or len(steps) > 1
+    wants_statistics = problem.is_layerwise or splits_statistics or len(steps) > 1
     if wants_statistics and problem.trajectory.statistics is not None:
-        of_statistics = averaged_statistics_jacobian(problem, line, rows)
+        of_statistics = line.averaged_statistics_jacobian()
     Phi = averaged_jacobian(line.node_batches(), problem.columns)
-    integral = _measured(problem, rows, line, Phi, of_statistics) if is_layerwise else line.integral
+    integral = _measured(line, Phi, of_statistics) if problem.is_layerwise else line.integral
     return StretchAverage(steps, Phi, of_statistics, integral)
 
 
 def _measured(
-    problem: AttributionProblem,
-    rows: Int64[Tensor, " N"],
-    line: IntegratedLine,
-    Phi: Float[Tensor, "K N P"],
-    of_statistics: Float[Tensor, "K N Q"] | None,
+    line: IntegratedLine, Phi: Float[Tensor, "K N P"], of_statistics: Float[Tensor, "K N Q"] | None
 ) -> Integral:
     """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
-    P, integral = problem.net.model.num_weights, line.integral
+    problem, integral, P = line.problem, line.integral, line.problem.net.model.num_weights
     d, eps = line.segment.d, torch.finfo(Phi.dtype).eps
     change, size = (Phi @ d[:P]).T, (Phi.abs() @ d[:P].abs()).T
     if of_statistics is not None:
         change = change + (of_statistics @ d[P:]).T
         size = size + (of_statistics.abs() @ d[P:].abs()).T
     rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
-    true = problem.select_outputs(integral.end - integral.start, rows)
+    true = problem.select_outputs(integral.end - integral.start)
     error = (true - change).abs().amax(dim=1)
-    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
+    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[:, None], change)
     rule = problem.kernel.rule
     if isinstance(rule, AdaptiveRule):
         share = len(stretches_of(problem.kernel.path, problem.trajectory.num_steps))
@@ -241,181 +223,99 @@ def _measured(
     return replace(integral, total=total, residual=error, status=status, rounding=rounding)
 
 
-def statistics_change(
-    problem: AttributionProblem,
-    average: StretchAverage,
-    step: int,
-    rows: Int64[Tensor, " N"],
-    of_weights: Float[Tensor, "N K"],
-) -> Float[Tensor, "N K"]:
-    """Return what the change of the moving statistics in a step adds to some outputs.
-
-    Args:
-        problem: The predictions.
-        average: The stretch that the step belongs to.
-        step: The step.
-        rows: Which N of the points.
-        of_weights: What its weights add.
-    """
-    if len(average.steps) == 1:
-        return problem.select_outputs(average.integral.total, rows) - of_weights
-    before, after = (flat_state(problem.trajectory, s, problem.X) for s in (step, step + 1))
-    change = (after - before)[problem.net.model.num_weights :]
-    return torch.einsum("knq,q->nk", average.of_statistics, change)
-
-
-@dataclass(frozen=True, eq=False)
-class PassOptions:
-    """How a pass over the run divides its work, and what it emits beside the samples' contributions.
-
-    Attributes:
-        points_per_block: Points whose adjoints are carried at a time.
-        residuals: What the steps leave unexplained.
-        splits_statistics: Split what the moving statistics add over the samples.
-    """
-
-    points_per_block: int
-    residuals: StepResiduals
-    splits_statistics: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _StepAdjoints:
-    """The adjoints of one step at N points.
-
-    Attributes:
-        step: The step.
-        rows: Which points.
-        w: Weights at its start, (P,).
-        coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step, the same for all steps
-            of a chord. Of a run of averaged weights it is E, which holds the later steps of the average too.
-        of_h: H, the adjoint of h, (K, N, P).
-    """
-
-    step: Step
-    rows: Int64[Tensor, " N"]
-    w: Float[Tensor, " P"]
-    coefficients: UpdateCoefficients
-    average: Float[Tensor, "K N P"]
-    of_h: Float[Tensor, "K N P"]
-
-
-def adjoint_pass(
-    problem: AttributionProblem,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-    options: PassOptions,
-    done: int = 0,
-    adjoint_state: Tensor | None = None,
-) -> Iterator[tuple[Integral | None, Tensor | None]]:
-    """Go through the run from its last step to its first and emit every contribution.
-
-    Yields when a step is done: the integral, if a stretch has begun with it, and what the step before receives.
+class AdjointTerms(AttributionWork):
+    """The terms of any linear update rule, by adjoints: each block of points goes through the whole run, backward.
 
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
-
-    Args:
-        problem: The predictions.
-        groups: Group of each of the L parameters.
-        emit: Called with every contribution; weight decay that is zero is left out.
-        options: Nodes at a time, what the steps leave unexplained, and whether statistics are split over samples.
-        done: Number of steps, from the last one, that are left out.
-        adjoint_state: What the last one of them left, which is overwritten.
     """
-    trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    rows, S = torch.arange(len(problem.X), device=problem.X.device), trajectory.num_steps
-    products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    stretch: StretchAverage | None = None
-    for position in range(done, S):
-        step = trajectory.steps[S - 1 - position]
-        uncounted = None
-        if stretch is None or step.index not in stretch.steps:
-            steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
-            stretch = average_over(
-                problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
-            )
-            # a pass that resumes within a chord has counted it
-            uncounted = stretch.integral if step.index == steps[-1] else None
-        Phi = stretch.of_weights
-        w = flat_weights(trajectory.trained, step.index, problem.X)
-        u = step_coefficients(trajectory, step.index, problem.X)
-        change = flat_weights(trajectory, step.index + 1, problem.X)
-        of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
-        emit(WeightsContribution(step.index, rows, of_weights))
-        if trajectory.average is not None and len(stretch.steps) > 1:
-            Phi = Phi.clone()  # it is overwritten
-        E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
-        adjoints = _StepAdjoints(step, rows, w, u, E, H)
-        _emit_weight_decay(problem, adjoints, groups, emit)
-        _emit_samples(problem, products, adjoints, groups, emit)
-        _emit_unexplained(problem, adjoints, groups, emit, options)
-        if trajectory.statistics is not None:
-            total = statistics_change(problem, stretch, step.index, rows, of_weights)
-            of_statistics = stretch.of_statistics if options.splits_statistics else None
-            emit(_statistics_term(products, step, rows, total, of_statistics))
-        yield uncounted, adjoint_state
 
+    @cached_property
+    def outputs_per_row(self) -> int:
+        """All outputs; where the adjoints of all of them do not fit, each output of a point is a row of its own."""
+        K = self.problem.num_outputs
+        return K if self.problem.memory.adjoint_points(K) >= 1 else 1
 
-def _emit_weight_decay(
-    problem: AttributionProblem, adjoints: _StepAdjoints, groups: Int64[Tensor, " L"], emit: Emit
-) -> None:
-    sizes, u, w = problem.net.model.sizes, adjoints.coefficients, adjoints.w
-    total = None
-    for adjoint, factor in ((adjoints.of_h, u.weight_decay), (adjoints.average, u.decoupled_decay)):
-        if factor.any():
-            pull = broadcast_to_params(factor, sizes, w) * w
-            part = grouped_products(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
-            total = part if total is None else total + part
-    if total is not None:
-        emit(WeightDecayContribution(adjoints.step.index, adjoints.rows, -total))
+    @property
+    def rows_per_block(self) -> int:
+        """Number of rows whose adjoints are carried at a time."""
+        return max(1, self.problem.memory.adjoint_points(self.outputs_per_row))
 
+    @property
+    def ranges(self) -> list[slice]:
+        """All steps."""
+        return [slice(0, self.kernel.trajectory.num_steps)]
 
-def _emit_samples(
-    problem: AttributionProblem,
-    products: LossProducts,
-    adjoints: _StepAdjoints,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-) -> None:
-    step, H, scale = adjoints.step, adjoints.of_h, adjoints.coefficients.grad_scale
-    H = H * broadcast_to_params(scale, problem.net.model.sizes, H) if not bool((scale == 1).all()) else H
-    for data in passes_of(step, products.run.data):
-        values, rounding = products(step, data, H, groups)
-        emit(SampleContributions(step.index, adjoints.rows, data.samples, -values))
-        if rounding is not None and is_rounding(rounding, values, products.run.passes.dtype_of(data)):
-            emit(UnexplainedContribution(step.index, adjoints.rows, -rounding))
+    @cached_property
+    def residuals(self) -> StepResiduals:
+        """Replay the run, and compare its steps with the recorded ones."""
+        return StepResiduals(self.problem, keeps=True)
 
+    def terms(
+        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through the run from its last step, and add every term to the totals."""
+        trajectory, X, sizes = problem.trajectory, problem.X, problem.net.model.sizes
+        products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, X))
+        splits_statistics = self.splits_statistics and any(own.splits_samples for own in totals.grouped)
+        adjoint, stretch = sums.carried.get("adjoint"), None
+        for s in reversed(range(trajectory.num_steps - sums.steps)):
+            step, uncounted = trajectory.steps[s], None
+            if stretch is None or s not in stretch.steps:
+                steps, stretch = stretch_of(self.kernel.path, s, trajectory.num_steps), None
+                stretch = average_over(problem, steps, self.rows_per_block, splits_statistics=splits_statistics)
+                # a pass that resumes within a chord has counted it
+                uncounted = stretch.integral if s == steps[-1] else None
+            Phi, u = stretch.of_weights, step_coefficients(trajectory, s, X)
+            start, end = (flat_weights(trajectory, state, X) for state in (s, s + 1))
+            change = (Phi @ (end - start)).T  # N K
+            totals.add_change(s, change)
+            if trajectory.average is not None and len(stretch.steps) > 1:
+                Phi = Phi.clone()  # it is overwritten
+            E, H, adjoint = propagate_step(trajectory, step, sizes, Phi, adjoint)
+            w = flat_weights(trajectory.trained, s, X)
+            decay: Tensor | None = None
+            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):
+                if factor.any():
+                    pull = broadcast_to_params(factor, sizes, w) * w
+                    found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G
+                    decay = found if decay is None else decay + found
+            if decay is not None:
+                totals.add_decay(s, -decay)
+            H = H if bool((u.grad_scale == 1).all()) else H * broadcast_to_params(u.grad_scale, sizes, H)
+            for data in passes_of(step, products.run.data):
+                values, rounding = products(step, data, H, self.parts)
+                totals.add_samples(s, data.samples, -values)
+                if rounding is not None:
+                    totals.add_unexplained(s, -rounding)
+            residual = self.residuals[s]
+            if residual is not None:
+                totals.add_unexplained(s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
+            if trajectory.statistics is not None:
+                self._add_statistics(totals, products, step, stretch, change, splits_statistics)
+            yield uncounted, 1, adjoint
 
-def _emit_unexplained(
-    problem: AttributionProblem,
-    adjoints: _StepAdjoints,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-    options: PassOptions,
-) -> None:
-    residual = options.residuals[adjoints.step.index]
-    if residual is not None:
-        vectors = residual.to(adjoints.average)[None]
-        values = grouped_products(adjoints.average, vectors, groups, problem.net.model.sizes).squeeze(2)
-        emit(UnexplainedContribution(adjoints.step.index, adjoints.rows, values))
-
-
-def _statistics_term(
-    products: LossProducts,
-    step: Step,
-    rows: Int64[Tensor, " N"],
-    total: Float[Tensor, "N K"],
-    Phi_b: Float[Tensor, "K N Q"] | None,
-) -> StatisticsContribution:
-    """Return what the moving statistics add in a step: all of it, and what samples add if their adjoint is known."""
-    if Phi_b is None:
-        return StatisticsContribution(step.index, rows, total)
-    problem = products.problem
-    state = flat_state(problem.trajectory.trained, step.index, problem.X)
-    samples, added = [], []
-    for data in passes_of(step, products.run.data):
-        increments = statistics_increments(products.run.passes, state, data)
-        samples.append(data.samples)
-        added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
-    return StatisticsContribution(step.index, rows, total, torch.cat(samples), torch.cat(added, dim=2))
+    def _add_statistics(
+        self,
+        totals: TermSums,
+        products: LossProducts,
+        step: Step,
+        stretch: StretchAverage,
+        change: Float[Tensor, "N K"],
+        is_split: bool,
+    ) -> None:
+        """Add what the moving statistics add in a step, in which the weights change the outputs by `change`."""
+        problem, s, Phi_b = products.problem, step.index, stretch.of_statistics
+        if len(stretch.steps) == 1:
+            total = problem.select_outputs(stretch.integral.total) - change
+        else:
+            before, after = (flat_state(problem.trajectory, state, problem.X) for state in (s, s + 1))
+            total = torch.einsum("knq,q->nk", Phi_b, (after - before)[problem.net.model.num_weights :])
+        if Phi_b is None or not is_split:
+            totals.add_statistics(s, total, None)
+            return
+        state, samples, added = flat_state(problem.trajectory.trained, s, problem.X), [], []
+        for data in passes_of(step, products.run.data):
+            increments = statistics_increments(products.run.passes, state, data)
+            samples.append(data.samples)
+            added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
+        totals.add_statistics(s, total, (torch.cat(samples), torch.cat(added, dim=2)))

@@ -10,7 +10,6 @@ the samples can be written out instead; the cheaper of the two is taken by count
 """
 
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -20,14 +19,14 @@ from torch.func import jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
-from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode, require_second_derivatives
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.terms import AttributionProblem, grouped_products
+from epk_gp.kernel_machine.terms import AttributionProblem
 
 # Floating-point operations that cost as much time as making one forward-mode pass does beside its products, and as
 # writing and reading one number of the samples' gradients. Measured on the two-core machine of docs/benchmarks.md at
@@ -38,7 +37,7 @@ _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 # Forward mode follows what a network computes under no_grad, which is a constant to the backward passes of training.
-# Its products are doubted where they miss the whole gradient by more than rounding, and given up for double backward
+# Its products are doubted where they miss the whole gradient by more than rounding, and given up for plain autograd
 # where that misses it by so many times less.
 _DOUBTS = 16.0
 
@@ -47,19 +46,30 @@ _DOUBTS = 16.0
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
 
 
-class _Way(Enum):
-    """How directional derivatives of the losses are taken."""
-
-    FORWARD = auto()
-    DOUBLE_BACKWARD = auto()
-    SAMPLE_BY_SAMPLE = auto()
+def grouped_products(
+    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+) -> Float[Tensor, "N K B G"]:
+    """Compute inner products, summed over each group of parameters separately."""
+    count = int(groups.max()) + 1
+    K, N = H.shape[:2]
+    if count == 1:
+        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(vectors), count)
+    first = 0
+    for group, size in zip(groups.tolist(), sizes, strict=True):
+        part = slice(first, first + size)
+        out[..., group] += (H[..., part].flatten(0, 1) @ vectors[:, part].T).view(K, N, len(vectors)).transpose(0, 1)
+        first += size
+    return out
 
 
 @dataclass(eq=False)
 class LossProducts:
     """The training side of an attribution; to be used by one thread.
 
-    Called with a step, one of its forward passes, adjoints and groups of parameters, it returns their products.
+    Called with a step, one of its forward passes, adjoints and groups of parameters, it returns their products: from
+    the samples' gradients where writing these out is cheaper, else by forward mode. Where torch has no forward mode, or
+    it gives something else than plain autograd, each sample has a backward pass of its own.
 
     Attributes:
         problem: The predictions.
@@ -68,12 +78,12 @@ class LossProducts:
 
     problem: AttributionProblem
     run: RunReplay
-    _way: _Way = _Way.FORWARD
+    _has_forward_mode: bool = True
     # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
     _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
     _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
-    _found_rounding: float = 0.0  # largest share of the products that forward mode and double backward missed
+    _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
 
     def __call__(
         self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
@@ -89,24 +99,23 @@ class LossProducts:
         Returns:
             The products; and what <H, sum_i c_i grad loss_i> with the gradient of a backward pass has more than their
             sum. That is rounding, which a preconditioner can make large where a gradient is nothing but rounding (a
-            bias in front of BatchNorm under Adam). None where the samples' gradients are written out.
+            bias in front of BatchNorm under Adam). None where the samples' gradients are written out, and where it is
+            more than rounding can be: left out of every term, the certificate sees it.
         """
-        count = int(groups.max()) + 1
         state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
-        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):
-            if data.forward.is_deterministic:
-                return self._from_gradients(state, data, H, groups), None
-            written = self._from_replayed_gradients(state, data, H, groups)
+        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], int(groups.max()) + 1):
+            written = self._from_gradients(state, data, H, groups)
             if written is not None:
                 return written, None
-        replayed = self.run.passes.gradient(state, data, exact=True)
+        replayed, dtype = self.run.passes.gradient(state, data, exact=True), self.run.passes.dtype_of(data)
         whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
         values = self._along_all(state, data, H, groups, replayed.losses)
-        doubtful = self._doubtful(H, whole, values, self.run.passes.dtype_of(data))
-        if doubtful is not None and not self._is_derivative(state, data, *doubtful, replayed.losses):
-            self._way = _Way.DOUBLE_BACKWARD
+        if self._has_forward_mode and not self._is_derivative(state, data, H, whole, values):
+            self._has_forward_mode = False
             values = self._along_all(state, data, H, groups, replayed.losses)
-        return values, whole - values.sum(dim=2)
+        rounding = whole - values.sum(dim=2)
+        allowed = _AMPLIFIED_ROUNDING.get(dtype, 1.0) * values.abs().sum(dim=(2, 3))
+        return values, rounding if bool((rounding.sum(dim=2).abs() <= allowed).all()) else None
 
     def _along_all(
         self, state: Tensor, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"], expected: Tensor
@@ -122,148 +131,117 @@ class LossProducts:
             values[..., group] = (data.c.to(H) * products).view(K, N, -1).transpose(0, 1)
         return values
 
-    def _doubtful(
+    def _is_derivative(
         self,
+        state: Tensor,
+        data: PassData,
         H: Float[Tensor, "K N P"],
         whole: Float[Tensor, "N K G"],
         values: Float[Tensor, "N K B G"],
-        dtype: torch.dtype,
-    ) -> tuple[Float[Tensor, " P"], Tensor, float] | None:
-        """Return the adjoint whose products miss the whole gradient most, its whole product, and by how much.
+    ) -> bool:
+        """Return whether forward mode follows what plain autograd differentiates.
 
-        None if they miss it by no more than rounding of the pass's dtype, or than was found to be rounding before.
+        Where its products miss the whole gradient by more than rounding of the pass's dtype, or than was found to be
+        rounding before, those of the worst adjoint are computed by plain autograd: rounding misses it as much.
         """
-        if self._way is not _Way.FORWARD:
-            return None
         missed = (whole - values.sum(dim=2)).sum(dim=2)
         share = missed.abs() / values.abs().sum(dim=(2, 3)).clamp(min=torch.finfo(values.dtype).tiny)
         n, k = divmod(int(share.argmax()), share.shape[1])
         largest = float(share[n, k])
-        if not largest > max(_ROUNDING.get(dtype, 1e-2), 2 * self._found_rounding):
-            return None
+        if not largest > max(_ROUNDING.get(self.run.passes.dtype_of(data), 1e-2), 2 * self._found_rounding):
+            return True
         self._found_rounding = largest
-        return H[k, n], whole[n, k].sum(), float(missed[n, k].abs())
-
-    def _is_derivative(
-        self, state: Tensor, data: PassData, adjoint: Tensor, whole: Tensor, missed: float, expected: Tensor
-    ) -> bool:
-        """Return whether double backward misses the whole gradient as forward mode does: both round it."""
-        try:
-            products = self._double_backward(state, data, adjoint[None], expected)
-        except (RuntimeError, ValueError):
-            products = self._sample_by_sample(state, data, adjoint[None])
-        return _DOUBTS * float((whole - products[0] @ data.c.to(products)).abs()) >= missed
+        products = self._sample_by_sample(state, data, H[k, n][None])[0]
+        left = float((whole[n, k].sum() - products @ data.c.to(products)).abs())
+        return _DOUBTS * left >= float(missed[n, k].abs())
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
-        forward_pass, problem = data.forward, self.problem
-        if forward_pass.autocast is not None or not problem.trajectory.loss_takes_outputs:
+        problem, plan = self.problem, self.problem.net.plan
+        if data.forward.autocast is not None or not problem.trajectory.loss_takes_outputs:
             return False
-        if problem.net.plan.shares_pass:  # a backward pass per sample, each through the whole graph
+        if plan.shares_pass:  # a backward pass per sample, each through the whole graph
             return False
-        if not forward_pass.is_deterministic and (
+        if not data.forward.is_deterministic and (
             problem.cost.all_dense
-            or problem.net.plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
+            or plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
             or problem.net.model.statistics  # a row's loss depends on the other rows
             or self._in_modes.get(self._kind_of(data), problem.net) is None
         ):
             return False
-        n, P = len(data.X), self.problem.net.model.num_weights
-        flops = self._flops(data)
+        n, P = len(data.X), problem.net.model.num_weights
+        if self._flops_per_row is None:
+            state, replay = flat_state(problem.trajectory.trained, 0, problem.X), self.run.passes
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                replay.losses(replay.params(state, data), data)
+            self._flops_per_row = counter.get_total_flops() / n
+        flops = self._flops_per_row * n
         forward = num_directions * num_groups * (2 * flops + _PASS_OVERHEAD)
         writing = 3 * flops + (2.0 * num_directions + _WRITING) * n * P + _PASS_OVERHEAD
         return writing <= forward
-
-    def _flops(self, data: PassData) -> float:
-        """Count the operations of a forward pass; once, on the first pass."""
-        if self._flops_per_row is None:
-            state = flat_state(self.problem.trajectory.trained, 0, self.problem.X)
-            replay = self.run.passes
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                replay.losses(replay.params(state, data), data)
-            self._flops_per_row = counter.get_total_flops() / len(data.X)
-        return self._flops_per_row * len(data.X)
-
-    def _from_gradients(
-        self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
-    ) -> Float[Tensor, "N K B G"]:
-        """Write the samples' gradients out, some at a time."""
-        problem = self.problem
-        net, sizes = problem.net, problem.net.model.sizes
-        if data.forward.statistics is not None:
-            state = torch.cat([state[: net.model.num_weights], data.forward.statistics.to(state)])
-        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
-        X = net.model.spec.cast(data.X)
-        values = []
-        for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
-            cotangents = _loss_cotangents(problem, data, part)
-            jacobians = layer_jacobians(net, WeightLocation(state), X[part], cotangents, cost)
-            values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
-        return torch.cat(values, dim=2)
 
     def _kind_of(self, data: PassData) -> tuple[bytes, torch.dtype]:
         """Return what tells the networks apart that replay passes: modes and dtype."""
         modes = data.forward.modes
         return b"" if modes is None else bytes(tensor_bytes(modes)), self.run.passes.dtype_of(data)
 
-    def _from_replayed_gradients(
+    def _from_gradients(
         self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
     ) -> Float[Tensor, "N K B G"] | None:
-        """Write the samples' gradients out that a pass had in its own modes, with the random numbers that it drew.
+        """Write the samples' gradients out, some at a time.
 
-        The masks are those of the whole batch, so its activations are computed together. The products with the sum of
-        the adjoints are compared with its derivatives of the replayed losses: they are others where a row's loss
-        depends on other rows, or where the numbers are drawn in another order.
+        Those of a pass that draws random numbers are written out in its own modes. The masks are those of the whole
+        batch, so its activations are computed together. The products with the sum of the adjoints are compared with
+        forward mode's: they are others where a row's loss depends on other rows, or where the numbers are drawn in
+        another order.
 
         Returns:
             The products; None where they are others, or where the gradients cannot be written out.
         """
-        problem, replay, key = self.problem, self.run.passes, self._kind_of(data)
-        if key not in self._in_modes:
-            self._in_modes[key] = PlannedModel(replay.model_in_modes(data), problem.net.plan)
-        net = self._in_modes[key]
-        if net is None:
-            return None
-        every = torch.arange(len(data.X), device=data.X.device)
-        cotangents = _loss_cotangents(problem, data, every)
+        problem, every = self.problem, torch.arange(len(data.X), device=data.X.device)
+        blocks, sizes = every.split(problem.memory.adjoint_samples()), problem.net.model.sizes
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
+        values = []
+        if data.forward.is_deterministic:
+            if data.forward.statistics is not None:
+                state = torch.cat([state[: problem.net.model.num_weights], data.forward.statistics.to(state)])
+            X, at = problem.net.model.spec.cast(data.X), WeightLocation(state)
+            for rows in blocks:
+                jacobians = layer_jacobians(problem.net, at, X[rows], _loss_cotangents(problem, data, rows), cost)
+                values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
+            return torch.cat(values, dim=2)
+        replay, key = self.run.passes, self._kind_of(data)
+        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), problem.net.plan)
+        self._in_modes[key] = None  # unless all goes well
         at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
-        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=False)
         try:
             with replay.random_numbers(data):
-                jacobians = layer_jacobians(net, at, replay.rows(data), cotangents, cost)
+                jacobians = layer_jacobians(net, at, replay.rows(data), _loss_cotangents(problem, data, every), cost)
         except (RuntimeError, ValueError, NotImplementedError):  # UnsupportedParameterUseError among them
-            self._in_modes[key] = None
             return None
-        values = []
-        for part in every.split(problem.memory.adjoint_samples()):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            gradients = to_flat_order([jacobian.rows(rows) for jacobian in jacobians], problem.columns)[0].to(H)
-            values.append(grouped_products(H, gradients, groups, net.model.sizes))
-        written = torch.cat(values, dim=2)
-        losses = replay.gradient(state, data, exact=True).losses
+        for rows in blocks:
+            part = [jacobian.rows(slice(int(rows[0]), int(rows[-1]) + 1)) for jacobian in jacobians]
+            values.append(grouped_products(H, to_flat_order(part, problem.columns)[0].to(H), groups, sizes))
+        written, losses = torch.cat(values, dim=2), replay.gradient(state, data, exact=True).losses
         expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
         if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
-            self._in_modes[key] = None
             return None
+        self._in_modes[key] = net
         return written
 
     def _along(
         self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"], expected: Tensor
     ) -> Float[Tensor, "R n"]:
         """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
-        if self._way is _Way.FORWARD:
+        if self._has_forward_mode:
             try:
                 primals, slopes = self._forward(state, data, directions, expected)
             except (RuntimeError, NotImplementedError):
-                self._way = _Way.DOUBLE_BACKWARD
+                self._has_forward_mode = False
             else:
-                if _is_same(primals, expected, expected.abs().max().clamp(min=1.0)):
+                # forward mode may draw other random numbers, or take another kernel
+                self._has_forward_mode = _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                if self._has_forward_mode:
                     return slopes.to(directions)
-                self._way = _Way.DOUBLE_BACKWARD  # forward mode drew other random numbers, or took another kernel
-        if self._way is _Way.DOUBLE_BACKWARD:
-            try:
-                return self._double_backward(state, data, directions, expected)
-            except (RuntimeError, ValueError):
-                self._way = _Way.SAMPLE_BY_SAMPLE
         return self._sample_by_sample(state, data, directions)
 
     def _forward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,31 +297,6 @@ class LossProducts:
             primals, slopes = vmap(along, chunk_size=at_once)(directions.to(reference))
         return primals, slopes
 
-    def _losses_with_graph(self, state: Tensor, data: PassData) -> tuple[Tensor, list[Tensor]]:
-        replay = self.run.passes
-        params = replay.params(state, data)
-        leaves = [params[name].requires_grad_() for name in replay.model.names]
-        with torch.enable_grad():
-            return replay.losses(params, data), leaves
-
-    def _double_backward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> Tensor:
-        """Differentiate v -> v^T J d in v: reverse mode only, one more backward pass per direction."""
-        losses, leaves = self._losses_with_graph(state, data)
-        if not _is_same(losses.detach(), expected, expected.abs().max().clamp(min=1.0)):
-            raise RuntimeError("the replayed losses are others under torch.func.functional_call.")
-        with torch.enable_grad():
-            v = torch.ones_like(losses, requires_grad=True)
-            pulled = torch.autograd.grad(
-                losses, leaves, v, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            require_second_derivatives(pulled, losses)
-            flat = torch.cat([g.reshape(-1) for g in pulled])
-            slopes = [
-                torch.autograd.grad(flat @ direction.to(flat), v, retain_graph=True, materialize_grads=True)[0]
-                for direction in directions
-            ]
-        return torch.stack(slopes).to(directions)
-
     def _sample_by_sample(self, state: Tensor, data: PassData, directions: Tensor) -> Tensor:
         """Write each loss's gradient out by a forward and backward pass of its own: works wherever training does."""
         columns = []
@@ -374,20 +327,6 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
         return (c.to(z)[:, None] * slope)[None]
 
     return Cotangents(derivative)
-
-
-def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"], dtype: torch.dtype) -> bool:
-    """Return whether a difference of sums of products can be rounding of their gradients, amplified.
-
-    A larger one is left out of every term, so that the sum misses the output and the certificate says so.
-
-    Args:
-        difference: The difference.
-        products: The products.
-        dtype: The dtype in which the pass was replayed.
-    """
-    allowed = _AMPLIFIED_ROUNDING.get(dtype, 1.0) * products.abs().sum(dim=(2, 3))
-    return bool((difference.sum(dim=2).abs() <= allowed).all())
 
 
 def _is_same(values: Tensor, expected: Tensor, size: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from epk_gp.kernel_machine.baselines import single_machine
-from epk_gp.kernel_machine.certification import larger
+from epk_gp.kernel_machine.certificate import larger
 from loops import data, mlp
 
 STEPS = 5

@@ -18,7 +18,7 @@ import epk_gp as epk
 from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.influence_pass import InfluencePass
+from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.optimizers.torch_rules import rule_for
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -285,15 +285,15 @@ def test_a_pass_that_was_killed_goes_on_from_its_last_save(
     run: epk.Trajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     X = WeightedLoop(adamw).test_points
-    whole, made, back = epk.influence(run, X), [], InfluencePass._back
+    whole, made, back = epk.influence(run, X), [], InfluenceWork._back
 
-    def killed(self: InfluencePass, index: int, *args: Any) -> Any:
+    def killed(self: InfluenceWork, index: int, *args: Any) -> Any:
         made.append(index)
         if len(made) == 6:
             raise KeyboardInterrupt
         return back(self, index, *args)
 
-    monkeypatch.setattr(InfluencePass, "_back", killed)
+    monkeypatch.setattr(InfluenceWork, "_back", killed)
     monkeypatch.setattr(PartialSums, "should_save", True)
     with pytest.raises(KeyboardInterrupt):
         epk.influence(run, X, checkpoint=tmp_path / "sums")

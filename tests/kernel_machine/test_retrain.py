@@ -117,8 +117,6 @@ def test_blocks_of_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryPlan, "retrained_runs", lambda *_: 7)
     small = epk.retrain(run, weights)
     assert torch.allclose(small.states, whole.states, rtol=0, atol=1e-12)
-    assert torch.equal(whole[1:3].states, whole.states[1:3])
-    assert torch.equal(whole[-1].sample_weights, weights[-1:])
 
 
 @pytest.mark.parametrize(
