@@ -143,7 +143,7 @@ def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], d
         mean, momentum = by_row.mean(dim=(0, 2)), layer.momentum
         variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
         if momentum is None:
-            momentum = 1.0 / (float(layer.num_batches_tracked) + 1)
+            momentum = 1.0 / (float(layer.num_batches_tracked or 0) + 1)
         for kind, rows in (("running_mean", by_row.sum(dim=2) / count), ("running_var", variance)):
             buffer = f"{name}.{kind}".lstrip(".")
             if buffer in named:

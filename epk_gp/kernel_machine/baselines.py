@@ -161,10 +161,13 @@ def single_machine(
 
 def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtype) -> Float[Tensor, "M C"]:
     """Return c_i q_i, after checking that the theorem holds."""
+    advice = "Use epk_gp.reconstruct: the ensemble over steps (Theorem 3.6) is exact there."
     loss, reason = trajectory.loss, ""
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
-        reason = f"a loss derivative that stays constant: that of {loss} moves"
-    elif not trajectory.loss_takes_outputs:
+        raise ValueError(
+            f"the single kernel machine needs a loss derivative that stays constant: that of {loss} moves. {advice}"
+        )
+    if not trajectory.loss_takes_outputs:
         reason = f"a loss of the outputs (n, C) alone: {loss} takes what the network returned"
     elif head != "log_softmax" and isinstance(loss, CrossEntropy):
         reason = 'head="log_softmax": with respect to the logits the loss derivative p - y moves'
@@ -183,9 +186,6 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
         if reason:
             break
     if reason:
-        raise ValueError(
-            f"the single kernel machine needs {reason}. Use epk_gp.reconstruct: the ensemble over steps (Theorem 3.6) "
-            "is exact there."
-        )
+        raise ValueError(f"the single kernel machine needs {reason}. {advice}")
     q = soft_targets(loss, trajectory.targets, trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype))
     return sample_weights(loss, trajectory.targets).to(q)[:, None] * q

@@ -46,8 +46,8 @@ def parts_of_layers(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> 
     """
     model, plan = problem.net.model, problem.net.plan
     part = dict(zip(model.names, parts.tolist(), strict=True))
-    layers = [plan.dense_params] if plan.dense_params else []
-    layers = [model.names] if problem.cost.all_dense else [*plan.bias_of.items(), *layers]
+    layers: list[Sequence[str | None]] = [*plan.bias_of.items(), *([plan.dense_params] if plan.dense_params else [])]
+    layers = [model.names] if problem.cost.all_dense else layers
     owners = [{part[name] for name in names if name is not None} for names in layers]
     return [min(own) for own in owners] if all(len(own) == 1 for own in owners) else None
 

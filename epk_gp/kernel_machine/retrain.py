@@ -412,6 +412,10 @@ class Retraining(Displayed):
         """Count the networks, m."""
         return len(self.states)
 
+    def __getitem__(self, rows: slice) -> "Retraining":
+        """Return some of the networks."""
+        return replace(self, states=self.states[rows], sample_weights=self.sample_weights[rows])
+
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from epk_gp.kernel_machine.certification import describe_findings, larger
+from epk_gp.kernel_machine.certificate import Certificate
 from epk_gp.kernel_machine.influence import Influence
 
 
