@@ -7,7 +7,6 @@ the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that n
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -23,7 +22,6 @@ from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     AttributionWork,
     IntegratedLine,
-    StepResiduals,
     TermSums,
     integrate_stretch,
 )
@@ -229,26 +227,12 @@ class AdjointTerms(AttributionWork):
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
     """
 
-    @cached_property
-    def outputs_per_row(self) -> int:
-        """All outputs; where the adjoints of all of them do not fit, each output of a point is a row of its own."""
-        K = self.problem.num_outputs
-        return K if self.problem.memory.adjoint_points(K) >= 1 else 1
-
-    @property
-    def rows_per_block(self) -> int:
-        """Number of rows whose adjoints are carried at a time."""
-        return max(1, self.problem.memory.adjoint_points(self.outputs_per_row))
+    keeps_residuals = True
 
     @property
     def ranges(self) -> list[slice]:
         """All steps."""
         return [slice(0, self.kernel.trajectory.num_steps)]
-
-    @cached_property
-    def residuals(self) -> StepResiduals:
-        """Replay the run, and compare its steps with the recorded ones."""
-        return StepResiduals(self.problem, keeps=True)
 
     def terms(
         self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums

@@ -1,7 +1,7 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Unpack
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
@@ -22,7 +23,6 @@ from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import (
     Axis,
     PointsTable,
-    Rows,
     by_sample,
     describe_axes,
     group_name,
@@ -36,14 +36,14 @@ from epk_gp.kernel_machine.certificate import (
     sum_tolerance,
     warn_unless_certified,
 )
-from epk_gp.kernel_machine.factored import FactoredTerms, is_plain_descent
+from epk_gp.kernel_machine.factored import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     AttributionWork,
     GroupedSums,
     Groupings,
     TermSums,
-    validate_classes,
+    is_plain_descent,
 )
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
@@ -70,8 +70,15 @@ class CertifiedTerms(Displayed, Certificate):
     network: Float[Tensor, "n C"]
     amplification: Float[Tensor, "n C"]
 
-    def _shown(self, split: str, values: Entry, terms: Mapping[str, Tensor], largest: Rows) -> Summary:
-        """Return what is shown of terms beside the initial outputs."""
+    def _shown(self, split: str, terms: Mapping[str, Tensor], largest: str, name_of: Callable[[int], str]) -> Summary:
+        """Return what is shown of terms beside the initial outputs, the first of which is split into groups.
+
+        Args:
+            split: By what, in words.
+            terms: The terms.
+            largest: Name of the rows of the largest groups.
+            name_of: Maps the number of a group to its name.
+        """
         (n, C), table, entries = self.network.shape, PointsTable(self.network), self.entries(len(self.network))
         if self.amplification.numel():
             size = float(self.amplification.max())
@@ -84,9 +91,12 @@ class CertifiedTerms(Displayed, Certificate):
                 )
                 entry = replace(entry, note=advice, is_warning=True)
             entries = (*entries, entry)
-        rows = [*table.sums({"initial": self.initial, **terms}), table.row("network", self.network), *largest]
+        name, values = next(iter(terms.items()))
+        shape = Entry(f"shape of {name}", f"{tuple(values.shape)}", kind_of(values))
+        sums = table.sums({"initial": self.initial, **terms})
+        rows = [*sums, table.row("network", self.network), *table.largest(largest, values, name_of)]
         title = f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {split}"
-        return Summary(title, (*entries, values), table.table(rows))
+        return Summary(title, (*entries, shape), table.table(rows))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -112,10 +122,9 @@ class Attribution(CertifiedTerms):
         return self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
 
     def _summary(self) -> Summary:
-        shape = Entry("shape of samples", f"{tuple(self.samples.shape)}", kind_of(self.samples))
         terms = {name: getattr(self, name) for name in ("samples", "decay", "statistics", "unexplained")}
-        largest = PointsTable(self.network).largest("largest samples", self.samples, "#{}".format)
-        return self._shown(count(self.samples.shape[2], "training sample"), shape, terms, largest)
+        samples = count(self.samples.shape[2], "training sample")
+        return self._shown(samples, terms, "largest samples", "#{}".format)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -146,7 +155,7 @@ class GroupedAttribution(CertifiedTerms):
         return self.initial + torch.stack([_summed(term) for term in terms]).sum(dim=0)
 
     def _summary(self) -> Summary:
-        shape, kinds = f"{tuple(self.values.shape)}", ", ".join(axis.kind for axis in self.axes)
+        kinds = ", ".join(axis.kind for axis in self.axes)
         terms = {
             "training data": self.values,
             "decay": self.decay,
@@ -154,10 +163,7 @@ class GroupedAttribution(CertifiedTerms):
             "statistics of no sample": self.statistics_of_no_sample,
             "unexplained": self.unexplained,
         }
-        name_of = partial(group_name, self.axes)
-        largest = PointsTable(self.network).largest(f"largest by {kinds}", self.values, name_of)
-        values = Entry("shape of values", shape, kind_of(self.values))
-        return self._shown(describe_axes(self.axes), values, terms, largest)
+        return self._shown(describe_axes(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
 def attribute(
@@ -275,7 +281,7 @@ def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classe
     for by in groupings:
         validate_axes(kernel.trajectory, by)
     if classes is not None:
-        validate_classes(classes, len(X), kernel.trajectory.num_outputs)
+        validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
 
 
 def attribution_work(
@@ -289,11 +295,15 @@ def attribution_work(
     splits_statistics: bool = True,
 ) -> AttributionWork:
     """Return the pass over the run that adds up all terms; its arguments were checked."""
-    classes = None if classes is None else classes.to(X.device)
+    classes = None if classes is None else classes.to(X.device, torch.int64)
     problem = AttributionProblem(net, kernel, X.detach(), classes, options.memory_budget)
     parts = parameter_parts(groupings, len(net.model.names))
-    work = FactoredTerms if is_plain_descent(problem, parts) else AdjointTerms
-    return work(kernel, problem.X, classes, options.memory_budget, groupings, splits_statistics, plan=net.plan)
+    K, shared = problem.num_outputs, (kernel, problem.X, classes, options.memory_budget, groupings, splits_statistics)
+    if is_plain_descent(problem, parts):
+        return FactoredTerms(*shared, K, points_at_a_time(problem), plan=net.plan)
+    outputs_per_row = K if problem.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
+    rows_per_block = max(1, problem.memory.adjoint_points(outputs_per_row))
+    return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan)
 
 
 def _attribute(

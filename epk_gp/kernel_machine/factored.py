@@ -1,7 +1,6 @@
 """Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from epk_gp.autodiff.dense import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import LeftFactor
-from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
@@ -21,9 +19,9 @@ from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     AttributionWork,
     IntegratedLine,
-    StepResiduals,
     TermSums,
     integrate_stretch,
+    layers_of,
     leaves_residuals,
 )
 from epk_gp.quadrature.adaptive import Integral
@@ -37,36 +35,12 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
-def parts_of_layers(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[int] | None:
-    """Return which part of the network each layer's Jacobian belongs to; None where one belongs to several.
-
-    Args:
-        problem: The predictions.
-        parts: The part that each of L parameters belongs to.
-    """
-    model, plan = problem.net.model, problem.net.plan
-    part = dict(zip(model.names, parts.tolist(), strict=True))
-    layers: list[Sequence[str | None]] = [*plan.bias_of.items(), *([plan.dense_params] if plan.dense_params else [])]
-    layers = [model.names] if problem.cost.all_dense else layers
-    owners = [{part[name] for name in names if name is not None} for names in layers]
-    return [min(own) for own in owners] if all(len(own) == 1 for own in owners) else None
-
-
-def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> bool:
-    """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
-
-    What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
-    measured where it is written out.
-
-    Args:
-        problem: The predictions.
-        parts: The part of the network that each of L parameters belongs to.
-    """
-    trajectory = problem.trajectory
-    if parts_of_layers(problem, parts) is None or (parts.any() and leaves_residuals(problem)):
-        return False
-    is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs and trajectory.unexplained is None
-    return is_plain and not problem.is_layerwise and recomputation_of(trajectory) is None
+def points_at_a_time(problem: AttributionProblem) -> int:
+    """Count the points that are computed together; an upper bound: with all C outputs, also where one is asked for."""
+    every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
+    at = WeightLocation(flat_state(problem.trajectory, 0, problem.X))
+    jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
+    return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
 
 class FactoredTerms(AttributionWork):
@@ -76,20 +50,7 @@ class FactoredTerms(AttributionWork):
     chord belongs to its last step.
     """
 
-    @property
-    def outputs_per_row(self) -> int:
-        """All that are asked for."""
-        return self.problem.num_outputs
-
-    @cached_property
-    def rows_per_block(self) -> int:
-        """Number of points that are computed together."""
-        # an upper bound: all C outputs, also where one is asked for
-        problem = self.problem
-        every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
-        at = WeightLocation(flat_state(problem.trajectory, 0, problem.X))
-        jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
-        return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
+    keeps_residuals = False
 
     @cached_property
     def ranges(self) -> list[slice]:
@@ -100,20 +61,11 @@ class FactoredTerms(AttributionWork):
         most = min(MAX_RANGES // len(self.blocks), self.memory_budget // (self.rows_per_block * self.num_bytes(1)))
         return step_ranges(self.kernel.trajectory.num_steps, most, self.kernel.path.every)
 
-    @cached_property
-    def residuals(self) -> StepResiduals:
-        """Replay the run, and compare its steps with the recorded ones."""
-        return StepResiduals(self.problem, keeps=False)
-
     def terms(
         self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
         """Go through a range of steps, and add every term to the totals."""
-        trajectory, layer_parts = problem.trajectory, parts_of_layers(problem, self.parts)
-        layers_of_parts = [
-            [layer for layer, part in enumerate(layer_parts or []) if part == own]
-            for own in range(int(self.parts.max()) + 1)
-        ]
+        trajectory, layers_of_parts = problem.trajectory, layers_of(problem, self.parts) or []
         steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
         for stretch in stretches_of(self.kernel.path, trajectory.num_steps, slice(steps.start, steps.stop)):
             line = integrate_stretch(problem, stretch, self.rows_per_block)
@@ -130,19 +82,9 @@ class FactoredTerms(AttributionWork):
             yield line.integral, len(stretch), None
 
 
-@dataclass(frozen=True, eq=False)
-class LeftSide:
-    """Output gradients at some nodes of a stretch, which are multiplied with the loss gradients of each of its steps.
-
-    Attributes:
-        batches: At the nodes.
-        averages: Of layers that commute with the average, by number of the layer, over these nodes and all before.
-        is_last: Whether no more nodes follow: the averages are over all nodes.
-    """
-
-    batches: list[NodeBatch]
-    averages: dict[int, LeftFactor]
-    is_last: bool
+# Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,
+# over these nodes and all before; and whether no more nodes follow.
+LeftSide = tuple[list[NodeBatch], dict[int, LeftFactor], bool]
 
 
 def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
@@ -152,12 +94,12 @@ def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
     for batch in line.node_batches():
         own = sum(jacobian.nbytes for jacobian in batch.jacobians)
         if batches and size + own > num_bytes:
-            yield LeftSide(batches, averages, is_last=False)
+            yield batches, averages, False
             batches, size = [], 0
         add_to_averages(averages, batch)
         batches.append(batch)
         size += own
-    yield LeftSide(batches, averages, is_last=True)
+    yield batches, averages, True
 
 
 def _sample_terms(
@@ -178,16 +120,16 @@ def _sample_terms(
 
     def contributions(s: int, rows: Tensor, left: LeftSide) -> Float[Tensor, "N K b G"]:
         """Return what some rows of a step add at some nodes, by parts of the network."""
-        w, X, y, c = data_of(s)
+        (w, X, y, c), (batches, averages, is_last) = data_of(s), left
         cotangents = weighted_loss(trajectory.loss, y[rows], c[rows])
         right = layer_jacobians(problem.net, WeightLocation(w), X[rows], cotangents, problem.cost)
         eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
         for part, layers in enumerate(layers_of_parts):
             tile = GramAccumulator((K, N, 1, len(rows)), w)
-            average = StepAverage(tile, right, eta, left.averages, layers)
-            for batch in left.batches:
+            average = StepAverage(tile, right, eta, averages, layers)
+            for batch in batches:
                 average.accumulate(batch)
-            if left.is_last:
+            if is_last:
                 average.finalize()
             values[..., part] = tile.result()[:, :, 0].transpose(0, 1)
         return values
@@ -195,7 +137,7 @@ def _sample_terms(
     size = num_samples = memory.vanilla_gd_samples(points_per_block, N, K, num_parts)
     waiting = _left_sides(line, memory.node_bytes)
     first = next(waiting)
-    held = [first] if first.is_last else []
+    held = [first] if first[2] else []
     if not held:
         num_samples = memory.vanilla_gd_samples(trajectory.num_points, N, K, num_parts)
     lefts: Iterator[LeftSide] = chain([first], waiting)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import all_outputs, chosen_outputs
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.checks import validate_count, validate_integer, validate_labels, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
@@ -29,11 +29,10 @@ from epk_gp.kernel_machine.axes import (
     group_name,
     validate_axes,
 )
-from epk_gp.kernel_machine.certificate import mismatch_finding, run_findings, step_mismatches, warn_unless_certified
+from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.kernel_machine.retrain import REPLAY_TOLERANCE, StackedTraining, require_replays, retrained_run
-from epk_gp.kernel_machine.terms import validate_classes
 from epk_gp.work.run import run
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
@@ -110,14 +109,8 @@ class Influence(Displayed):
         max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
         mismatch_ratio: Largest ratio of such a difference to what rounding explains.
         worst_step: The step that has it; -1 for a run without steps.
-        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
-            here: optimizers' preconditioners by name, and "moving statistics".
-        curvature_error: Share by which torch's derivative of the gradient of a step differs from differences of such
-            gradients, looked at in one direction; 0 where it does not.
-        doubts: What else is against the result, in words: steps that do not follow from the recorded options of the
-            optimizer; of a smoothed derivative, what is against any of its runs.
+        findings: Why the result is not certified, in words; empty if it is.
         clipping: How the bound of gradient clipping is known, in words.
-        run_findings: What the recorded run itself says against derivatives in samples (`certificate.run_findings`).
     """
 
     outputs: Float[Tensor, "n K"]
@@ -127,11 +120,8 @@ class Influence(Displayed):
     max_step_mismatch: float
     mismatch_ratio: float
     worst_step: int
-    held: tuple[str, ...]
-    curvature_error: float = 0.0
-    doubts: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     clipping: str = ""
-    run_findings: tuple[str, ...] = ()
 
     @property
     def certified(self) -> bool:
@@ -153,7 +143,8 @@ class Influence(Displayed):
         Raises:
             ValueError: The values are not split by samples alone.
         """
-        self._require_samples("std")
+        if not self._is_by_sample:
+            raise ValueError("std needs the derivative in each sample's weight: it is split by others. Leave by= out.")
         return self.values.square().sum(dim=2).sqrt()
 
     def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
@@ -166,54 +157,21 @@ class Influence(Displayed):
             TypeError: The weights are no tensor.
             ValueError: The values are not split by samples alone, or there is not one weight per sample.
         """
-        self._require_samples("predict()")
-        if not isinstance(weights, Tensor):
-            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
+        validate_tensor(weights, "weights")
         M = self.values.shape[2]
-        if weights.ndim == 0 or weights.shape[-1] != M:
-            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        if not self._is_by_sample or weights.ndim == 0 or weights.shape[-1] != M:
+            raise ValueError(
+                "predict() needs the derivative in each sample's weight (leave by= out), and one weight per sample, "
+                f"(..., {M}): got shape {tuple(weights.shape)}."
+            )
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite: they hold NaN or infinity.")
         changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
         return self.outputs + changes
 
-    def _require_samples(self, what: str) -> None:
-        if not self._is_by_sample:
-            raise ValueError(
-                f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out."
-            )
-
     @property
     def _is_by_sample(self) -> bool:
         return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
-
-    @cached_property
-    def _is_finite(self) -> bool:
-        """Whether all values are finite, looked at once: they may be many."""
-        return bool(torch.isfinite(self.values).all())
-
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, in words; empty if it is."""
-        findings = []
-        if not self.mismatch_ratio <= 1:
-            findings.append(mismatch_finding(self.worst_step, self.mismatch_ratio, self.max_step_mismatch))
-        if self.held:
-            findings.append(
-                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
-                "recorded"
-            )
-        if not self.curvature_error <= 0:
-            findings.append(
-                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from finite "
-                "differences: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
-                "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
-                "wrong"
-            )
-        findings += self.run_findings
-        if not self._is_finite:
-            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
-        return list(dict.fromkeys([*findings, *self.doubts]))
 
     def _summary(self) -> Summary:
         (n, K), table = self.outputs.shape, PointsTable(self.outputs)
@@ -305,7 +263,8 @@ def influence(
         raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
     require_replays(trajectory)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    found, doubts = [], step_mismatches(trajectory, UpdateLaw(trajectory, flat_weights(trajectory, 0, X))).findings
+    findings = step_mismatches(trajectory, UpdateLaw(trajectory, flat_weights(trajectory, 0, X))).findings
+    found = list[Influence]()
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -317,23 +276,20 @@ def influence(
                 run, X, outputs, cotangents, options_of_run, axes=axes, factors=1 / weights, truncate=truncate
             )
         )
-        doubts += [f"of run {index} {finding}" for finding in found[-1].findings]
+        findings += [f"of run {index} {finding}" for finding in found[-1].findings]
         if not difference <= REPLAY_TOLERANCE[run.dtype]:
-            doubts.append(
+            findings.append(
                 f"a replay with all weights 1 beside run {index} ends {float(difference):.2g} of the way that the "
                 "weights went from the recorded network"
             )
     worst = max(found, key=lambda result: (math.isnan(result.mismatch_ratio), result.mismatch_ratio))
-    result = replace(
+    warn_unless_certified("the influence", findings)
+    return replace(
         worst,
-        doubts=tuple(doubts),
+        findings=tuple(findings),
         values=smoothing.average(torch.stack([result.values for result in found])),
         adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
-        held=tuple(sorted({name for result in found for name in result.held})),
-        curvature_error=max(result.curvature_error for result in found),
     )
-    warn_unless_certified("the influence", result.findings)
-    return result
 
 
 def self_influence(
@@ -361,16 +317,13 @@ def self_influence(
     parsed = parse_options("self_influence", ("accumulate",), **options)
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
-    if not isinstance(own, Tensor) or own.dtype != torch.int64 or own.ndim != 1 or not len(own):
-        raise ValueError(f"points must be an int64 tensor of training samples, (n,): got {points!r}.")
-    if not 0 <= int(own.min()) <= int(own.max()) < M:
-        raise ValueError(f"points must lie in 0..{M - 1}: got {int(own.min())}..{int(own.max())}.")
+    validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
     if not trajectory.loss_takes_outputs:
         raise ValueError(
             f"the loss must depend on the outputs (n, C) alone: {trajectory.loss} takes more of what the network "
             "returns. Use influence() with a function of the outputs."
         )
-    own = own.to(trajectory.inputs.device)
+    own = own.to(trajectory.inputs.device, torch.int64)
     X, y = trajectory.inputs[own], trajectory.targets[own]
     outputs, cotangents = _numbers(
         trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
@@ -410,18 +363,45 @@ def _differentiate(
             values = values.reshape(*outputs.shape, *values.shape[1:])
             split = CombinedAxes(trajectory, axes).unflatten
             is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
+            held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
+            error = curvature_error(trajectory, net, work.memory, X.device)
             return Influence(
                 outputs=outputs,
                 values=split(values, "step", "sample") if own is None else values[:, :, 0],
                 adjoint_norms=norms.reshape(*outputs.shape, -1),
                 axes=axes,
-                held=work.law.held + (("moving statistics",) if is_unexplained else ()),
-                curvature_error=curvature_error(trajectory, net, work.memory, X.device),
-                doubts=tuple(mismatches.findings),
+                findings=tuple(_findings(trajectory, mismatches, held, error, values)),
                 clipping=work.law.clipping,
-                run_findings=run_findings(trajectory),
                 **mismatches.numbers,
             )
+
+
+def _findings(
+    trajectory: Trajectory, mismatches: StepMismatches, held: Sequence[str], error: float, values: Tensor
+) -> Iterator[str]:
+    """Say why derivatives are not certified.
+
+    Args:
+        trajectory: The run.
+        mismatches: Of its steps.
+        held: Parts of the training that are held as recorded: preconditioners by name, and "moving statistics".
+        error: By what share torch's derivative of the gradient differs from finite differences, in one direction.
+        values: The derivatives.
+    """
+    yield from mismatches.findings
+    if held:
+        yield (
+            f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
+        )
+    if not error <= 0:
+        yield (
+            f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "
+            "gradient is that of no function (a straight-through estimator, fake quantisation, a stop-gradient such as "
+            "detach(), scale_grad_by_freq), or torch's second derivative of an operation is wrong"
+        )
+    yield from run_findings(trajectory)
+    if not bool(torch.isfinite(values).all()):
+        yield "the derivative is not finite: it explodes along the run (`adjoint_norms`)"
 
 
 def _numbers(
@@ -437,8 +417,8 @@ def _numbers(
         f = apply_head(z, head)
         if classes is None:
             return f, all_outputs(head).of_logits(z).transpose(0, 1)
-        validate_classes(classes, *z.shape)
-        classes = classes.to(z.device)
+        validate_labels(classes, *z.shape, name="classes")
+        classes = classes.to(z.device, torch.int64)
         return f.gather(1, classes[:, None]), chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
     if classes is not None:
         raise ValueError("classes and function must not be given together: let the function choose outputs.")

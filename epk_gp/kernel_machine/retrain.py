@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.averages import averaged_trajectory
-from epk_gp.core.checks import validate_finite, validate_integer
+from epk_gp.core.checks import validate_finite
 from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
@@ -45,7 +45,7 @@ from epk_gp.core.trajectory import (
     validate_trajectory,
 )
 from epk_gp.core.update_law import StepLaw, UpdateLaw
-from epk_gp.kernel_machine.certificate import step_mismatches, warn_unless_certified
+from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import differ_by_rounding
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import RunWork, run
@@ -363,10 +363,7 @@ class Retraining(Displayed):
             recorded ones.
         difference_ratio: That difference, by norms, relative to the way that the recorded weights went; or that of the
             moving statistics, if it is larger.
-        holds_statistics: Whether moving statistics were moved between the steps' passes, by passes without a loss: how
-            they would be moved with other weights is not known, and they are as recorded after such a move.
-        doubts: What else is against the result, in words: recorded steps that do not follow from gradients and the
-            optimizer's options.
+        findings: Why the result is not certified, in words; empty if it is.
         clipping: How the bound of gradient clipping is known, in words.
     """
 
@@ -375,38 +372,13 @@ class Retraining(Displayed):
     sample_weights: Float[Tensor, "m M"]
     max_difference: float
     difference_ratio: float
-    holds_statistics: bool = False
-    doubts: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     clipping: str = ""
 
     @property
     def certified(self) -> bool:
         """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
-
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, in words; empty if it is."""
-        identity = self.trajectory.identity_finding
-        findings = [*([] if identity is None else [identity]), *self.doubts]
-        if not self.difference_ratio <= REPLAY_TOLERANCE[self.states.dtype]:
-            findings.append(
-                f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
-                f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
-                f"{', or the network moves its statistics otherwise' if self.trajectory.model.statistics else ''}"
-            )
-        if self.holds_statistics:
-            findings.append(
-                "moving statistics were moved by passes without a loss (in training mode, between those of the steps): "
-                "how other weights would move them is not known, and they are held as recorded there"
-            )
-        size = self.states.abs().amax(dim=1)  # NaN stays
-        if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
-            findings.append(
-                f"{len(diverged)} of {len(self)} networks diverged (NaN, infinity or weights beyond measure): "
-                f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
-            )
-        return findings
 
     def __len__(self) -> int:
         """Count the networks, m."""
@@ -420,14 +392,7 @@ class Retraining(Displayed):
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
         Its loss terms have the recorded weights times those of its samples.
-
-        Raises:
-            IndexError: There is no such network.
-            TypeError: The number is no integer.
         """
-        validate_integer(number, "number")
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"number must lie in 0..{len(self) - 1} (or be negative): got {number}.")
         return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)[0]
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
@@ -460,9 +425,8 @@ class Retraining(Displayed):
             ("weights other than 1", *(f"{others:,}" for others in (head != 1).sum(dim=1).tolist())),
             ("sum of the weights", *map(number, head.sum(dim=1).tolist())),
         ]
-        table = Table(
-            ("", *(f"network {i}" for i in range(len(head)))), tuple(rows), columns_note(len(head), m, "network")
-        )
+        columns = ("", *(f"network {i}" for i in range(len(head))))
+        table = Table(columns, tuple(rows), columns_note(len(head), m, "network"))
         meaning = "steps made again are the recorded ones, up to rounding"
         return Summary(
             f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
@@ -520,18 +484,33 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     num_rows = max(batches, default=1) if graph is None else graph.num_nodes
     runs_at_once = net.memory_plan(parsed.memory_budget).retrained_runs(num_rows)
     work = RetrainingWork(trajectory, rows, runs_at_once, plan=net.plan)
-    states, found = list[Tensor](), Sums()
+    ends, found = list[Tensor](), Sums()
     with outside_autocast():
         for _, sums in run(work, parsed, "retraining"):
-            states.append(sums.added.pop("states"))
+            ends.append(sums.added.pop("states"))
             found.merge(sums)
+    law, states = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs)), torch.cat(ends)
     difference, ratio = found.largest["difference"].tolist()
-    holds_statistics = bool(found.largest["holds_statistics"])
-    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
-    doubts = tuple(step_mismatches(trajectory, law).findings)
-    result = Retraining(trajectory, torch.cat(states), rows, difference, ratio, holds_statistics, doubts, law.clipping)
-    warn_unless_certified("the retraining", result.findings)
-    return result
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).findings]
+    if not ratio <= REPLAY_TOLERANCE[states.dtype]:
+        findings.append(
+            f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "
+            f"(largest difference {difference:.2e}); rounding is amplified along the run"
+            f"{', or the network moves its statistics otherwise' if trajectory.model.statistics else ''}"
+        )
+    if bool(found.largest["holds_statistics"]):
+        findings.append(
+            "moving statistics were moved by passes without a loss (in training mode, between those of the steps): how "
+            "other weights would move them is not known, and they are held as recorded there"
+        )
+    size = states.abs().amax(dim=1)  # NaN stays
+    if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
+        findings.append(
+            f"{len(diverged)} of {len(states)} networks diverged (NaN, infinity or weights beyond measure): "
+            f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
+        )
+    warn_unless_certified("the retraining", findings)
+    return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)
 
 
 def require_replays(trajectory: Trajectory) -> None:

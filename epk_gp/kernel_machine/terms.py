@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -103,19 +104,6 @@ class AttributionProblem:
         if self.classes is None:
             return replace(all_outputs(head), head=None)
         return chosen_outputs(head, self.classes[points])
-
-
-def validate_classes(classes: object, num_points: int, num_outputs: int) -> None:
-    """Raise if classes are not one output per point.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != (num_points,):
-        got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
-        raise ValueError(f"classes must be an int64 tensor with one output per point, ({num_points},): got {got}.")
-    if not 0 <= int(classes.min()) <= int(classes.max()) < num_outputs:
-        raise ValueError(f"classes must lie in 0..{num_outputs - 1}: got {int(classes.min())}..{int(classes.max())}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,6 +376,40 @@ def leaves_residuals(problem: AttributionProblem) -> bool:
     return dtype != torch.float64 or leaves_unexplained(problem.trajectory)
 
 
+def layers_of(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
+    """Return the layers of each part of the network; None where a layer's Jacobian belongs to several.
+
+    Args:
+        problem: The predictions.
+        parts: The part that each of L parameters belongs to.
+    """
+    model, plan = problem.net.model, problem.net.plan
+    part = dict(zip(model.names, parts.tolist(), strict=True))
+    layers: list[Sequence[str | None]] = [*plan.bias_of.items(), *([plan.dense_params] if plan.dense_params else [])]
+    layers = [model.names] if problem.cost.all_dense else layers
+    owners = [{part[name] for name in names if name is not None} for names in layers]
+    if any(len(own) > 1 for own in owners):
+        return None
+    return [[layer for layer, own in enumerate(owners) if own == {number}] for number in range(int(parts.max()) + 1)]
+
+
+def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> bool:
+    """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
+
+    What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
+    measured where it is written out.
+
+    Args:
+        problem: The predictions.
+        parts: The part of the network that each of L parameters belongs to.
+    """
+    trajectory = problem.trajectory
+    if layers_of(problem, parts) is None or (parts.any() and leaves_residuals(problem)):
+        return False
+    is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs and trajectory.unexplained is None
+    return is_plain and not problem.is_layerwise and recomputation_of(trajectory) is None
+
+
 @dataclass(frozen=True, eq=False)
 class AttributionWork(RunWork):
     """A pass over the run that adds up all terms, in pieces: a block of points, and a range of steps.
@@ -399,6 +421,8 @@ class AttributionWork(RunWork):
         memory_budget: Bytes.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
+        outputs_per_row: Number of outputs of a row of the sums, which is a point, or an output of it.
+        rows_per_block: Number of rows that go through the run together.
     """
 
     kernel: PathKernel
@@ -407,26 +431,14 @@ class AttributionWork(RunWork):
     memory_budget: int
     groupings: Groupings
     splits_statistics: bool
-
-    @property
-    @abstractmethod
-    def outputs_per_row(self) -> int:
-        """Number of outputs of a row of the sums, which is a point, or an output of it."""
-
-    @property
-    @abstractmethod
-    def rows_per_block(self) -> int:
-        """Number of rows that go through the run together."""
+    outputs_per_row: int
+    rows_per_block: int
+    keeps_residuals: ClassVar[bool]
 
     @property
     @abstractmethod
     def ranges(self) -> list[slice]:
         """The steps of each range that is summed by itself."""
-
-    @property
-    @abstractmethod
-    def residuals(self) -> StepResiduals:
-        """What is left of the steps when they are compared with the recorded ones."""
 
     @abstractmethod
     def terms(
@@ -458,6 +470,11 @@ class AttributionWork(RunWork):
     def parts(self) -> Int64[Tensor, " L"]:
         """The part of the network that each parameter belongs to: those that no grouping tells apart are one."""
         return parameter_parts(self.groupings, len(self.kernel.trajectory.model.names))
+
+    @cached_property
+    def residuals(self) -> StepResiduals:
+        """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
+        return StepResiduals(self.problem, keeps=self.keeps_residuals)
 
     @property
     def num_rows(self) -> int:

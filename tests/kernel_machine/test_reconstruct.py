@@ -159,17 +159,6 @@ def test_single_machine_equals_the_network() -> None:
         assert_close(result.coefficients, q / 7)
 
 
-def test_single_machine_is_refused_where_coefficients_move() -> None:
-    full = make_case("tanh", batch_size=None)
-    with pytest.raises(ValueError, match='needs head="log_softmax".*ensemble'):
-        single_machine(full.trajectory, full.test, head="logits")
-    with pytest.raises(ValueError, match="step 0 used a batch of 4 of 7.*ensemble"):
-        single_machine(make_case("tanh").trajectory, full.test)
-    regression = make_case("one_class", batch_size=None)
-    with pytest.raises(ValueError, match="MeanSquaredError.* moves.*ensemble"):
-        single_machine(regression.trajectory, regression.test, head="logits")
-
-
 def test_wrong_coefficients_do_not_equal_the_network() -> None:
     """The negative control: 1/M in place twice, as the theorem is printed, is off."""
     case = make_case("tanh", batch_size=None)
