@@ -206,40 +206,10 @@ class MemoryTrace:
         return g, self.law.step(index).advance(memory, w, g).memory
 
 
-@dataclass(frozen=True, eq=False)
-class _Adjoints:
-    """What the pass carries from a step to the one before it.
-
-    Attributes:
-        of_weights: Of the trained weights, (R, P).
-        of_statistics: Of the moving statistics, (R, Q); None for a network without them.
-        of_memory: Of what the optimizer keeps; None for zero.
-        of_average: Of the averaged weights, (R, P); None for a run that is not averaged.
-    """
-
-    of_weights: Float[Tensor, "R P"]
-    of_statistics: Float[Tensor, "R Q"] | None
-    of_memory: list[Tensor | None]
-    of_average: Float[Tensor, "R P"] | None
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        named = {"weights": self.of_weights, "statistics": self.of_statistics, "average": self.of_average}
-        named |= {f"memory.{number}": value for number, value in enumerate(self.of_memory)}
-        return {name: value for name, value in named.items() if value is not None}
-
-    def loaded(self, named: dict[str, Tensor]) -> "_Adjoints":
-        """Return others of the same run, by name."""
-        found = {name: value.to(self.of_weights) for name, value in named.items()}
-        memory = [found.get(f"memory.{number}") for number in range(len(self.of_memory))]
-        return _Adjoints(found["weights"], found.get("statistics"), memory, found.get("average"))
-
-    def norm(self) -> Float[Tensor, " R"]:
-        """Return the norm of the adjoint of the weights."""
-        total = self.of_weights if self.of_average is None else self.of_weights + self.of_average
-        norm: Tensor = torch.linalg.vector_norm(total, dim=1)
-        return norm
+# What the pass carries from a step to the one before it, where it is not zero: the adjoints `weights` of the trained
+# weights, (R, P), `statistics` of the moving statistics, (R, Q), `average` of the averaged weights, (R, P), and
+# `memory.0`, `memory.1`, ... of what the optimizer keeps.
+Adjoints = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,20 +301,20 @@ class InfluenceWork(RunWork):
         """
         rows, S = self.blocks[place[0]], self.trajectory.num_steps
         adjoints, numbers = self._start(rows), self._sizes[0]
-        like, combined = adjoints.of_weights, CombinedAxes(self.trajectory, self.axes)
+        like, combined = adjoints["weights"], CombinedAxes(self.trajectory, self.axes)
         own = None if self.own is None else self.own[self._points(rows).repeat_interleave(numbers)].to(like.device)
         factors = None if self.factors is None else self.factors.to(like)
         groups, num_columns = combined.index["sample"].to(like.device), combined.count("sample") if own is None else 1
         values, norms = like.new_zeros(len(like), combined.count("step"), num_columns), like.new_zeros(len(like), S + 1)
-        norms[:, S] = adjoints.norm()
+        norms[:, S] = _norm(adjoints)
         unexplained = saved.largest.get("unexplained", torch.tensor(False)).clone()
         if saved.added:
             values.copy_(saved.added["values"])
             norms.copy_(saved.added["norms"])
-            adjoints = adjoints.loaded(saved.carried)
+            adjoints = {name: value.to(like) for name, value in saved.carried.items()}
         run = self._replay()  # blocks may go through the run beside each other
         curvature, trace = LossCurvature(self.net, run, self.memory), self.trace.reader(run)
-        sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints.named, saved.steps)
+        sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
         yield sums
         for index in reversed(range(S - self.truncate, S - saved.steps)):
             adjoints, products = self._back(index, adjoints, curvature, trace)
@@ -356,12 +326,12 @@ class InfluenceWork(RunWork):
                     at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
                 else:
                     at_step.index_add_(1, groups[samples], found)
-            norms[:, index] = adjoints.norm()
+            norms[:, index] = _norm(adjoints)
             unexplained |= not curvature.explains_statistics
-            sums.carried, sums.steps = adjoints.named, sums.steps + 1
+            sums.carried, sums.steps = adjoints, sums.steps + 1
             yield sums
 
-    def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
+    def _start(self, rows: Int64[Tensor, " rows"]) -> Adjoints:
         """Return the adjoints of the trained weights and statistics."""
         net, rows = self.net, rows.to(self.X.device)
         trajectory, points, is_joint = self.trajectory, self._points(rows), self.is_joint
@@ -390,31 +360,40 @@ class InfluenceWork(RunWork):
             of_weights, of_statistics = (
                 total.transpose(0, 1).reshape(N * K, total.shape[2]) for total in (of_weights, of_statistics)
             )
-        kept: list[Tensor | None] = [None] * len(self.law.initial().tensors())
-        moving = of_statistics if Q else None
+        adjoints = {"statistics": of_statistics} if Q else {}
         if trajectory.average is None:
-            return _Adjoints(of_weights, moving, kept, None)
-        return _Adjoints(torch.zeros_like(of_weights), moving, kept, of_weights)
+            return adjoints | {"weights": of_weights}
+        return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
         return RunReplay(self.trajectory.trained, self.net.model, self.X)
 
     def _back(
-        self, index: int, adjoints: _Adjoints, curvature: LossCurvature, trace: MemoryTrace
-    ) -> tuple[_Adjoints, list[tuple[Tensor, Tensor]]]:
+        self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace
+    ) -> tuple[Adjoints, list[tuple[Tensor, Tensor]]]:
         """Go one step back: return the adjoints before it, and the products with its rows (`LossCurvature`)."""
         trajectory, average = self.law.trajectory, self.trajectory.average
-        of_weights, of_average = adjoints.of_weights, adjoints.of_average
-        if average is not None and of_average is not None:
+        of_weights, before = adjoints["weights"], Adjoints()
+        if average is not None:
             a = float(average.coefficients[index])
-            of_weights = of_weights + a * of_average
-            of_average = (1 - a) * of_average
+            of_weights = of_weights + a * adjoints["average"]
+            before["average"] = (1 - a) * adjoints["average"]
         (memory, g), w = trace[index], flat_weights(trajectory, index, self.X)
         jacobian = OptimizerJacobian(self.law.step(index), step_coefficients(trajectory, index, w), memory, w, g)
-        through, of_gradient, of_memory = jacobian.adjoints(of_weights, adjoints.of_memory)
-        products, pulled, of_statistics = curvature(trajectory.steps[index], of_gradient, adjoints.of_statistics)
-        return _Adjoints(through + pulled, of_statistics, of_memory, of_average), products
+        kept = [adjoints.get(f"memory.{number}") for number in range(len(memory.tensors()))]
+        through, of_gradient, kept = jacobian.adjoints(of_weights, kept)
+        before |= {f"memory.{number}": value for number, value in enumerate(kept) if value is not None}
+        products, pulled, moving = curvature(trajectory.steps[index], of_gradient, adjoints.get("statistics"))
+        before |= {"weights": through + pulled} | ({} if moving is None else {"statistics": moving})
+        return before, products
 
     def _points(self, rows: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
         """Return the inputs that rows belong to."""
         return rows // (self.cotangents.shape[1] // self._sizes[0])
+
+
+def _norm(adjoints: Adjoints) -> Float[Tensor, " R"]:
+    """Return the norms of the adjoints of the weights, trained and averaged."""
+    total = adjoints["weights"] + adjoints["average"] if "average" in adjoints else adjoints["weights"]
+    norm: Tensor = torch.linalg.vector_norm(total, dim=1)
+    return norm
