@@ -189,7 +189,7 @@ def influence(
     config |= {"smoothing": smoothing, "workers": workers, "scheduler": scheduler}
     results = {
         "certified": effect.certified,
-        "held": list(effect.held),
+        "findings": list(effect.findings),
         "max_step_mismatch": effect.max_step_mismatch,
         "growth": float(effect.growth.max()),
         "points": [

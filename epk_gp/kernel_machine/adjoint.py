@@ -18,13 +18,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.loss_products import LossProducts, grouped_products
-from epk_gp.kernel_machine.terms import (
-    AttributionProblem,
-    AttributionWork,
-    IntegratedLine,
-    TermSums,
-    integrate_stretch,
-)
+from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import stretch_of, stretches_of

@@ -93,11 +93,7 @@ def by_layer(trajectory: Trajectory) -> Axis:
 
 def _sizes(trajectory: Trajectory) -> dict[str, int]:
     """Return how many samples, steps and parameters a run has."""
-    return {
-        "step": trajectory.num_steps,
-        "sample": trajectory.num_points,
-        "parameter": len(trajectory.model.names),
-    }
+    return {"step": trajectory.num_steps, "sample": trajectory.num_points, "parameter": len(trajectory.model.names)}
 
 
 class CombinedAxes:

@@ -9,14 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.inputs import Inputs, Points
-from epk_gp.core.losses import (
-    CrossEntropy,
-    Head,
-    NegativeLogLikelihood,
-    resolve_head,
-    sample_weights,
-    soft_targets,
-)
+from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, resolve_head, sample_weights, soft_targets
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.plans import single_machine_samples
 from epk_gp.core.show import warn_uncertified
@@ -26,12 +19,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certificate import coarsest_dtype, sum_tolerance
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
-from epk_gp.quadrature.rules import (
-    AdaptiveRule,
-    Rule,
-    adaptive,
-    validate_rule,
-)
+from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:

@@ -207,10 +207,7 @@ class StackedTraining:
             (gradients,) = torch.autograd.grad((c.to(values) * values).sum(), leaves)
         P = model.num_weights
         statistics = [after[name].reshape(len(states), -1) for name in model.statistics]
-        return (
-            gradients[:, :P].to(states),
-            torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:],
-        )
+        return (gradients[:, :P].to(states), torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:])
 
 
 def _clipped(
