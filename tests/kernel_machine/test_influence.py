@@ -18,9 +18,7 @@ import epk_gp as epk
 from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.optimizers.torch_rules import rule_for
-from epk_gp.storage.partial_sums import PartialSums
 
 SAMPLES = (3, 7)
 HELD = ("Muon",)  # how its preconditioner follows from the gradients is not differentiated
@@ -279,28 +277,6 @@ def test_threads_and_checkpoints_change_nothing(
     kept = [epk.influence(run, X, checkpoint=tmp_path / "sums").values for _ in range(2)]
     assert torch.equal(kept[0], whole.values)
     assert torch.equal(kept[1], whole.values)
-
-
-def test_a_pass_that_was_killed_goes_on_from_its_last_save(
-    run: epk.Trajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    X = WeightedLoop(adamw).test_points
-    whole, made, back = epk.influence(run, X), [], InfluenceWork._back
-
-    def killed(self: InfluenceWork, index: int, *args: Any) -> Any:
-        made.append(index)
-        if len(made) == 6:
-            raise KeyboardInterrupt
-        return back(self, index, *args)
-
-    monkeypatch.setattr(InfluenceWork, "_back", killed)
-    monkeypatch.setattr(PartialSums, "should_save", True)
-    with pytest.raises(KeyboardInterrupt):
-        epk.influence(run, X, checkpoint=tmp_path / "sums")
-    resumed = epk.influence(run, X, checkpoint=tmp_path / "sums")
-    assert made[6:] == [2, 1, 0]
-    assert torch.equal(resumed.values, whole.values)
-    assert torch.equal(resumed.adjoint_norms, whole.adjoint_norms)
 
 
 def test_smoothing_is_the_mean_of_the_derivatives_of_retrained_runs(run: epk.Trajectory) -> None:

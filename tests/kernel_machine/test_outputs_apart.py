@@ -11,7 +11,6 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.plan import plan_attribution
@@ -97,30 +96,6 @@ def test_workers_and_a_checkpoint_give_the_same_bytes(tmp_path: Path, outputs_ap
         assert torch.equal(other.samples, alone.samples)
         assert torch.equal(other.decay, alone.decay)
         assert other.evaluations == alone.evaluations
-
-
-def test_a_pass_that_was_interrupted_goes_on_there(
-    tmp_path: Path, outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, X = recorded("tanh_momentum"), queries(2)
-    outputs_apart()
-    whole = epk.attribute(run, X, rule=RULE)
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    left, real = [run.num_steps + 2], adjoint.propagate_step  # in the second of three blocks
-
-    def interrupted(*args: object) -> object:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
-    resumed = epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
-    assert -left[0] == 2 * run.num_steps - 1, "the pass began anew"
-    assert torch.equal(resumed.samples, whole.samples)
-    assert torch.equal(resumed.decay, whole.decay)
 
 
 def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
