@@ -258,16 +258,16 @@ class AdjointTerms(AttributionWork):
                     found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G
                     decay = found if decay is None else decay + found
             if decay is not None:
-                totals.add_decay(s, -decay)
+                totals.add("decay", s, -decay)
             H = H if bool((u.grad_scale == 1).all()) else H * broadcast_to_params(u.grad_scale, sizes, H)
             for data in passes_of(step, products.run.data):
                 values, rounding = products(step, data, H, self.parts)
                 totals.add_samples(s, data.samples, -values)
                 if rounding is not None:
-                    totals.add_unexplained(s, -rounding)
+                    totals.add("unexplained", s, -rounding)
             residual = self.residuals[s]
             if residual is not None:
-                totals.add_unexplained(s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
+                totals.add("unexplained", s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change, splits_statistics)
             yield uncounted, 1, adjoint

@@ -38,6 +38,7 @@ from epk_gp.kernel_machine.certificate import (
 )
 from epk_gp.kernel_machine.factored import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
+    TERMS,
     AttributionProblem,
     AttributionWork,
     GroupedSums,
@@ -151,18 +152,11 @@ class GroupedAttribution(CertifiedTerms):
     @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
-        terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
-        return self.initial + torch.stack([_summed(term) for term in terms]).sum(dim=0)
+        return self.initial + torch.stack([_summed(getattr(self, name)) for name in TERMS]).sum(dim=0)
 
     def _summary(self) -> Summary:
         kinds = ", ".join(axis.kind for axis in self.axes)
-        terms = {
-            "training data": self.values,
-            "decay": self.decay,
-            "statistics": self.statistics,
-            "statistics of no sample": self.statistics_of_no_sample,
-            "unexplained": self.unexplained,
-        }
+        terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
         return self._shown(describe_axes(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
@@ -352,8 +346,8 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])
         for own in totals.grouped:
-            if not own.unexplained.flatten(2).sum(dim=2).abs().max() <= largest:
-                own.unexplained.zero_()
+            if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
+                own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
     findings = run_findings(trajectory)
     return tuple(
@@ -371,24 +365,12 @@ def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping
         accepted: Share of the outputs' change that the run accepts as unexplained.
         shared: What all results share.
     """
-
-    def of_points(rows: Tensor, *kinds: str) -> Tensor:
-        return own.combined.unflatten(rows.reshape(*shared["initial"].shape, *rows.shape[2:]), *kinds)
-
-    result = GroupedAttribution(
-        values=of_points(own.values, "step", "sample", "parameter"),
-        decay=of_points(own.decay, "step", "parameter"),
-        statistics=of_points(own.statistics, "step", "sample"),
-        statistics_of_no_sample=of_points(own.statistics_of_no_sample, "step"),
-        unexplained=of_points(own.unexplained, "step", "parameter"),
-        axes=own.axes,
-        max_error=0.0,
-        error_tolerance=tolerance,
-        **shared,
-    )
-    terms = _summed(result.unexplained).abs()
-    change, left = float((result.network - result.initial).abs().sum()), float(terms.sum())
-    is_small = left <= max(_LARGE_SHARE, accepted) * change or float(terms.max()) <= tolerance
+    of_points = {name: rows.reshape(*shared["initial"].shape, *rows.shape[2:]) for name, rows in own.sums.items()}
+    terms = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in TERMS.items()}
+    result = GroupedAttribution(**terms, axes=own.axes, max_error=0.0, error_tolerance=tolerance, **shared)
+    unexplained = _summed(result.unexplained).abs()
+    change, left = float((result.network - result.initial).abs().sum()), float(unexplained.sum())
+    is_small = left <= max(_LARGE_SHARE, accepted) * change or float(unexplained.max()) <= tolerance
     return replace(result, max_error=_largest_error(result), unexplained_share=0.0 if is_small else left / change)
 
 

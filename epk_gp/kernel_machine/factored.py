@@ -78,7 +78,7 @@ class FactoredTerms(AttributionWork):
                 # the integral of a step is its change; of a chord it is that of all its steps
                 totals.add_change(s, total if len(stretch) == 1 else change)
             if leaves_residuals(problem):
-                totals.add_unexplained(stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
+                totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
             yield line.integral, len(stretch), None
 
 

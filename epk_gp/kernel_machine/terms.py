@@ -203,6 +203,16 @@ def _both_ends(segment: WeightSegment, X: Shaped[Tensor, "n ..."]) -> Integral:
     )
 
 
+# The terms of a result, and by what each is split.
+TERMS = {
+    "values": ("step", "sample", "parameter"),
+    "decay": ("step", "parameter"),
+    "statistics": ("step", "sample"),
+    "statistics_of_no_sample": ("step",),
+    "unexplained": ("step", "parameter"),
+}
+
+
 class GroupedSums:
     """Sums of terms along the axes of one result. Terms come by parts of the network, which no axis divides.
 
@@ -217,31 +227,24 @@ class GroupedSums:
         self, trajectory: Trajectory, axes: tuple[Axis, ...], parts: Int64[Tensor, " L"], reference: Tensor
     ) -> None:
         self.axes, self.combined = axes, CombinedAxes(trajectory, axes)
-        T, U, G = (self.combined.count(kind) for kind in ("step", "sample", "parameter"))
-        self.values = reference.new_zeros(*reference.shape, T, U, G)
-        self.decay = reference.new_zeros(*reference.shape, T, G)
-        self.statistics = reference.new_zeros(*reference.shape, T, U)
-        self.statistics_of_no_sample = reference.new_zeros(*reference.shape, T)
-        self.unexplained = reference.new_zeros(*reference.shape, T, G)
+        self.sums = {
+            name: reference.new_zeros(*reference.shape, *map(self.combined.count, kinds))
+            for name, kinds in TERMS.items()
+        }
         self.group_of_sample = self.combined.index["sample"].to(reference.device)
         group_of_part = torch.zeros(int(parts.max()) + 1, dtype=torch.int64)
         group_of_part[parts] = self.combined.index["parameter"]
         self.group_of_part = group_of_part.to(reference.device)
-        self._parts_are_groups = torch.equal(group_of_part, torch.arange(G))
-
-    @property
-    def sums(self) -> list[Tensor]:
-        """What terms are added to."""
-        return [self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained]
+        self._parts_are_groups = torch.equal(group_of_part, torch.arange(self.combined.count("parameter")))
 
     @property
     def splits_samples(self) -> bool:
         """Whether samples are put into groups."""
         return bool(self.combined.sizes["sample"])
 
-    def at(self, sums: Tensor, step: int) -> Tensor:
-        """Return the entries, (n, K, ...), to which the terms of a step are added."""
-        return sums[:, :, int(self.combined.index["step"][step])]
+    def at(self, name: str, step: int) -> Tensor:
+        """Return the entries, (n, K, ...), to which a kind of terms of a step is added."""
+        return self.sums[name][:, :, int(self.combined.index["step"][step])]
 
     def of_samples(self, samples: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
         """Return the groups of samples."""
@@ -251,12 +254,12 @@ class GroupedSums:
         """Add the parts of each group."""
         if self._parts_are_groups:
             return values
-        grouped = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
+        grouped = values.new_zeros(*values.shape[:-1], self.combined.count("parameter"))
         return grouped.index_add_(values.ndim - 1, self.group_of_part, values)
 
     def size_of_terms(self, *others: Tensor) -> Tensor:
         """Return the sum of the absolute values of all terms, and of others, (n, K)."""
-        terms = [total.flatten(2).abs().sum(dim=2) for total in self.sums]
+        terms = [total.flatten(2).abs().sum(dim=2) for total in self.sums.values()]
         return torch.stack([*terms, *(other.abs() for other in others)]).sum(dim=0)
 
 
@@ -277,7 +280,7 @@ class TermSums:
     @property
     def named(self) -> dict[str, Tensor]:
         """What terms are added to, in a fixed order."""
-        sums = [total for grouped in self.grouped for total in grouped.sums]
+        sums = [total for grouped in self.grouped for total in grouped.sums.values()]
         return {f"sum.{number}": total for number, total in enumerate([*sums, self._of_samples, self._of_steps])}
 
     @property
@@ -289,17 +292,12 @@ class TermSums:
         """Add what some samples of a step add, a sample as often as it occurs, over G parts of the network."""
         self._of_samples += values.sum(dim=3).abs().sum(dim=2)
         for own in self.grouped:
-            own.at(own.values, step).index_add_(2, own.of_samples(samples), own.of_parts(values))
+            own.at("values", step).index_add_(2, own.of_samples(samples), own.of_parts(values))
 
-    def add_decay(self, step: int, values: Float[Tensor, "n K G"]) -> None:
-        """Add what weight decay adds in a step."""
+    def add(self, name: str, step: int, values: Float[Tensor, "n K G"]) -> None:
+        """Add what weight decay adds in a step ("decay"), or what gradients do not explain ("unexplained")."""
         for own in self.grouped:
-            own.at(own.decay, step).add_(own.of_parts(values))
-
-    def add_unexplained(self, step: int, values: Float[Tensor, "n K G"]) -> None:
-        """Add what the part of a step adds that update rule and gradients do not explain."""
-        for own in self.grouped:
-            own.at(own.unexplained, step).add_(own.of_parts(values))
+            own.at(name, step).add_(own.of_parts(values))
 
     def add_change(self, step: int, values: Float[Tensor, "n K"]) -> None:
         """Count what a whole step of the weights adds: the sum of all terms but the statistics."""
@@ -320,14 +318,14 @@ class TermSums:
         """
         for own in self.grouped:
             if not own.splits_samples:
-                own.at(own.statistics, step)[:, :, 0] += total
+                own.at("statistics", step)[:, :, 0] += total
                 continue
             rest = total
             if of_samples is not None:
                 samples, values = of_samples
-                own.at(own.statistics, step).index_add_(2, own.of_samples(samples), values)
+                own.at("statistics", step).index_add_(2, own.of_samples(samples), values)
                 rest = total - values.sum(dim=2)
-            own.at(own.statistics_of_no_sample, step).add_(rest)
+            own.at("statistics_of_no_sample", step).add_(rest)
 
 
 class StepResiduals:
