@@ -366,7 +366,7 @@ def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping
         shared: What all results share.
     """
     of_points = {name: rows.reshape(*shared["initial"].shape, *rows.shape[2:]) for name, rows in own.sums.items()}
-    terms = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in TERMS.items()}
+    terms: dict[str, Any] = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in TERMS.items()}
     result = GroupedAttribution(**terms, axes=own.axes, max_error=0.0, error_tolerance=tolerance, **shared)
     unexplained = _summed(result.unexplained).abs()
     change, left = float((result.network - result.initial).abs().sum()), float(unexplained.sum())
