@@ -1,4 +1,4 @@
-"""Influence takes second derivatives from torch: they are compared with differences of gradients, or refused by name."""
+"""Influence takes second derivatives from torch, which are compared with differences of gradients, or refused."""
 
 from collections.abc import Callable
 from typing import Any
