@@ -9,17 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.inputs import Inputs, Points
-from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, resolve_head, sample_weights, soft_targets
+from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.plans import single_machine_samples
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certificate import coarsest_dtype, sum_tolerance
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
-from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
+from epk_gp.quadrature.paths import WeightPath, require_integrable, straight
+from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive
 
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
@@ -121,19 +121,16 @@ def single_machine(
         TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
     """
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
-    X = parse_inputs(trajectory, X)
-    validate_rule(rule)
-    validate_path(path)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     require_integrable(path, "single_machine")
-    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
-    initial = network_outputs(trajectory, X, state=0, head=head)
-    network = network_outputs(trajectory, X, state=-1, head=head)
+    X = kernel.parse_inputs(X)
+    spec = trajectory.model.spec_for(X)
+    coefficients = _constant_coefficients(trajectory, kernel.head, spec.dtype).to(X.device)
+    initial, network = (network_outputs(trajectory, X, state=state, head=kernel.head) for state in (0, -1))
     outputs = initial.clone()
     C, itemsize = trajectory.num_outputs, initial.element_size()
     size = single_machine_samples(parsed.memory_budget, C, itemsize, len(X))
-    kernel = PathKernel(trajectory, head, rule, path=path)
-    training = trajectory.model.spec_for(X).cast(trajectory.inputs)
+    training = spec.cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])

@@ -261,10 +261,10 @@ def influence(
         return result
     if not isinstance(smoothing, Smoothing):
         raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
-    require_replays(trajectory)
+    law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
+    require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    findings = step_mismatches(trajectory, UpdateLaw(trajectory, flat_weights(trajectory, 0, X))).findings
-    found = list[Influence]()
+    findings = step_mismatches(trajectory, law).findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)

@@ -41,8 +41,6 @@ from epk_gp.work.sums import Piece, Place, Sums
 
 _ALL = -1  # place of a piece that has all panels
 
-_OF_POINTS = ("total", "sizes", "residuals")  # what each point has for itself
-
 
 @dataclass(frozen=True, eq=False)
 class ReconstructionWork(RunWork):
@@ -254,14 +252,13 @@ def reconstruct(
 
 def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:
     trajectory, head = kernel.trajectory, kernel.head
-    initial = network_outputs(trajectory, X, state=0, head=head)
-    network = network_outputs(trajectory, X, state=-1, head=head)
+    initial, network = (network_outputs(trajectory, X, state=state, head=head) for state in (0, -1))
     is_apart = options.executor is not None or options.checkpoint is not None
     work = ReconstructionWork(kernel, X, options.memory_budget, is_apart, plan=net.plan)
     sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)
     for piece, found in run(work, options, "reconstruction"):
         rows = work.rows(piece.place[0])
-        for name in _OF_POINTS:
+        for name in ("total", "sizes", "residuals"):  # what each point has for itself
             sums.added[name][rows] += found.added.pop(name)
         sums.merge(found)
     outputs, ratios = (initial + sums.added["total"]).to(initial.dtype), sums.largest["mismatch_ratios"]

@@ -474,7 +474,8 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         )
     validate_finite(rows, "weights")
     rows = rows.to(device=trajectory.device, dtype=torch.float64)
-    require_replays(trajectory)
+    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
+    require_replays(law)
     net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
     batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
     graph = net.model.signature.graph
@@ -486,8 +487,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         for _, sums in run(work, parsed, "retraining"):
             ends.append(sums.added.pop("states"))
             found.merge(sums)
-    law, states = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs)), torch.cat(ends)
-    difference, ratio = found.largest["difference"].tolist()
+    states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
     findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).findings]
     if not ratio <= REPLAY_TOLERANCE[states.dtype]:
         findings.append(
@@ -510,14 +510,14 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)
 
 
-def require_replays(trajectory: Trajectory) -> None:
+def require_replays(law: UpdateLaw) -> None:
     """Raise if the optimizer's steps on other gradients than the recorded ones are not known.
 
     Raises:
         ValueError: They are not.
     """
-    if not UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs)).replays:
+    if not law.replays:
         raise ValueError(
-            f"steps must follow from other gradients to train again: those of {trajectory.update_rule} are known for "
-            "the recorded ones only. Train anew in a loop of your own."
+            f"steps must follow from other gradients to train again: those of {law.trajectory.update_rule} are known "
+            "for the recorded ones only. Train anew in a loop of your own."
         )
