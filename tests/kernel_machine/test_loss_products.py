@@ -12,7 +12,7 @@ from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import passes_of
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.adjoint import LossProducts
 from epk_gp.kernel_machine.terms import AttributionProblem
 from epk_gp.quadrature.rules import gauss_legendre
 

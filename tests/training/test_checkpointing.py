@@ -13,7 +13,7 @@ import epk_gp as epk
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.adjoint import LossProducts
 from loops import data, sgd
 
 X, Y = data()
