@@ -223,15 +223,15 @@ def _measured(
     return replace(integral, total=total, residual=error, status=status, rounding=rounding)
 
 
-# Floating-point operations that cost as much as making a forward-mode pass does beside its products, and as writing and
-# reading a number of the samples' gradients: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
+# Operations that cost as much as making a forward-mode pass does beside its products, and as writing and reading a number
+# of the samples' gradients: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
 _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 
 # Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
-# Forward mode follows what a network computes under no_grad, a constant to the backward passes of training. Products that
-# miss the whole gradient by more than rounding are given up for plain autograd if that misses it so many times less.
+# Forward mode follows what a network computes under no_grad, a constant to the backward passes of training. Products
+# that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
 _DOUBTS = 16.0
 
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
