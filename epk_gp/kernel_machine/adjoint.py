@@ -223,8 +223,8 @@ def _measured(
     return replace(integral, total=total, residual=error, status=status, rounding=rounding)
 
 
-# Operations that cost as much as making a forward-mode pass does beside its products, and as writing and reading a number
-# of the samples' gradients: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
+# What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
+# floating-point operations: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
 _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 
 # Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
