@@ -177,17 +177,17 @@ def test_axes_that_are_not_of_the_run_are_refused(run, make, error, says):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("classes", "says"),
+    ("classes", "error", "says"),
     [
-        (torch.tensor([0, 1, 3]), "classes must lie in 0..2: got 0..3"),
-        (torch.tensor([0, 1]), r"one output per point, \(3,\)"),
-        (torch.tensor([0.0, 1.0, 2.0]), "must be an int64 tensor"),
+        (torch.tensor([0, 1, 3]), ValueError, "classes must lie in 0..2: got 0..3"),
+        (torch.tensor([0, 1]), ValueError, r"one entry per point: got shape \(2,\) for 3 points"),
+        (torch.tensor([0.0, 1.0, 2.0]), TypeError, "classes must be class indices: got torch.float32"),
     ],
     ids=["range", "length", "dtype"],
 )
-def test_classes_that_are_none_are_refused(run, classes, says):
+def test_classes_that_are_none_are_refused(run, classes, error, says):
     trajectory, X = run
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(error, match=says):
         epk.attribute(trajectory, X, classes=classes)
 
 

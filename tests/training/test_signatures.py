@@ -216,7 +216,7 @@ def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in
 
 def test_a_machine_of_loss_derivatives_in_the_outputs_refuses_a_loss_of_something_else():
     run = record(Tagger().double(), tagger_inputs(), TOKENS, loss=nn.CrossEntropyLoss(), output=mean_logits)
-    with pytest.raises(ValueError, match=r"needs a loss of the outputs \(n, 3\) alone: CrossEntropy"):
+    with pytest.raises(ValueError, match=r"needs a loss of the outputs \(n, C\) alone: CrossEntropy"):
         single_machine(run, tagger_inputs(), head="logits")
 
 
