@@ -52,13 +52,12 @@ CAPABILITIES = {
         "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py",
     ),
     "attribution": ("kernel_machine/*.py",),
-    "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certification.py"),
+    "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certificate.py"),
     "influence and retraining": (
-        "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/optimizer_adjoint.py",
-        "kernel_machine/retrain.py", "kernel_machine/stacked_training.py",
+        "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/retrain.py",
     ),
     "other kernel machines": (
-        "kernel_machine/baselines.py", "kernel_machine/vanilla_gd.py", "kernels/infinite_width.py",
+        "kernel_machine/baselines.py", "kernels/infinite_width.py",
     ),
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),

@@ -117,7 +117,7 @@ def run(config: Config) -> Result:
 
 
 def average_module_by_module(
-    problem: AttributionProblem, steps: range, rows: Tensor, max_nodes: int, *, splits_statistics: bool
+    problem: AttributionProblem, steps: range, max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
     """Average the gradients over a step in which the weights of one module move after another, in their order.
 
@@ -126,7 +126,7 @@ def average_module_by_module(
     """
     if len(steps) > 1 or (splits_statistics and problem.trajectory.statistics is not None):
         raise ValueError("modules move one after another in single steps of networks without moving statistics.")
-    X, net, trajectory = problem.X[rows], problem.net, problem.trajectory
+    X, net, trajectory = problem.X, problem.net, problem.trajectory
     w, end = (flat_state(trajectory, s, X) for s in (steps.start, steps.stop))
     named, first = zip(net.model.names, net.model.sizes, strict=True), 0
     integrals, averages = [], []
@@ -136,7 +136,7 @@ def average_module_by_module(
         d[part] = end[part] - w[part]
         segment = WeightSegment(net, w, d, problem.kernel.head, problem.memory_budget)
         integral = integrate(segment, X, problem.kernel.rule, trajectory.num_steps)
-        line = IntegratedLine(problem, rows, segment, integral, max_nodes)
+        line = IntegratedLine(problem, segment, integral, max_nodes)
         averages.append(averaged_jacobian(line.node_batches(), problem.columns)[:, :, part])
         integrals.append(integral)
         w, first = w + d, part.stop

@@ -19,7 +19,7 @@ from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block, single_machine
+from epk_gp.kernel_machine.baselines import single_machine
 from report_cases import embedded
 
 GRAM = frozenset({"head", "rule", "step_weights", "memory_budget"})
@@ -151,31 +151,12 @@ DOORS = {
         ),
         Door("analysis.counterfactual.leave_one_out", leave_one_out, frozenset({"head"})),
         Door(
-            "kernel_machine.baselines.k_prime_block",
-            lambda run, X, **o: k_prime_block(run, X, X, **o),
-            frozenset({"head", "rule"}),
-        ),
-        Door(
             "kernel_machine.baselines.single_machine",
             single_machine,
             frozenset({"head", "rule"}),
             lambda machine: machine.outputs,
         ),
         Door("core.trajectory.network_outputs", epk.network_outputs, frozenset({"head"}), head="logits"),
-        Door(
-            "kernel_machine.baselines.chen_machine",
-            chen_machine,
-            frozenset({"head"}),
-            lambda machine: machine.network,
-            head="logits",
-        ),
-        Door(
-            "kernel_machine.baselines.domingos_machine",
-            domingos_machine,
-            frozenset({"head"}),
-            lambda machine: machine.network,
-            head="logits",
-        ),
         Door(
             "gp.models.LogitGP",
             lambda run, X, **o: epk.LogitGP(run, points=[0, 2], **o).logit_posterior(X),

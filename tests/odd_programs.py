@@ -28,7 +28,7 @@ import epk_gp as epk
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.kernel_machine.axes import by_label, by_step
-from epk_gp.recording.setup import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, single_machine, tangent_trajectory
+from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
 from helpers import with_value
 from loops import CASES, data, trained
 
@@ -167,18 +167,14 @@ def test_what_is_about_logits_stays_so_and_none_follows_the_loss(
     classification: epk.Trajectory, regression: epk.Trajectory
 ) -> None:
     logits = epk.network_outputs(classification, TEST, head="logits")
-    for machine in (epk.network_outputs, DOORS["chen_machine"].numbers, DOORS["domingos_machine"].numbers):
-        assert torch.equal(machine(classification, TEST), logits)
+    assert torch.equal(epk.network_outputs(classification, TEST), logits)
     assert epk.LogitGP(classification).kernel.config.path_kernel.head == "logits"
     for run, head in ((classification, "log_softmax"), (regression, "logits")):
         f = epk.network_outputs(run, TEST, head=head)
         assert torch.equal(epk.network_outputs(run, TEST, head=None), f)
-        assert torch.equal(domingos_machine(run, TEST, head=None).network, f)
         gp = epk.LogitGP(run, head=None)
         assert gp.kernel.config.path_kernel.head == head
         assert torch.equal(gp.train_targets, epk.network_outputs(run, run.inputs, head=head))
-    found = chen_machine(classification, TEST, head=None)
-    assert torch.equal(found.network, epk.attribute(classification, TEST).network)
 
 
 def test_an_object_stores_the_head_that_it_has(classification: epk.Trajectory, regression: epk.Trajectory) -> None:

@@ -38,7 +38,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 # Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
 QUICK = {
     "gram_block", "gram_block, fewer states", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs",
-    "k_prime_block", "EPKKernel full", "EPKKernel independent normalized",
+    "EPKKernel full", "EPKKernel independent normalized",
     "leave_one_out", "infinite_width", "Trajectory", "load_trajectory", "check_run", "train",
 }  # fmt: skip
 

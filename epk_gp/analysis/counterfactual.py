@@ -199,7 +199,7 @@ def brittleness(
     trained = retrain(trajectory, weights.flatten(0, 1), **options)
     changed = torch.stack(
         [
-            trained[k].outputs(X[k % n : k % n + 1], head="logits")[0, 0].argmax() != predicted[k % n]
+            trained[k : k + 1].outputs(X[k % n : k % n + 1], head="logits")[0, 0].argmax() != predicted[k % n]
             for k in range(len(trained))
         ]
     )

@@ -410,21 +410,28 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         return PlannedModel(model, cache.plans[key])
 
 
-def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[PlannedModel], T]) -> T:
-    """Compute with the network's plan; with the dense one if the inputs use a parameter as the plan did not foresee.
+@contextmanager
+def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[PlannedModel]:
+    """Give a run's network with its plan to what is computed in `while True:`, and left by `return`.
 
-    A network may send each row to another expert: a layer then sees some of the rows, which the rows that the plan was
-    made on need not show. The model's cache keeps that finding for every later computation.
+        while True:
+            with planned(trajectory, X) as net:
+                return ...
+
+    If the inputs use a parameter as the plan did not foresee, the body ends there and is carried out once more, with
+    the dense plan: it must leave nothing behind when it raises. A network may send each row to another expert: a layer
+    then sees some of the rows, which the rows that the plan was made on need not show. The model's cache keeps that
+    finding for every later computation.
 
     Args:
         trajectory: The run.
-        model: The network in the computation's dtype and on its device.
-        compute: What to compute. It must leave nothing behind when it raises.
+        X: Inputs, of the computation's dtype and on its device.
     """
+    model = trajectory.model_for(X)
     with outside_autocast():
         net = plan_for(trajectory, model)
         try:
-            return compute(net)
+            yield net
         except UnsupportedParameterUseError:
             if net.plan is model.cache.plans.get((model.spec, True)):
                 raise
@@ -437,4 +444,11 @@ def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[
                 "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
                 "tensor itself, or make the number of a buffer."
             ) from error
-        return compute(plan_for(trajectory, model))
+
+
+def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[PlannedModel], T]) -> T:
+    """Compute with the network's plan, as `planned` does, which replaces it."""
+    X = torch.empty(0, dtype=model.spec.dtype, device=model.spec.device)
+    while True:
+        with planned(trajectory, X) as net:
+            return compute(net)

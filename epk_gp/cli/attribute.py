@@ -21,7 +21,6 @@ from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.plots.contributions import attribution_figure, influence_figure
@@ -104,8 +103,11 @@ def attribute(
         f"({timer.total:.1f} s)"
     )
     if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
-        findings = "; ".join(describe_findings(parts))
-        raise ValueError(f"the contributions must sum to the outputs, certified: {findings}. Do not use them.")
+        findings = "; ".join(parts.findings)
+        raise ValueError(
+            f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
+            "run with epk-gp verify."
+        )
 
 
 def influence(
@@ -173,7 +175,7 @@ def influence(
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     results = {
         "certified": effect.certified,
-        "held": list(effect.held),
+        "findings": list(effect.findings),
         "max_step_mismatch": effect.max_step_mismatch,
         "growth": float(effect.growth.max()),
         "points": [

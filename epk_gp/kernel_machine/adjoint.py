@@ -1,41 +1,44 @@
-"""Contributions under any linear update rule: adjoints from the last step back (docs/theory.md, section 4).
+"""Contributions under any linear update rule: adjoints from the last step back (docs/theory.md, sections 4 and 7).
 
 A normalisation in training mode moves its statistics by b' - b = m (stat - b), and its batch's statistics are sums over
 the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
+
+The share of loss term i along an adjoint H is one directional derivative, and one forward-mode pass of the batch gives
+those of all terms:
+
+    <H, grad loss_i(w)> = d/de loss_i(w + e H) at e = 0
+
+It holds also where a term depends on the whole batch. Where every term depends on its own row alone, the gradients of
+the samples can be written out instead; the cheaper of the two is taken by counted cost.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.func import jvp, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of
-from epk_gp.core.step import Step
+from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.representations import ContractionCost, to_flat_order
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, seen_losses
+from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
-from epk_gp.kernel_machine.terms import (
-    AttributionProblem,
-    Emit,
-    IntegratedLine,
-    SampleContributions,
-    StatisticsContribution,
-    StepResiduals,
-    UnexplainedContribution,
-    WeightDecayContribution,
-    WeightsContribution,
-    averaged_statistics_jacobian,
-    grouped_products,
-    integrate_stretch,
-)
+from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import LayerwisePath, stretch_of, stretches_of
+from epk_gp.quadrature.paths import stretch_of, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
+from epk_gp.work.sums import Sums
 
 
 def propagate_step(
@@ -56,9 +59,6 @@ def propagate_step(
         sizes: Number of weights of each of the L parameters.
         Phi: The averaged gradients of the outputs along the path, which are overwritten.
         adjoint_state: What the step after left, which is overwritten; None after the last step.
-
-    Returns:
-        E_s (Phi_s where the path is that of the trained weights), H_s, and the state for the step before.
     """
     u, average = step_coefficients(trajectory, step.index, Phi), trajectory.average
     if average is None:
@@ -86,10 +86,7 @@ def propagate(
         u: The coefficients of step s.
         sizes: Number of weights of each of the L parameters.
         Phi: The adjoint of the weights after the step.
-        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten; None if it is zero.
-
-    Returns:
-        H_s, and beta_s M_s or None if it is zero.
+        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten; None if it is zero. The next one is beta_s M_s.
     """
     coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
@@ -105,6 +102,21 @@ def propagate(
     return H, M.mul_(beta) if beta.any() else None
 
 
+@contextmanager
+def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
     """Replay a forward pass and return what each of its rows adds to the moving statistics.
 
@@ -118,51 +130,28 @@ def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], d
     """
     model, n = replay.model, len(data.X)
     sizes = [shape.numel() for shape in model.statistic_shapes]
-    firsts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    named = zip(model.statistics, firsts, sizes, strict=False)
-    place = {name: slice(first, first + size) for name, first, size in named}
     increments = torch.zeros(n, sum(sizes), dtype=state.dtype, device=state.device)
+    named = dict(zip(model.statistics, increments.split(sizes, dim=1), strict=True))
 
-    def add(name: str, values: Tensor) -> None:
-        if name in place:
-            increments[:, place[name]] += values.to(increments)
+    def look(name: str, layer: nn.Module, a: Tensor) -> None:
+        if not layer.training or not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            return
+        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # rows are mixed
+            return
+        by_row = a.detach().unflatten(0, (n, -1)).movedim(2, 1).flatten(2)  # n channels positions
+        count = by_row.shape[0] * by_row.shape[2]
+        mean, momentum = by_row.mean(dim=(0, 2)), layer.momentum
+        variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
+        if momentum is None:
+            momentum = 1.0 / (float(layer.num_batches_tracked or 0) + 1)
+        for kind, rows in (("running_mean", by_row.sum(dim=2) / count), ("running_var", variance)):
+            buffer = f"{name}.{kind}".lstrip(".")
+            if buffer in named:
+                named[buffer] += (momentum * (rows - getattr(layer, kind) / n)).to(increments)
 
-    def hook(prefix: str) -> Any:
-        def before(module: Any, args: tuple[Any, ...]) -> None:
-            parts = _row_statistics(module, args[0], n)
-            if parts is not None:
-                momentum = module.momentum
-                if momentum is None:
-                    momentum = 1.0 / (float(module.num_batches_tracked) + 1)
-                for buffer, part in zip(("running_mean", "running_var"), parts, strict=True):
-                    b = getattr(module, buffer)
-                    add(f"{prefix}{buffer}", momentum * (part - b / n))
-
-        return before
-
-    handles = [
-        module.register_forward_pre_hook(hook(f"{name}." if name else ""))
-        for name, module in replay.module_in_modes(data).named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
-    ]
-    try:
-        with torch.no_grad():
-            replay.losses(replay.params(state, data), data)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching_normalisations(replay.module_in_modes(data), look), torch.no_grad():
+        replay.losses(replay.params(state, data), data)
     return increments
-
-
-def _row_statistics(module: nn.Module, a: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
-    """Return each row's part of the batch's mean and unbiased variance, (n, channels) each; None if rows are mixed."""
-    if a.ndim < 2 or len(a) % num_rows or a.numel() // a.shape[1] < 2:
-        return None
-    by_row = a.detach().unflatten(0, (num_rows, -1)).movedim(2, 1).flatten(2)  # n channels positions
-    count = by_row.shape[0] * by_row.shape[2]
-    mean = by_row.mean(dim=(0, 2))
-    variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
-    return by_row.sum(dim=2) / count, variance
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes.
@@ -187,47 +176,41 @@ class StretchAverage:
 
 
 def average_over(
-    problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int, *, splits_statistics: bool
+    problem: AttributionProblem, steps: range, max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
-    """Average the gradients of some points over a stretch.
+    """Average the gradients of the points over a stretch.
 
     Args:
         problem: The predictions.
         steps: The steps that the stretch stands for.
-        rows: Which N of the points.
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
-    line = integrate_stretch(problem, steps, rows, max_nodes)
-    is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+    line = integrate_stretch(problem, steps, max_nodes)
     of_statistics = None
     # a layerwise integral is not known without; that of one step is, but for how it is split
-    wants_statistics = is_layerwise or splits_statistics or len(steps) > 1
+    wants_statistics = problem.is_layerwise or splits_statistics or len(steps) > 1
     if wants_statistics and problem.trajectory.statistics is not None:
-        of_statistics = averaged_statistics_jacobian(problem, line, rows)
+        of_statistics = line.averaged_statistics_jacobian()
     Phi = averaged_jacobian(line.node_batches(), problem.columns)
-    integral = _measured(problem, rows, line, Phi, of_statistics) if is_layerwise else line.integral
+    integral = _measured(line, Phi, of_statistics) if problem.is_layerwise else line.integral
     return StretchAverage(steps, Phi, of_statistics, integral)
 
 
 def _measured(
-    problem: AttributionProblem,
-    rows: Int64[Tensor, " N"],
-    line: IntegratedLine,
-    Phi: Float[Tensor, "K N P"],
-    of_statistics: Float[Tensor, "K N Q"] | None,
+    line: IntegratedLine, Phi: Float[Tensor, "K N P"], of_statistics: Float[Tensor, "K N Q"] | None
 ) -> Integral:
     """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
-    P, integral = problem.net.model.num_weights, line.integral
+    problem, integral, P = line.problem, line.integral, line.problem.net.model.num_weights
     d, eps = line.segment.d, torch.finfo(Phi.dtype).eps
     change, size = (Phi @ d[:P]).T, (Phi.abs() @ d[:P].abs()).T
     if of_statistics is not None:
         change = change + (of_statistics @ d[P:]).T
         size = size + (of_statistics.abs() @ d[P:].abs()).T
     rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
-    true = problem.select_outputs(integral.end - integral.start, rows)
+    true = problem.select_outputs(integral.end - integral.start)
     error = (true - change).abs().amax(dim=1)
-    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
+    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[:, None], change)
     rule = problem.kernel.rule
     if isinstance(rule, AdaptiveRule):
         share = len(stretches_of(problem.kernel.path, problem.trajectory.num_steps))
@@ -240,181 +223,378 @@ def _measured(
     return replace(integral, total=total, residual=error, status=status, rounding=rounding)
 
 
-def statistics_change(
-    problem: AttributionProblem,
-    average: StretchAverage,
-    step: int,
-    rows: Int64[Tensor, " N"],
-    of_weights: Float[Tensor, "N K"],
-) -> Float[Tensor, "N K"]:
-    """Return what the change of the moving statistics in a step adds to some outputs.
+# What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
+# floating-point operations: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
+_PASS_OVERHEAD, _WRITING = 1e7, 20.0
 
-    Args:
+# Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+# Forward mode follows what a network computes under no_grad, a constant to the backward passes of training. Products
+# that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
+_DOUBTS = 16.0
+
+# Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
+# bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
+_AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
+
+
+def grouped_products(
+    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+) -> Float[Tensor, "N K B G"]:
+    """Compute inner products, summed over each group of parameters separately."""
+    count = int(groups.max()) + 1
+    K, N = H.shape[:2]
+    if count == 1:
+        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(vectors), count)
+    first = 0
+    for group, size in zip(groups.tolist(), sizes, strict=True):
+        part = slice(first, first + size)
+        out[..., group] += (H[..., part].flatten(0, 1) @ vectors[:, part].T).view(K, N, len(vectors)).transpose(0, 1)
+        first += size
+    return out
+
+
+@dataclass(eq=False)
+class LossProducts:
+    """The training side of an attribution; to be used by one thread.
+
+    Products are those of the samples' gradients where writing these out is cheaper, else of forward mode. Where torch
+    has none, or it gives something else than plain autograd, each sample has a backward pass of its own.
+
+    Attributes:
         problem: The predictions.
-        average: The stretch that the step belongs to.
-        step: The step.
-        rows: Which N of the points.
-        of_weights: What its weights add.
-    """
-    if len(average.steps) == 1:
-        return problem.select_outputs(average.integral.total, rows) - of_weights
-    before, after = (flat_state(problem.trajectory, s, problem.X) for s in (step, step + 1))
-    change = (after - before)[problem.net.model.num_weights :]
-    return torch.einsum("knq,q->nk", average.of_statistics, change)
-
-
-@dataclass(frozen=True, eq=False)
-class PassOptions:
-    """How a pass over the run divides its work, and what it emits beside the samples' contributions.
-
-    Attributes:
-        points_per_block: Points whose adjoints are carried at a time.
-        residuals: What the steps leave unexplained.
-        splits_statistics: Split what the moving statistics add over the samples.
+        run: Replays the forward passes.
     """
 
-    points_per_block: int
-    residuals: StepResiduals
-    splits_statistics: bool
+    problem: AttributionProblem
+    run: RunReplay
+    _has_forward_mode: bool = True
+    # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
+    _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
+    _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
+    _flops_per_row: float | None = None
+    _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
+
+    def __call__(
+        self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+    ) -> tuple[Float[Tensor, "N K B G"], Float[Tensor, "N K G"] | None]:
+        """Return c_i <H, grad loss_i> for the rows of a forward pass, over each group of parameters.
+
+        Args:
+            step: The step.
+            data: The pass.
+            H: The adjoints.
+            groups: Group of each of the L parameters.
+
+        Returns:
+            The products; and what <H, sum_i c_i grad loss_i> with the gradient of a backward pass has more than their
+            sum: rounding, which a preconditioner can make large where a gradient is nothing else (a bias in front of
+            BatchNorm under Adam). None where gradients are written out, and where it is more than rounding can be: left
+            out of every term, the certificate sees it.
+        """
+        state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
+        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], int(groups.max()) + 1):
+            written = self._from_gradients(state, data, H, groups)
+            if written is not None:
+                return written, None
+        replayed, dtype = self.run.passes.gradient(state, data, exact=True), self.run.passes.dtype_of(data)
+        whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
+        values = self._along_all(state, data, H, groups, replayed.losses)
+        if self._has_forward_mode and not self._is_derivative(state, data, H, whole, values):
+            self._has_forward_mode = False
+            values = self._along_all(state, data, H, groups, replayed.losses)
+        rounding = whole - values.sum(dim=2)
+        allowed = _AMPLIFIED_ROUNDING.get(dtype, 1.0) * values.abs().sum(dim=(2, 3))
+        return values, rounding if bool((rounding.sum(dim=2).abs() <= allowed).all()) else None
+
+    def _along_all(
+        self, state: Tensor, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"], expected: Tensor
+    ) -> Float[Tensor, "N K B G"]:
+        """Return c_i <H, grad loss_i> over each group of parameters."""
+        K, N = H.shape[:2]
+        count = int(groups.max()) + 1
+        owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
+        values = H.new_empty(N, K, len(data.X), count)
+        for group in range(count):
+            directions = (H if count == 1 else H * (owner == group)).flatten(0, 1)
+            products = self._along(state, data, directions, expected)
+            values[..., group] = (data.c.to(H) * products).view(K, N, -1).transpose(0, 1)
+        return values
+
+    def _is_derivative(
+        self,
+        state: Tensor,
+        data: PassData,
+        H: Float[Tensor, "K N P"],
+        whole: Float[Tensor, "N K G"],
+        values: Float[Tensor, "N K B G"],
+    ) -> bool:
+        """Return whether forward mode follows what plain autograd differentiates.
+
+        Where its products miss the whole gradient by more than rounding of the pass's dtype, or than was found to be
+        rounding before, those of the worst adjoint are computed by plain autograd: rounding misses it as much.
+        """
+        missed = (whole - values.sum(dim=2)).sum(dim=2)
+        share = missed.abs() / values.abs().sum(dim=(2, 3)).clamp(min=torch.finfo(values.dtype).tiny)
+        n, k = divmod(int(share.argmax()), share.shape[1])
+        largest = float(share[n, k])
+        if not largest > max(_ROUNDING.get(self.run.passes.dtype_of(data), 1e-2), 2 * self._found_rounding):
+            return True
+        self._found_rounding = largest
+        products = self._sample_by_sample(state, data, H[k, n][None])[0]
+        left = float((whole[n, k].sum() - products @ data.c.to(products)).abs())
+        return _DOUBTS * left >= float(missed[n, k].abs())
+
+    def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
+        problem, plan = self.problem, self.problem.net.plan
+        if data.forward.autocast is not None or not problem.trajectory.loss_takes_outputs:
+            return False
+        if plan.shares_pass:  # a backward pass per sample, each through the whole graph
+            return False
+        if not data.forward.is_deterministic and (
+            problem.cost.all_dense
+            or plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
+            or problem.net.model.statistics  # a row's loss depends on the other rows
+            or self._in_modes.get(self._kind_of(data), problem.net) is None
+        ):
+            return False
+        n, P = len(data.X), problem.net.model.num_weights
+        if self._flops_per_row is None:
+            state, replay = flat_state(problem.trajectory.trained, 0, problem.X), self.run.passes
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                replay.losses(replay.params(state, data), data)
+            self._flops_per_row = counter.get_total_flops() / n
+        flops = self._flops_per_row * n
+        forward = num_directions * num_groups * (2 * flops + _PASS_OVERHEAD)
+        writing = 3 * flops + (2.0 * num_directions + _WRITING) * n * P + _PASS_OVERHEAD
+        return writing <= forward
+
+    def _kind_of(self, data: PassData) -> tuple[bytes, torch.dtype]:
+        """Return what tells networks apart that replay passes."""
+        modes = data.forward.modes
+        return b"" if modes is None else bytes(tensor_bytes(modes)), self.run.passes.dtype_of(data)
+
+    def _from_gradients(
+        self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+    ) -> Float[Tensor, "N K B G"] | None:
+        """Write the samples' gradients out, some at a time.
+
+        Those of a pass that draws random numbers are written out in its own modes, of the whole batch together, whose
+        masks are drawn together. The products with the sum of the adjoints are compared with forward mode's: None where
+        they are others, as a row's loss depends on other rows or numbers are drawn in another order.
+        """
+        problem, every = self.problem, torch.arange(len(data.X), device=data.X.device)
+        blocks, sizes = every.split(problem.memory.adjoint_samples()), problem.net.model.sizes
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
+        values = []
+        if data.forward.is_deterministic:
+            if data.forward.statistics is not None:
+                state = torch.cat([state[: problem.net.model.num_weights], data.forward.statistics.to(state)])
+            X, at = problem.net.model.spec.cast(data.X), WeightLocation(state)
+            for rows in blocks:
+                jacobians = layer_jacobians(problem.net, at, X[rows], _loss_cotangents(problem, data, rows), cost)
+                values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
+            return torch.cat(values, dim=2)
+        replay, key = self.run.passes, self._kind_of(data)
+        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), problem.net.plan)
+        self._in_modes[key] = None  # unless all goes well
+        at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
+        try:
+            with replay.random_numbers(data):
+                jacobians = layer_jacobians(net, at, replay.rows(data), _loss_cotangents(problem, data, every), cost)
+        except (RuntimeError, ValueError, NotImplementedError):  # UnsupportedParameterUseError among them
+            return None
+        for rows in blocks:
+            part = [jacobian.rows(slice(int(rows[0]), int(rows[-1]) + 1)) for jacobian in jacobians]
+            values.append(grouped_products(H, to_flat_order(part, problem.columns)[0].to(H), groups, sizes))
+        written, losses = torch.cat(values, dim=2), replay.gradient(state, data, exact=True).losses
+        expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
+        if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
+            return None
+        self._in_modes[key] = net
+        return written
+
+    def _along(
+        self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"], expected: Tensor
+    ) -> Float[Tensor, "R n"]:
+        """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
+        if self._has_forward_mode:
+            try:
+                primals, slopes = self._forward(state, data, directions, expected)
+            except (RuntimeError, NotImplementedError):
+                self._has_forward_mode = False
+            else:
+                # forward mode may draw other random numbers, or take another kernel
+                self._has_forward_mode = _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                if self._has_forward_mode:
+                    return slopes.to(directions)
+        return self._sample_by_sample(state, data, directions)
+
+    def _forward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, mapped over directions where torch can.
+
+        The first mapped pass is compared with a single one. What draws random numbers is not mapped.
+        """
+        graph = self.problem.net.model.signature.graph
+        at_once = self.problem.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
+        draws = data.forward.random_state is not None or data.forward.device_random_state is not None
+        if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
+            try:
+                primals, slopes = self._mapped(state, data, directions, at_once)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                self._maps = False
+            else:
+                if self._maps is None:
+                    single = self._single(state, data, directions[0])[1]
+                    self._maps = _is_same(slopes[0], single, single.abs().max())
+                self._maps = self._maps and _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                if self._maps:
+                    return primals, slopes
+        singles = [self._single(state, data, direction) for direction in directions]
+        return torch.stack([primal for primal, _ in singles]), torch.stack([slope for _, slope in singles])
+
+    def _single(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
+        replay = self.run.passes
+        params = replay.params(state, data)
+        named = replay.model.unflatten(direction)
+        tangents = {name: torch.empty_like(params[name]).copy_(named[name]) for name in replay.model.names}
+        with torch.no_grad(), forward_mode():
+            duals = {name: fwAD.make_dual(params[name], tangent) for name, tangent in tangents.items()}
+            primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data))
+        return primal, torch.zeros_like(primal) if slope is None else slope
+
+    def _mapped(self, state: Tensor, data: PassData, directions: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, several by one forward-mode pass."""
+        replay = self.run.passes
+        params = replay.params(state, data)
+        weights = {name: params[name] for name in replay.model.names}
+
+        def losses(weights: dict[str, Tensor]) -> Tensor:
+            others = {name: value.clone() for name, value in params.items() if name not in weights}  # a pass moves them
+            return replay.losses({**others, **weights}, data)
+
+        def along(direction: Tensor) -> tuple[Tensor, Tensor]:
+            pair = jvp(losses, (weights,), (replay.model.unflatten(direction),))
+            return pair[0], pair[1]
+
+        reference = params[replay.model.names[0]]
+        with torch.no_grad(), exclusive_forward_mode():
+            primals, slopes = vmap(along, chunk_size=at_once)(directions.to(reference))
+        return primals, slopes
+
+    def _sample_by_sample(self, state: Tensor, data: PassData, directions: Tensor) -> Tensor:
+        """Write each loss's gradient out by a forward and backward pass of its own: works wherever training does."""
+        columns = []
+        for row in range(len(data.X)):
+            alone = torch.zeros_like(data.c)
+            alone[row] = 1.0
+            columns.append(directions @ self.run.passes.gradient(state, replace(data, c=alone), exact=True).gradient)
+        return torch.stack(columns, dim=1)
 
 
-@dataclass(frozen=True, eq=False)
-class _StepAdjoints:
-    """The adjoints of one step at N points.
+def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) -> Cotangents:
+    """Return the one cotangent of each row's weighted loss, with the targets as seen."""
+    forward = data.forward
+    seen, c = forward.targets, data.c[part]
+    if seen is not None:  # which of these rows, that follow each other, have targets of their own
+        index = seen.index.to(part.device) - part[0]
+        is_own = (index >= 0) & (index < len(part))
+        seen = type(seen)(index[is_own], seen.values.to(part.device)[is_own])
+    own = PassData(type(forward)(len(part), targets=seen), data.samples[part], data.X[part], data.y[part], c)
+    loss = problem.trajectory.loss
 
-    Attributes:
-        step: The step.
-        rows: Which points.
-        w: Weights at its start, (P,).
-        coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step, the same for all steps
-            of a chord. Of a run of averaged weights it is E, which holds the later steps of the average too.
-        of_h: H, the adjoint of h, (K, N, P).
-    """
+    def derivative(z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(seen_losses(loss, leaf, own).sum(), leaf)
+        return (c.to(z)[:, None] * slope)[None]
 
-    step: Step
-    rows: Int64[Tensor, " N"]
-    w: Float[Tensor, " P"]
-    coefficients: UpdateCoefficients
-    average: Float[Tensor, "K N P"]
-    of_h: Float[Tensor, "K N P"]
+    return Cotangents(derivative)
 
 
-def adjoint_pass(
-    problem: AttributionProblem,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-    options: PassOptions,
-    done: int = 0,
-    adjoint_state: Tensor | None = None,
-) -> Iterator[tuple[Integral | None, Tensor | None]]:
-    """Go through the run from its last step to its first and emit every contribution.
+def _is_same(values: Tensor, expected: Tensor, size: Tensor) -> bool:
+    allowed = _ROUNDING.get(values.dtype, 1e-2) * size
+    return bool(((values - expected).abs() <= allowed).all())
 
-    Yields when a step is done: the integral, if a stretch has begun with it, and what the step before receives.
+
+class AdjointTerms(AttributionWork):
+    """The terms of any linear update rule, by adjoints: each block of points goes through the whole run, backward.
 
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
-
-    Args:
-        problem: The predictions.
-        groups: Group of each of the L parameters.
-        emit: Called with every contribution; weight decay that is zero is left out.
-        options: Nodes at a time, what the steps leave unexplained, and whether statistics are split over samples.
-        done: Number of steps, from the last one, that are left out.
-        adjoint_state: What the last one of them left, which is overwritten.
     """
-    trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    rows, S = torch.arange(len(problem.X), device=problem.X.device), trajectory.num_steps
-    products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    stretch: StretchAverage | None = None
-    for position in range(done, S):
-        step = trajectory.steps[S - 1 - position]
-        uncounted = None
-        if stretch is None or step.index not in stretch.steps:
-            steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
-            stretch = average_over(
-                problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
-            )
-            # a pass that resumes within a chord has counted it
-            uncounted = stretch.integral if step.index == steps[-1] else None
-        Phi = stretch.of_weights
-        w = flat_weights(trajectory.trained, step.index, problem.X)
-        u = step_coefficients(trajectory, step.index, problem.X)
-        change = flat_weights(trajectory, step.index + 1, problem.X)
-        of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
-        emit(WeightsContribution(step.index, rows, of_weights))
-        if trajectory.average is not None and len(stretch.steps) > 1:
-            Phi = Phi.clone()  # it is overwritten
-        E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
-        adjoints = _StepAdjoints(step, rows, w, u, E, H)
-        _emit_weight_decay(problem, adjoints, groups, emit)
-        _emit_samples(problem, products, adjoints, groups, emit)
-        _emit_unexplained(problem, adjoints, groups, emit, options)
-        if trajectory.statistics is not None:
-            total = statistics_change(problem, stretch, step.index, rows, of_weights)
-            of_statistics = stretch.of_statistics if options.splits_statistics else None
-            emit(_statistics_term(products, step, rows, total, of_statistics))
-        yield uncounted, adjoint_state
 
+    keeps_residuals = True
 
-def _emit_weight_decay(
-    problem: AttributionProblem, adjoints: _StepAdjoints, groups: Int64[Tensor, " L"], emit: Emit
-) -> None:
-    sizes, u, w = problem.net.model.sizes, adjoints.coefficients, adjoints.w
-    total = None
-    for adjoint, factor in ((adjoints.of_h, u.weight_decay), (adjoints.average, u.decoupled_decay)):
-        if factor.any():
-            pull = broadcast_to_params(factor, sizes, w) * w
-            part = grouped_products(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
-            total = part if total is None else total + part
-    if total is not None:
-        emit(WeightDecayContribution(adjoints.step.index, adjoints.rows, -total))
+    @property
+    def ranges(self) -> list[slice]:
+        """All steps."""
+        return [slice(0, self.kernel.trajectory.num_steps)]
 
+    def terms(
+        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through the run from its last step, and add every term to the totals."""
+        trajectory, X, sizes = problem.trajectory, problem.X, problem.net.model.sizes
+        products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, X))
+        adjoint, stretch = sums.carried.get("adjoint"), None
+        for s in reversed(range(trajectory.num_steps - sums.steps)):
+            step, uncounted = trajectory.steps[s], None
+            if stretch is None or s not in stretch.steps:
+                steps, stretch = stretch_of(self.kernel.path, s, trajectory.num_steps), None
+                stretch = average_over(problem, steps, self.rows_per_block, splits_statistics=self._splits(totals))
+                # a pass that resumes within a chord has counted it
+                uncounted = stretch.integral if s == steps[-1] else None
+            Phi, u = stretch.of_weights, step_coefficients(trajectory, s, X)
+            start, end = (flat_weights(trajectory, state, X) for state in (s, s + 1))
+            change = (Phi @ (end - start)).T  # N K
+            totals.add_change(s, change)
+            if trajectory.average is not None and len(stretch.steps) > 1:
+                Phi = Phi.clone()  # it is overwritten
+            E, H, adjoint = propagate_step(trajectory, step, sizes, Phi, adjoint)
+            w = flat_weights(trajectory.trained, s, X)
+            decay: Tensor | None = None
+            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):
+                if factor.any():
+                    pull = broadcast_to_params(factor, sizes, w) * w
+                    found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G
+                    decay = found if decay is None else decay + found
+            if decay is not None:
+                totals.add("decay", s, -decay)
+            H = H if bool((u.grad_scale == 1).all()) else H * broadcast_to_params(u.grad_scale, sizes, H)
+            for data in passes_of(step, products.run.data):
+                values, rounding = products(step, data, H, self.parts)
+                totals.add_samples(s, data.samples, -values)
+                if rounding is not None:
+                    totals.add("unexplained", s, -rounding)
+            residual = self.residuals[s]
+            if residual is not None:
+                totals.add("unexplained", s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
+            if trajectory.statistics is not None:
+                self._add_statistics(totals, products, step, stretch, change)
+            yield uncounted, 1, adjoint
 
-def _emit_samples(
-    problem: AttributionProblem,
-    products: LossProducts,
-    adjoints: _StepAdjoints,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-) -> None:
-    step, H, scale = adjoints.step, adjoints.of_h, adjoints.coefficients.grad_scale
-    H = H * broadcast_to_params(scale, problem.net.model.sizes, H) if not bool((scale == 1).all()) else H
-    for data in passes_of(step, products.run.data):
-        values, rounding = products(step, data, H, groups)
-        emit(SampleContributions(step.index, adjoints.rows, data.samples, -values))
-        if rounding is not None and is_rounding(rounding, values, products.run.passes.dtype_of(data)):
-            emit(UnexplainedContribution(step.index, adjoints.rows, -rounding))
+    def _splits(self, totals: TermSums) -> bool:
+        return self.splits_statistics and any(own.splits_samples for own in totals.grouped)
 
-
-def _emit_unexplained(
-    problem: AttributionProblem,
-    adjoints: _StepAdjoints,
-    groups: Int64[Tensor, " L"],
-    emit: Emit,
-    options: PassOptions,
-) -> None:
-    residual = options.residuals[adjoints.step.index]
-    if residual is not None:
-        vectors = residual.to(adjoints.average)[None]
-        values = grouped_products(adjoints.average, vectors, groups, problem.net.model.sizes).squeeze(2)
-        emit(UnexplainedContribution(adjoints.step.index, adjoints.rows, values))
-
-
-def _statistics_term(
-    products: LossProducts,
-    step: Step,
-    rows: Int64[Tensor, " N"],
-    total: Float[Tensor, "N K"],
-    Phi_b: Float[Tensor, "K N Q"] | None,
-) -> StatisticsContribution:
-    """Return what the moving statistics add in a step: all of it, and what samples add if their adjoint is known."""
-    if Phi_b is None:
-        return StatisticsContribution(step.index, rows, total)
-    problem = products.problem
-    state = flat_state(problem.trajectory.trained, step.index, problem.X)
-    samples, added = [], []
-    for data in passes_of(step, products.run.data):
-        increments = statistics_increments(products.run.passes, state, data)
-        samples.append(data.samples)
-        added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
-    return StatisticsContribution(step.index, rows, total, torch.cat(samples), torch.cat(added, dim=2))
+    def _add_statistics(
+        self, totals: TermSums, products: LossProducts, step: Step, stretch: StretchAverage, change: Tensor
+    ) -> None:
+        """Add what the moving statistics add in a step, in which the weights change the outputs by `change`, (N, K)."""
+        problem, s, Phi_b = products.problem, step.index, stretch.of_statistics
+        if len(stretch.steps) == 1:
+            total = problem.select_outputs(stretch.integral.total) - change
+        else:
+            before, after = (flat_state(problem.trajectory, state, problem.X) for state in (s, s + 1))
+            total = torch.einsum("knq,q->nk", Phi_b, (after - before)[problem.net.model.num_weights :])
+        if Phi_b is None or not self._splits(totals):
+            totals.add_statistics(s, total, None)
+            return
+        state, samples, added = flat_state(problem.trajectory.trained, s, problem.X), [], []
+        for data in passes_of(step, products.run.data):
+            increments = statistics_increments(products.run.passes, state, data)
+            samples.append(data.samples)
+            added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
+        totals.add_statistics(s, total, (torch.cat(samples), torch.cat(added, dim=2)))

@@ -1,49 +1,53 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Unpack
+from functools import partial
+from typing import Any, Unpack
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.attribution_pass import AttributionWork, Groupings, TermSums
+from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import (
     Axis,
+    PointsTable,
     by_sample,
     describe_axes,
-    group_namer,
-    largest_rows,
-    number_row,
-    place_table,
-    sample_name,
-    shown_places,
-    sum_rows,
+    group_name,
+    parameter_parts,
     validate_axes,
 )
-from epk_gp.kernel_machine.certification import (
-    IntegrationRecord,
-    certificate_entries,
-    describe_findings,
+from epk_gp.kernel_machine.certificate import (
+    Certificate,
+    integration_numbers,
     run_findings,
     sum_tolerance,
-    warn_if_uncertified,
+    warn_unless_certified,
 )
-from epk_gp.kernel_machine.terms import parse_problem
+from epk_gp.kernel_machine.factored import FactoredTerms, points_at_a_time
+from epk_gp.kernel_machine.terms import (
+    TERMS,
+    AttributionProblem,
+    AttributionWork,
+    GroupedSums,
+    Groupings,
+    TermSums,
+    is_plain_descent,
+)
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.quadrature.status import QuadratureStatus
 from epk_gp.work.run import run
 from epk_gp.work.sums import Sums
 
@@ -53,7 +57,7 @@ _LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class CertifiedTerms(Displayed):
+class CertifiedTerms(Displayed, Certificate):
     """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
@@ -61,83 +65,39 @@ class CertifiedTerms(Displayed):
         network: Outputs of the trained network, (n, C).
         amplification: Sum of the absolute contributions of samples, steps apart, over the sum of the absolute changes
             that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
-        max_residual: Largest quadrature residual of a (point, step).
-        evaluations: Gradient evaluations per point and step that choosing the nodes took, on average; per output of a
-            point and step where the outputs of a point went through the run apart, to keep to the memory budget.
-        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
-            allows.
-        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
-        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
-        worst_step: The step that has it; -1 for a run without steps.
-        error_tolerance: What `max_error` may be where both ratios are at most 1.
-        statuses: Number of (point, step) pairs, of outputs where these went apart, by the reason why the rule stopped
-            refining them.
-        accepted_share: Share of a step that the run accepts as unexplained.
-        run_findings: What the recorded run itself says against shares of samples (`certification.run_findings`).
     """
 
     initial: Float[Tensor, "n C"]
     network: Float[Tensor, "n C"]
     amplification: Float[Tensor, "n C"]
-    max_residual: float
-    evaluations: float
-    residual_ratio: float
-    max_step_mismatch: float
-    mismatch_ratio: float
-    worst_step: int
-    error_tolerance: float
-    statuses: Mapping[QuadratureStatus, int]
-    accepted_share: float = 0.0
-    run_findings: tuple[str, ...] = ()
 
-    @property
-    @abstractmethod
-    def unexplained_terms(self) -> Float[Tensor, "n C"]:
-        """What is unexplained of each output."""
+    def _shown(self, split: str, terms: Mapping[str, Tensor], largest: str, name_of: Callable[[int], str]) -> Summary:
+        """Return what is shown of terms beside the initial outputs, the first of which is split into groups.
 
-    @property
-    @abstractmethod
-    def total(self) -> Float[Tensor, "n C"]:
-        """Sum of all terms."""
-
-    @cached_property
-    def max_error(self) -> float:
-        """Largest |total - network|, computed once; 0 without points."""
-        errors = (self.total - self.network).abs()
-        return float(errors.max()) if errors.numel() else 0.0
-
-    @property
-    def certified(self) -> bool:
-        """Whether quadrature, steps and sum are within tolerance, and little of the outputs' change is unexplained."""
-        return not self.findings
-
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, with numbers; empty if it is."""
-        return describe_findings(self)
-
-    @cached_property
-    def unexplained_share(self) -> float:
-        """Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or what the run accepts."""
-        terms, change = self.unexplained_terms.abs(), (self.network - self.initial).abs()
-        allowed = max(_LARGE_SHARE, self.accepted_share) * float(change.sum())
-        if not terms.numel() or float(terms.sum()) <= allowed or float(terms.max()) <= self.error_tolerance:
-            return 0.0
-        return float(terms.sum() / change.sum())
-
-    def _entries(self) -> tuple[Entry, ...]:
-        """Return what a summary says of all terms."""
-        if not self.amplification.numel():
-            return certificate_entries(self)
-        largest = float(self.amplification.max())
-        entry = Entry("amplification", number(largest), "at most")
-        if largest > _LARGE_AMPLIFICATION:
-            advice = (
-                "at most: contributions are so many times larger than what they sum to, and cancel, so that one alone "
-                "says little; sum them over groups, take the difference of two classes, or ask epk_gp.influence"
-            )
-            entry = replace(entry, note=advice)
-        return (*certificate_entries(self), entry)
+        Args:
+            split: By what, in words.
+            terms: The terms.
+            largest: Name of the rows of the largest groups.
+            name_of: Maps the number of a group to its name.
+        """
+        (n, C), table, entries = self.network.shape, PointsTable(self.network), self.entries(len(self.network))
+        if self.amplification.numel():
+            size = float(self.amplification.max())
+            entry = Entry("amplification", number(size), "at most")
+            if size > _LARGE_AMPLIFICATION:
+                advice = (
+                    "at most: contributions are so many times larger than what they sum to, and cancel, so that one "
+                    "alone says little; sum them over groups, take the difference of two classes, or ask "
+                    "epk_gp.influence"
+                )
+                entry = replace(entry, note=advice)
+            entries = (*entries, entry)
+        name, values = next(iter(terms.items()))
+        shape = Entry(f"shape of {name}", f"{tuple(values.shape)}", kind_of(values))
+        sums = table.sums({"initial": self.initial, **terms})
+        rows = [*sums, table.row("network", self.network), *table.largest(largest, values, name_of)]
+        title = f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {split}"
+        return Summary(title, (*entries, shape), table.table(rows))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -158,35 +118,14 @@ class Attribution(CertifiedTerms):
     unexplained: Float[Tensor, "n C"]
 
     @property
-    def unexplained_terms(self) -> Float[Tensor, "n C"]:
-        """What is unexplained of each output."""
-        return self.unexplained
-
-    @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         return self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
 
     def _summary(self) -> Summary:
-        n, C, M = self.samples.shape
-        places = shown_places(self.network)
-        terms = {
-            "initial": self.initial,
-            "samples": self.samples,
-            "decay": self.decay,
-            "statistics": self.statistics,
-            "unexplained": self.unexplained,
-        }
-        rows = [
-            *sum_rows(places, terms),
-            number_row("network", places, self.network),
-            *largest_rows("largest samples", places, self.samples, sample_name),
-        ]
-        return Summary(
-            f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {count(M, 'training sample')}",
-            (*self._entries(), Entry("shape of samples", f"{tuple(self.samples.shape)}", kind_of(self.samples))),
-            place_table(self.network, places, rows),
-        )
+        terms = {name: getattr(self, name) for name in ("samples", "decay", "statistics", "unexplained")}
+        samples = count(self.samples.shape[2], "training sample")
+        return self._shown(samples, terms, "largest samples", "#{}".format)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -211,38 +150,14 @@ class GroupedAttribution(CertifiedTerms):
     axes: tuple[Axis, ...]
 
     @property
-    def unexplained_terms(self) -> Float[Tensor, "n C"]:
-        """What is unexplained of each output."""
-        return self.unexplained.reshape(*self.network.shape, math.prod(self.unexplained.shape[2:])).sum(dim=2)
-
-    @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
-        terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
-        sums = [term.reshape(*term.shape[:2], math.prod(term.shape[2:])).sum(dim=2) for term in terms]
-        return self.initial + torch.stack(sums).sum(dim=0)
+        return self.initial + torch.stack([_summed(getattr(self, name)) for name in TERMS]).sum(dim=0)
 
     def _summary(self) -> Summary:
-        n, C = self.network.shape
-        places, kinds = shown_places(self.network), ", ".join(axis.kind for axis in self.axes)
-        terms = {
-            "initial": self.initial,
-            "training data": self.values,
-            "decay": self.decay,
-            "statistics": self.statistics,
-            "statistics of no sample": self.statistics_of_no_sample,
-            "unexplained": self.unexplained,
-        }
-        rows = [
-            *sum_rows(places, terms),
-            number_row("network", places, self.network),
-            *largest_rows(f"largest by {kinds}", places, self.values, group_namer(self.axes)),
-        ]
-        return Summary(
-            f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {describe_axes(self.axes)}",
-            (*self._entries(), Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values))),
-            place_table(self.network, places, rows),
-        )
+        kinds = ", ".join(axis.kind for axis in self.axes)
+        terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
+        return self._shown(describe_axes(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
 def attribute(
@@ -286,16 +201,16 @@ def attribute(
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
-    X = parse_problem(kernel, X, classes)
-    (parts,) = _attribute(kernel, X, [(by_sample(trajectory),)], classes, parsed, splits_statistics=False)
+    (parts,) = _attribute(kernel, X, ((by_sample(trajectory),),), classes, parsed, splits_statistics=False)
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
-    return Attribution(
+    result = Attribution(
         samples=parts.values,
         decay=parts.decay.squeeze(2),
         statistics=parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2),
         unexplained=parts.unexplained.squeeze(2),
         **shared,
     )
+    return replace(result, max_error=_largest_error(result))
 
 
 def attribute_by(
@@ -327,17 +242,7 @@ def attribute_by(
     Raises:
         TypeError, ValueError: As `attribute`; an axis does not belong to this run.
     """
-    (parts,) = attribute_many(
-        trajectory,
-        X,
-        [by],
-        head=head,
-        rule=rule,
-        path=path,
-        classes=classes,
-        **options,
-    )
-    return parts
+    return attribute_many(trajectory, X, [by], head=head, rule=rule, path=path, classes=classes, **options)[0]
 
 
 def attribute_many(
@@ -356,93 +261,124 @@ def attribute_many(
     Raises:
         TypeError, ValueError: As `attribute_by`.
     """
-    axes = parse_groupings(trajectory, groupings)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
-    X = parse_problem(kernel, X, classes)
-    return _attribute(kernel, X, axes, classes, parsed)
+    return _attribute(kernel, X, groupings, classes, parsed)
 
 
-def parse_groupings(trajectory: Trajectory, groupings: Sequence[Sequence[Axis]]) -> Groupings:
-    """Return the axes of each result, after checking that they belong to the run.
+def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classes: object) -> None:
+    """Raise if predictions cannot be split in these ways.
 
     Raises:
-        TypeError, ValueError: One does not.
+        TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input.
     """
     for by in groupings:
-        validate_axes(trajectory, by)
-    return tuple(map(tuple, groupings))
+        validate_axes(kernel.trajectory, by)
+    if classes is not None:
+        validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
+
+
+def attribution_work(
+    net: PlannedModel,
+    kernel: PathKernel,
+    X: Shaped[Tensor, "n ..."],
+    groupings: Groupings,
+    classes: Int64[Tensor, " n"] | None,
+    options: ComputeOptions,
+    *,
+    splits_statistics: bool = True,
+) -> AttributionWork:
+    """Return the pass over the run that adds up all terms; its arguments were checked."""
+    classes = None if classes is None else classes.to(X.device, torch.int64)
+    problem = AttributionProblem(net, kernel, X.detach(), classes, options.memory_budget)
+    parts = parameter_parts(groupings, len(net.model.names))
+    K, shared = problem.num_outputs, (kernel, problem.X, classes, options.memory_budget, groupings, splits_statistics)
+    if is_plain_descent(problem, parts):
+        return FactoredTerms(*shared, K, points_at_a_time(problem), plan=net.plan)
+    outputs_per_row = K if problem.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
+    rows_per_block = max(1, problem.memory.adjoint_points(outputs_per_row))
+    return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan)
 
 
 def _attribute(
     kernel: PathKernel,
-    X: Tensor,
-    groupings: Sequence[tuple[Axis, ...]],
-    classes: Tensor | None,
+    X: Inputs,
+    groupings: Sequence[Sequence[Axis]],
+    classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
-    trajectory = kernel.trajectory
-    results = with_plan(
-        trajectory,
-        trajectory.model_for(X),
-        lambda net: _split(
-            AttributionWork(
-                kernel, X.detach(), classes, options.memory_budget, tuple(groupings), splits_statistics, plan=net.plan
-            ),
-            options,
-        ),
-    )
-    if results:  # all are sums of the same terms
-        warn_if_uncertified("the attribution", results[0])
-    return results
+    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
+    validate_request(kernel, X, axes, classes)
+    while True:
+        with planned(kernel.trajectory, X) as net:
+            work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)
+            results = _split(work, options)
+            if results:  # all are sums of the same terms
+                warn_unless_certified("the attribution", results[0].findings)
+            return results
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttribution, ...]:
     problem, trajectory, X, kernel = work.problem, work.kernel.trajectory, work.X, work.kernel
-    initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=kernel.head))
-    network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=kernel.head))
-    totals, rest = TermSums.of(problem, work.groupings, work.as_rows(initial)), Sums()
-    for piece, sums in run(work, options, "attribution", advice=problem.advice):
+    initial, network = (
+        problem.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
+    )
+    totals, rest = TermSums(trajectory, work.groupings, work.as_rows(initial)), Sums()
+    ways = ["progress=True shows how far it is"]
+    if not problem.is_layerwise:
+        ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
+    if problem.num_outputs > 1:
+        ways.insert(0, "classes= explains one output of each point")
+    for piece, sums in run(work, options, "attribution", advice="; ".join(ways)):
         rows = work.blocks[piece.place[0]]
         for name, total in totals.named.items():
             total[rows] += sums.added.pop(name)
         rest.merge(sums)
-    collectors, sizes, record, mismatches = (
-        totals.collectors, totals.sizes, IntegrationRecord.of(rest), work.residuals.mismatches
-    )  # fmt: skip
-    steps, dtype = max(1, trajectory.num_steps), mismatches.dtype
-    ends = (work.as_rows(initial), work.as_rows(network))
-    tolerance = sum_tolerance(kernel.rule, dtype, collectors[0].size_of_terms(*ends), steps)
+    mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
+    steps = max(1, trajectory.num_steps)
+    numbers = integration_numbers(rest, work.num_rows * steps) | mismatches.numbers
 
-    def of_points(rows: Tensor) -> Tensor:
-        return rows.reshape(*initial.shape, *rows.shape[2:])
+    def tolerance(own: GroupedSums) -> float:
+        return sum_tolerance(kernel.rule, mismatches.dtype, own.size_of_terms(*ends), steps)
 
-    if work.is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
-        for collector in collectors:
-            collector.drop_unexplained_above(tolerance)
+    if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
+        largest = tolerance(totals.grouped[0])
+        for own in totals.grouped:
+            if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
+                own.sums["unexplained"].zero_()
+    shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
+    findings = run_findings(trajectory)
     return tuple(
-        GroupedAttribution(
-            initial=initial,
-            values=of_points(collector.result(collector.values, ("step", "sample", "parameter"))),
-            decay=of_points(collector.result(collector.decay, ("step", "parameter"))),
-            statistics=of_points(collector.result(collector.statistics, ("step", "sample"))),
-            statistics_of_no_sample=of_points(collector.result(collector.statistics_of_no_sample, ("step",))),
-            unexplained=of_points(collector.result(collector.unexplained, ("step", "parameter"))),
-            amplification=of_points(sizes.amplification),
-            network=network,
-            axes=collector.axes,
-            max_residual=record.max_residual,
-            evaluations=record.evaluations / (work.num_rows * steps),
-            residual_ratio=record.residual_ratio,
-            max_step_mismatch=mismatches.largest,
-            mismatch_ratio=mismatches.ratio,
-            worst_step=mismatches.worst_step,
-            error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
-            statuses=record.statuses,
-            accepted_share=trajectory.unexplained or 0.0,
-            run_findings=run_findings(trajectory),
-        )
-        for collector in collectors
+        _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, "run_findings": findings})
+        for own in totals.grouped
     )
+
+
+def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping[str, Any]) -> GroupedAttribution:
+    """Return one result: its terms and certificate, beside what all of them share.
+
+    Args:
+        own: Its sums.
+        tolerance: By how much they may miss the network's outputs.
+        accepted: Share of the outputs' change that the run accepts as unexplained.
+        shared: What all results share.
+    """
+    of_points = {name: rows.reshape(*shared["initial"].shape, *rows.shape[2:]) for name, rows in own.sums.items()}
+    terms: dict[str, Any] = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in TERMS.items()}
+    result = GroupedAttribution(**terms, axes=own.axes, max_error=0.0, error_tolerance=tolerance, **shared)
+    unexplained = _summed(result.unexplained).abs()
+    change, left = float((result.network - result.initial).abs().sum()), float(unexplained.sum())
+    is_small = left <= max(_LARGE_SHARE, accepted) * change or float(unexplained.max()) <= tolerance
+    return replace(result, max_error=_largest_error(result), unexplained_share=0.0 if is_small else left / change)
+
+
+def _summed(term: Float[Tensor, "n C *groups"]) -> Float[Tensor, "n C"]:
+    return term.reshape(*term.shape[:2], math.prod(term.shape[2:])).sum(dim=2)
+
+
+def _largest_error(result: Attribution | GroupedAttribution) -> float:
+    """Return the largest |total - network|; 0 without points."""
+    errors = (result.total - result.network).abs()
+    return float(errors.max()) if errors.numel() else 0.0

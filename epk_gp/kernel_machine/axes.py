@@ -91,6 +91,46 @@ def by_layer(trajectory: Trajectory) -> Axis:
     return Axis("parameter", torch.tensor([names.index(owner) for owner in owners]), names)
 
 
+def _sizes(trajectory: Trajectory) -> dict[str, int]:
+    """Return how many samples, steps and parameters a run has."""
+    return {"step": trajectory.num_steps, "sample": trajectory.num_points, "parameter": len(trajectory.model.names)}
+
+
+class CombinedAxes:
+    """Axes of one result, those of a kind joined to one index, under which sums are kept until the end.
+
+    Args:
+        trajectory: The run.
+        axes: The axes, in the order of the result.
+
+    Attributes:
+        index: By kind the place of each step, sample or parameter among all groups of that kind.
+        sizes: By kind the numbers of groups of its axes.
+    """
+
+    def __init__(self, trajectory: Trajectory, axes: Sequence[Axis]) -> None:
+        self.kinds, self.index, self.sizes = [axis.kind for axis in axes], dict[str, Tensor](), dict[str, list[int]]()
+        for kind, size in _sizes(trajectory).items():
+            index = torch.zeros(size, dtype=torch.int64)
+            for axis in (own := [axis for axis in axes if axis.kind == kind]):
+                index = index * len(axis.names) + axis.group.cpu()
+            self.index[kind], self.sizes[kind] = index, [len(axis.names) for axis in own]
+
+    def count(self, kind: str) -> int:
+        """Return the number of places of a kind."""
+        return math.prod(self.sizes[kind])
+
+    def unflatten(self, sums: Float[Tensor, "n C *places"], *kinds: str) -> Float[Tensor, "n C *groups"]:
+        """Bring sums over places of some kinds into the order of the axes; axes of other kinds get length 1."""
+        sums = sums.reshape(*sums.shape[:2], *(size for kind in kinds for size in self.sizes[kind]))
+        present = [place for kind in kinds for place, own in enumerate(self.kinds) if own == kind]
+        sums = sums.permute(0, 1, *(2 + present.index(place) for place in sorted(present)))
+        for place, kind in enumerate(self.kinds):
+            if kind not in kinds:
+                sums = sums.unsqueeze(2 + place)
+        return sums
+
+
 def parameter_parts(groupings: Iterable[Sequence[Axis]], num_parameters: int) -> Int64[Tensor, " L"]:
     """Return the part of each of L parameters: those that no axis tells apart are one part.
 
@@ -112,11 +152,7 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
         TypeError: An object is not an axis.
         ValueError: The groups do not fit the run's samples, steps or parameters, or their names.
     """
-    sizes = {
-        "sample": trajectory.num_points,
-        "step": trajectory.num_steps,
-        "parameter": len(trajectory.model.names),
-    }
+    sizes = _sizes(trajectory)
     for axis in axes:
         if not isinstance(axis, Axis):
             raise TypeError(f"by must hold axes such as epk_gp.kernel_machine.axes.by_step(trajectory): got {axis!r}.")
@@ -134,101 +170,79 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
             )
 
 
-_LARGEST = 3  # parts that are named for a point
-Place = tuple[int, int]  # a point, and one of its outputs
+_LARGEST = 3  # groups that are named for a point
+Rows = list[tuple[str, ...]]  # of a table: the name of each, and an entry for each column
 
 
-def shown_places(outputs: Float[Tensor, "n C"]) -> list[Place]:
-    """Return the first points, each with its largest output."""
-    if not outputs.shape[1]:
-        return []
-    return list(enumerate(outputs[:SHOWN_POINTS].argmax(dim=1).tolist()))
-
-
-def place_table(outputs: Float[Tensor, "n C"], places: list[Place], rows: list[tuple[str, ...]]) -> Table | None:
-    """Return a table with a column for each of the places.
+class PointsTable:
+    """A small table of a result: a column for each of the first points, each with its largest output.
 
     Args:
         outputs: The outputs of all points.
-        places: Which of them have a column.
-        rows: The name of each row, and an entry for each column.
-
-    Returns:
-        The table, or None where there is no point.
     """
-    n, C = outputs.shape
-    if not places:
-        return None
-    chosen = [] if C == 1 else [("output", *(str(c) for _, c in places))]
-    note = columns_note(len(places), n, outputs="" if C == 1 else f"of the {count(C, 'output')}, each point's largest")
-    return Table(("", *(f"point {i}" for i, _ in places)), (*chosen, *rows), note)
+
+    def __init__(self, outputs: Float[Tensor, "n C"]) -> None:
+        self.shape = outputs.shape
+        self.places = list(enumerate(outputs[:SHOWN_POINTS].argmax(dim=1).tolist())) if outputs.shape[1] else []
+
+    def table(self, rows: Rows) -> Table | None:
+        """Return the table with these rows; None where there is no point."""
+        n, C = self.shape
+        if not self.places:
+            return None
+        chosen = [] if C == 1 else [("output", *(str(c) for _, c in self.places))]
+        largest = "" if C == 1 else f"of the {count(C, 'output')}, each point's largest"
+        note = columns_note(len(self.places), n, outputs=largest)
+        return Table(("", *(f"point {i}" for i, _ in self.places)), (*chosen, *rows), note)
+
+    def row(self, name: str, values: Float[Tensor, "n C"]) -> tuple[str, ...]:
+        """Return a row of values."""
+        return (name, *(number(float(values[place])) for place in self.places))
+
+    def sums(self, terms: Mapping[str, Tensor]) -> Rows:
+        """Return a row for each term, (n, C, ...), summed over all but point and output, and one for the sum of all."""
+        sums = {name: [float(term[place].detach().sum()) for place in self.places] for name, term in terms.items()}
+        total = [
+            math.fsum(column) if all(map(math.isfinite, column)) else sum(column)
+            for column in zip(*sums.values(), strict=True)
+        ]
+        return [(name, *map(number, values)) for name, values in (sums | {"sum of all terms": total}).items()]
+
+    def largest(self, name: str, values: Tensor, name_of: Callable[[int], str]) -> Rows:
+        """Return rows of the groups, (n, C, ...), that are largest in absolute value, the largest first.
+
+        Args:
+            name: Name of the first row.
+            values: Of the groups.
+            name_of: Maps the number of a group, over all axes, to its name.
+        """
+        columns = []
+        for place in self.places:
+            groups = values[place].detach().flatten()
+            largest = groups.abs().topk(min(_LARGEST, len(groups))).indices
+            named = zip(largest.tolist(), groups[largest].tolist(), strict=True)
+            columns.append([f"{name_of(group)}: {value:+.4g}" for group, value in named])
+        return [(name if not k else "", *row) for k, row in enumerate(zip(*columns, strict=True))]
 
 
-def sum_rows(places: list[Place], terms: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Return a row for each term, (n, C, ...), summed over all but point and output, and one for the sum of all."""
-    sums = {name: [float(term[place].detach().sum()) for place in places] for name, term in terms.items()}
-    total = [
-        math.fsum(column) if all(map(math.isfinite, column)) else sum(column)
-        for column in zip(*sums.values(), strict=True)
-    ]
-    rows = [(name, *map(number, values)) for name, values in sums.items()]
-    return [*rows, ("sum of all terms", *map(number, total))]
+def group_name(axes: Sequence[Axis], group: int) -> str:
+    """Return the name of a group, numbered over all axes."""
+    places = np.unravel_index(group, [len(axis.names) for axis in axes]) if axes else ()
+    return ", ".join(
+        shortened(f"{'#' if _is_each(axis) else ''}{axis.names[int(place)]}", NAME_LENGTH // len(axes))
+        for axis, place in zip(axes, places, strict=True)
+    )
 
 
-def number_row(name: str, places: list[Place], values: Float[Tensor, "n C"]) -> tuple[str, ...]:
-    """Return a row of the values at the places."""
-    return (name, *(number(float(values[place])) for place in places))
-
-
-def largest_rows(
-    name: str, places: list[Place], values: Tensor, name_of: Callable[[int], str]
-) -> list[tuple[str, ...]]:
-    """Return rows of the parts, (n, C, ...), that are largest in absolute value, the largest first.
-
-    Args:
-        name: Name of the first row.
-        places: The columns.
-        values: The parts.
-        name_of: Maps the number of a part, flattened, to its name.
-    """
-    columns = []
-    for place in places:
-        parts = values[place].detach().flatten()
-        largest = parts.abs().topk(min(_LARGEST, len(parts))).indices
-        named = zip(largest.tolist(), parts[largest].tolist(), strict=True)
-        columns.append([f"{name_of(part)}: {value:+.4g}" for part, value in named])
-    return [(name if not k else "", *row) for k, row in enumerate(zip(*columns, strict=True))]
-
-
-def sample_name(index: int) -> str:
-    """Return the name of a training sample."""
-    return f"#{index}"
-
-
-def group_namer(axes: tuple[Axis, ...]) -> Callable[[int], str]:
-    """Return a function from the number of a group, over all axes, to its name."""
-    sizes = [len(axis.names) for axis in axes]
-    length = NAME_LENGTH // max(1, len(axes))
-
-    def name_of(part: int) -> str:
-        places = np.unravel_index(part, sizes) if sizes else ()
-        return ", ".join(
-            shortened(f"{'#' if is_each(axis) else ''}{axis.names[int(place)]}", length)
-            for axis, place in zip(axes, places, strict=True)
-        )
-
-    return name_of
-
-
-def is_each(axis: Axis) -> bool:
+def _is_each(axis: Axis) -> bool:
     """Return whether each sample has a group of its own on an axis."""
     num_groups = len(axis.names)
     return axis.kind == "sample" and 0 < num_groups == len(axis.group) and axis.names[-1] == str(num_groups - 1)
 
 
-def describe_axes(axes: tuple[Axis, ...]) -> str:
+def describe_axes(axes: Sequence[Axis]) -> str:
     """Return what values are split by, as in "2 groups of samples, 20 groups of steps"."""
     return ", ".join(
-        count(len(axis.names), "sample") if is_each(axis) else f"{count(len(axis.names), 'group')} of {axis.kind}s"
+        count(len(axis.names), "sample") if _is_each(axis) else f"{count(len(axis.names), 'group')} of {axis.kind}s"
         for axis in axes
     )

@@ -16,12 +16,10 @@ counts), and where torch's own second derivative of an operation is wrong.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
@@ -33,6 +31,7 @@ from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.kernel_machine.adjoint import watching_normalisations
 
 _KINDS = ("running_mean", "running_var")
 
@@ -50,34 +49,16 @@ class SeenBatches:
 
     of_layer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Look at the inputs of all normalisations with moving statistics during a forward pass."""
-        layers = [
-            (name, part)
-            for name, part in module.named_modules()
-            if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
-        ]
-        handles = [part.register_forward_pre_hook(self._hook(name)) for name, part in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, name: str) -> Any:
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            a = args[0]
-            if not module.training or a.numel() // a.shape[1] < 2:
-                return
-            if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
-                rows = a.reshape(-1, module.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
-                self.of_layer[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
-                return
-            others = [dimension for dimension in range(a.ndim) if dimension != 1]
-            self.of_layer[name] = (a.mean(dim=others), a.var(dim=others))
-
-        return look
+    def look(self, name: str, layer: nn.Module, a: Tensor) -> None:
+        """See the input of a layer (`watching_normalisations`)."""
+        if not layer.training or a.numel() // a.shape[1] < 2:
+            return
+        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
+            rows = a.reshape(-1, layer.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
+            self.of_layer[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
+            return
+        others = [dimension for dimension in range(a.ndim) if dimension != 1]
+        self.of_layer[name] = (a.mean(dim=others), a.var(dim=others))
 
     def after(
         self, model: FunctionalModel, shares: dict[str, float], before: Float[Tensor, " Q"]
@@ -89,28 +70,19 @@ class SeenBatches:
             shares: The share of a batch's statistics, by layer; a layer without one keeps its statistics.
             before: The statistics before it.
         """
-        parts, first = [], 0
-        for name, shape in zip(model.statistics, model.statistic_shapes, strict=True):
-            own = before[first : first + shape.numel()]
-            first += shape.numel()
+        parts = []
+        for name, own in zip(model.statistics, before.split(_sizes(model)), strict=True):
             layer, _, kind = name.rpartition(".")
-            share = shares.get(layer)
-            if share is None or layer not in self.of_layer or kind not in _KINDS:
+            if layer not in shares or layer not in self.of_layer or kind not in _KINDS:
                 parts.append(own)  # a count of batches does not depend on weights
                 continue
             value = self.of_layer[layer][_KINDS.index(kind)].reshape(-1).to(own)
-            parts.append(own + share * (value - own))
+            parts.append(own + shares[layer] * (value - own))
         return torch.cat(parts) if parts else before
 
 
-def fixed_statistics(module: nn.Module) -> set[str]:
-    """Return the names of the moving statistics by which normalisations in evaluation mode normalise."""
-    return {
-        f"{name}.{kind}".lstrip(".")
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and not part.training
-        for kind in _KINDS
-    }
+def _sizes(model: FunctionalModel) -> list[int]:
+    return [shape.numel() for shape in model.statistic_shapes]
 
 
 def shares_of_batches(
@@ -139,62 +111,17 @@ def shares_of_batches(
         norm = float(distance.square().sum())
         shares[layer] = float((after - before) @ distance) / norm if norm > 0 else 0.0
     found = seen.after(model, shares, before).detach()
-    kinds = [name.rpartition(".")[2] for name in model.statistics]
-    sizes = [shape.numel() for shape in model.statistic_shapes]
-    pairs = zip(kinds, found.split(sizes), after.split(sizes), strict=True)
+    pairs = zip(model.statistics, found.split(_sizes(model)), after.split(_sizes(model)), strict=True)
     allowed = _TOLERANCE.get(found.dtype, 1e-2) if tolerance is None else tolerance
     return shares, all(
         float((a - b).abs().max()) <= allowed * max(1.0, float(b.abs().max()))
-        for kind, a, b in pairs
-        if kind != "num_batches_tracked" and len(b)
+        for name, a, b in pairs
+        if name.rpartition(".")[2] != "num_batches_tracked" and len(b)
     )
 
 
 # Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
-@dataclass(frozen=True, eq=False)
-class RowProducts:
-    """Products of adjoints with the gradients of the losses of some rows.
-
-    Attributes:
-        samples: The training sample of each row, (B,).
-        values: c_i <G, grad loss_i>, (R, B).
-    """
-
-    samples: Int64[Tensor, " B"]
-    values: Float[Tensor, "R B"]
-
-
-@dataclass(frozen=True, eq=False)
-class PulledStep:
-    """What the adjoints of a step's gradient give.
-
-    Attributes:
-        products: Products with the rows of every forward pass.
-        of_weights: Adjoints of the weights before the step, through its gradient and its batches' statistics, (R, P).
-        of_statistics: Adjoints of the moving statistics before it, (R, Q); None for a network without them.
-    """
-
-    products: list[RowProducts]
-    of_weights: Float[Tensor, "R P"]
-    of_statistics: Float[Tensor, "R Q"] | None
-
-
-@dataclass(frozen=True, eq=False)
-class _PassGraph:
-    """A forward and backward pass with the graph that leads to its results.
-
-    Attributes:
-        leaves: The weights of the rows' losses, (B,), the parameters, and the moving statistics before the pass.
-        num_parameters: How many of the leaves are parameters.
-        results: The gradient, (P,), and the moving statistics after the pass, (Q,), if there are any.
-    """
-
-    leaves: list[Tensor]
-    num_parameters: int
-    results: list[Tensor]
 
 
 @dataclass(eq=False)
@@ -221,34 +148,40 @@ class LossCurvature:
 
     def __call__(
         self, step: Step, of_gradient: Float[Tensor, "R P"], of_statistics: Float[Tensor, "R Q"] | None
-    ) -> PulledStep:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Float[Tensor, "R P"], Float[Tensor, "R Q"] | None]:
         """Pull adjoints back through the gradient of a step, and through what its passes do to moving statistics.
 
         Args:
             step: The step.
             of_gradient: The adjoints G of the gradient of its loss.
             of_statistics: The adjoints of the moving statistics after it; None for a network without them.
+
+        Returns:
+            For rows of the forward passes their samples, (B,), and the products c_i <G, grad loss_i>, (R, B); the
+            adjoints of the weights before the step, through its gradient and its batches' statistics; and those of the
+            moving statistics before it.
         """
         state = flat_state(self.run.trajectory, step.index, self.run.reference)
-        of_weights = torch.zeros_like(of_gradient)
-        products: list[RowProducts] = []
+        of_weights, products = torch.zeros_like(of_gradient), list[tuple[Tensor, Tensor]]()
         passes = passes_of(step, self.run.data)
         moves = self.run.unseen_moves(step, passes)
         for number in reversed(range(len(passes))):
             carried = of_statistics = self._before_move(moves[number + 1], of_statistics)
             of_statistics = None if carried is None else torch.zeros_like(carried)
             for data in self._blocks(passes[number]):
-                graph = self._graph(step, state, data, is_last=number + 1 == len(passes), moves=carried is not None)
-                values = torch.empty(len(of_gradient), len(data.X), dtype=of_gradient.dtype, device=of_gradient.device)
+                leaves, results = self._graph(
+                    step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
+                )
+                values = of_gradient.new_empty(len(of_gradient), len(data.X))
                 for rows in self._chunks(len(of_gradient), len(data.X)):
                     given = [of_gradient[rows], *([] if carried is None else [carried[rows]])]
-                    own, weights, statistics = self._pull(graph, given)
+                    own, weights, statistics = self._pull(leaves, results, given)
                     values[rows] = own * data.c.to(own)
                     of_weights[rows] += weights
-                    if of_statistics is not None and statistics is not None:
+                    if of_statistics is not None and statistics.numel():
                         of_statistics[rows] += statistics
-                products.append(RowProducts(data.samples, values))
-        return PulledStep(products, of_weights, self._before_move(moves[0], of_statistics))
+                products.append((data.samples, values))
+        return products, of_weights, self._before_move(moves[0], of_statistics)
 
     def _before_move(self, move: UnseenMove | None, of_statistics: Tensor | None) -> Tensor | None:
         """Return the adjoints of the statistics before a move between passes, which is held as recorded."""
@@ -277,7 +210,7 @@ class LossCurvature:
 
     def _graph(
         self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool
-    ) -> _PassGraph:
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Replay a forward and backward pass, and keep its graph.
 
         Args:
@@ -286,19 +219,26 @@ class LossCurvature:
             data: The pass.
             is_last: Whether it is the last of the step.
             moves: Whether anything depends on the moving statistics after it.
+
+        Returns:
+            The leaves: the weights of the rows' losses, (B,), the parameters, and the moving statistics before the
+            pass. The results: the gradient, (P,), and the moving statistics after the pass, (Q,), if there are any.
         """
         replay, model = self.run.passes, self.run.passes.model
         params = replay.params(state, data)
         parameters = [params[name].requires_grad_() for name in model.names]
         module = replay.module_in_modes(data)
-        statistics = [params[name].clone().requires_grad_() for name in model.statistics]
-        fixed = fixed_statistics(module)  # torch moves the others in place
-        params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
+        before = {name: params[name].clone().requires_grad_() for name in model.statistics}
+        for name, layer in module.named_modules():
+            # by these it normalises in evaluation mode; torch moves others in place
+            if isinstance(layer, nn.modules.batchnorm._NormBase) and not layer.training:
+                fixed = (f"{name}.{kind}".lstrip(".") for kind in _KINDS)
+                params |= {name: before[name] for name in fixed if name in before}
         c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
-        seen = SeenBatches()
+        seen, statistics = SeenBatches(), list(before.values())
         with (
             torch.enable_grad(),
-            seen.watching(module),
+            watching_normalisations(module, seen.look),
             WrittenOutNormalisation(statistics),
             needing_second_derivatives(),
         ):
@@ -309,9 +249,9 @@ class LossCurvature:
             require_second_derivatives(gradients, losses)
             results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
             if moves:
-                before = torch.cat([value.reshape(-1) for value in statistics])
-                results.append(self._after(step, data, seen, before, is_last=is_last))
-        return _PassGraph([c, *parameters, *statistics], len(parameters), results)
+                flat = torch.cat([value.reshape(-1) for value in statistics])
+                results.append(self._after(step, data, seen, flat, is_last=is_last))
+        return [c, *parameters, *statistics], results
 
     def _after(
         self, step: Step, data: PassData, seen: SeenBatches, before: Float[Tensor, " Q"], *, is_last: bool
@@ -328,35 +268,29 @@ class LossCurvature:
         self.explains_statistics = self.explains_statistics and explains
         return seen.after(model, shares, before)
 
-    def _pull(self, graph: _PassGraph, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Go back through a graph with some adjoints of its results: (r, B), (r, P) and (r, Q) or None."""
-        given = [value.to(result) for value, result in zip(given, graph.results, strict=True)]
-        results = [result for result in graph.results if result.requires_grad]
-        given = [value for value, result in zip(given, graph.results, strict=True) if result.requires_grad]
+    def _pull(
+        self, leaves: list[Tensor], results: list[Tensor], given: list[Tensor]
+    ) -> tuple[Float[Tensor, "r B"], Float[Tensor, "r P"], Float[Tensor, "r Q"]]:
+        """Go back through a graph with some adjoints of its results."""
+        pairs = [(value.to(out), out) for value, out in zip(given, results, strict=True) if out.requires_grad]
+        given, results = [value for value, _ in pairs], [out for _, out in pairs]
         count, found = len(given[0]), None
         if self._maps is not False and count > 1:
             try:
-                found = _back(results, graph.leaves, given, is_mapped=True)
+                found = _back(results, leaves, given, is_mapped=True)
             except (RuntimeError, NotImplementedError):
                 self._maps = False
             else:
                 if self._maps is None:
-                    single = _back(results, graph.leaves, [value[0] for value in given], is_mapped=False)
-                    self._maps = all(_is_same(a[0], b) for a, b in zip(found, single, strict=True))
-                found = found if self._maps else None
-        if found is None:
+                    single = _back(results, leaves, [value[0] for value in given], is_mapped=False)
+                    self._maps = all(differ_by_rounding(a[0], b) for a, b in zip(found, single, strict=True))
+        if found is None or not self._maps:
             with needing_second_derivatives():
-                singles = [
-                    _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
-                ]
+                singles = [_back(results, leaves, [value[k] for value in given], is_mapped=False) for k in range(count)]
             found = [torch.stack(values) for values in zip(*singles, strict=True)]
-        own, parameters = found[0], found[1 : 1 + graph.num_parameters]
-        statistics = found[1 + graph.num_parameters :]
-        return (
-            own,
-            torch.cat([value.reshape(count, -1) for value in parameters], dim=1),
-            torch.cat([value.reshape(count, -1) for value in statistics], dim=1) if statistics else None,
-        )
+        own, *others = [value.reshape(count, -1) if value.numel() else value.new_zeros(count, 0) for value in found]
+        P = len(self.run.passes.model.names)
+        return own, torch.cat(others[:P], dim=1), torch.cat([own[:, :0], *others[P:]], dim=1)
 
 
 def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
@@ -371,9 +305,9 @@ def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, i
     ]
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    allowed = _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
-    return not b.numel() or float((a - b).abs().max()) <= allowed
+def differ_by_rounding(a: Tensor, b: Tensor) -> bool:
+    """Return whether two computations of the same derivatives, alone and together with others, agree."""
+    return not b.numel() or float((a - b).abs().max()) <= _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
 
 
 # Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
@@ -431,9 +365,9 @@ def _step_error(run: RunReplay, curvature: LossCurvature, step: Step, pair: tupl
     P = run.model.num_weights
     direction = torch.zeros_like(state)
     d = direction[:P].copy_(_direction(state[:P], run.model.sizes))
-    product = curvature(step, d[None], None).of_weights[0]
+    product = curvature(step, d[None], None)[1][0]
     # a Hessian is symmetric: <H d, H d> = <d, H (H d)>
-    square, again = product @ product, d @ curvature(step, product[None], None).of_weights[0]
+    square, again = product @ product, d @ curvature(step, product[None], None)[1][0]
     asymmetry = float((square - again).abs() / torch.maximum(square, again.abs()).clamp(min=1e-300))
 
     def difference(h: float) -> Float[Tensor, " P"]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -11,32 +11,28 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel, all_outputs, chosen_outputs
-from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.autodiff.dense import all_outputs, chosen_outputs
+from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import validate_count, validate_integer, validate_labels, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_uncertified
+from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine.axes import (
     Axis,
+    CombinedAxes,
+    PointsTable,
     by_sample,
     describe_axes,
-    group_namer,
-    largest_rows,
-    number_row,
-    place_table,
-    shown_places,
+    group_name,
     validate_axes,
 )
-from epk_gp.kernel_machine.certification import mismatch_finding, run_findings, step_mismatches
+from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
-from epk_gp.kernel_machine.influence_pass import InfluenceProblem, InfluenceWork
-from epk_gp.kernel_machine.retrain import require_replays, retrained_run
-from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
-from epk_gp.kernel_machine.terms import validate_classes
+from epk_gp.kernel_machine.influence_pass import InfluenceWork
+from epk_gp.kernel_machine.retrain import REPLAY_TOLERANCE, StackedTraining, require_replays, retrained_run
 from epk_gp.work.run import run
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
@@ -113,14 +109,8 @@ class Influence(Displayed):
         max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
         mismatch_ratio: Largest ratio of such a difference to what rounding explains.
         worst_step: The step that has it; -1 for a run without steps.
-        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
-            here: optimizers' preconditioners by name, and "moving statistics".
-        curvature_error: Share by which torch's derivative of the gradient of a step differs from differences of such
-            gradients, looked at in one direction; 0 where it does not.
-        doubts: What else is against the result, in words: steps that do not follow from the recorded options of the
-            optimizer; of a smoothed derivative, what is against any of its runs.
+        findings: Why the result is not certified, in words; empty if it is.
         clipping: How the bound of gradient clipping is known, in words.
-        run_findings: What the recorded run itself says against derivatives in samples (`certification.run_findings`).
     """
 
     outputs: Float[Tensor, "n K"]
@@ -130,11 +120,8 @@ class Influence(Displayed):
     max_step_mismatch: float
     mismatch_ratio: float
     worst_step: int
-    held: tuple[str, ...]
-    curvature_error: float = 0.0
-    doubts: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     clipping: str = ""
-    run_findings: tuple[str, ...] = ()
 
     @property
     def certified(self) -> bool:
@@ -156,7 +143,8 @@ class Influence(Displayed):
         Raises:
             ValueError: The values are not split by samples alone.
         """
-        self._require_samples("std")
+        if not self._is_by_sample:
+            raise ValueError("std needs the derivative in each sample's weight: it is split by others. Leave by= out.")
         return self.values.square().sum(dim=2).sqrt()
 
     def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
@@ -169,64 +157,31 @@ class Influence(Displayed):
             TypeError: The weights are no tensor.
             ValueError: The values are not split by samples alone, or there is not one weight per sample.
         """
-        self._require_samples("predict()")
-        if not isinstance(weights, Tensor):
-            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
+        validate_tensor(weights, "weights")
         M = self.values.shape[2]
-        if weights.ndim == 0 or weights.shape[-1] != M:
-            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        if not self._is_by_sample or weights.ndim == 0 or weights.shape[-1] != M:
+            raise ValueError(
+                "predict() needs the derivative in each sample's weight (leave by= out), and one weight per sample, "
+                f"(..., {M}): got shape {tuple(weights.shape)}."
+            )
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite: they hold NaN or infinity.")
         changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
         return self.outputs + changes
 
-    def _require_samples(self, what: str) -> None:
-        if not self._is_by_sample:
-            raise ValueError(
-                f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out."
-            )
-
     @property
     def _is_by_sample(self) -> bool:
         return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
 
-    @cached_property
-    def _is_finite(self) -> bool:
-        """Whether all values are finite, looked at once: they may be many."""
-        return bool(torch.isfinite(self.values).all())
-
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, in words; empty if it is."""
-        findings = []
-        if not self.mismatch_ratio <= 1:
-            findings.append(mismatch_finding(self.worst_step, self.mismatch_ratio, self.max_step_mismatch))
-        if self.held:
-            findings.append(
-                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
-                "recorded"
-            )
-        if not self.curvature_error <= 0:
-            findings.append(
-                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from finite "
-                "differences: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
-                "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
-                "wrong"
-            )
-        findings += self.run_findings
-        if not self._is_finite:
-            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
-        return list(dict.fromkeys([*findings, *self.doubts]))
-
     def _summary(self) -> Summary:
-        (n, K), places = self.outputs.shape, shown_places(self.outputs)
-        head = replace(self, **{name: getattr(self, name)[: len(places)] for name in _BY_POINT})
-        rows = [number_row("value", places, head.outputs)]
-        if places and self._is_by_sample:
-            rows.append(number_row("jackknife standard deviation", places, head.std))
-        if places:
-            rows.append(number_row("growth along the run", places, head.growth))
-        rows += largest_rows("largest derivatives", places, head.values, group_namer(self.axes))
+        (n, K), table = self.outputs.shape, PointsTable(self.outputs)
+        head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in _BY_POINT})
+        rows = [table.row("value", head.outputs)]
+        if table.places and self._is_by_sample:
+            rows.append(table.row("jackknife standard deviation", head.std))
+        if table.places:
+            rows.append(table.row("growth along the run", head.growth))
+        rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
         return Summary(
             f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",
@@ -238,7 +193,7 @@ class Influence(Displayed):
                 Entry("gradient clipping", self.clipping),
                 Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
             ),
-            place_table(self.outputs, places, rows),
+            table.table(rows),
         )
 
 
@@ -290,61 +245,51 @@ def influence(
             operation of the network once only.
     """
     parsed = parse_options("influence", ("accumulate",), **options)
-    X = parse_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X).detach()
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     axes = (by_sample(trajectory),) if by is None else tuple(by)
-    _validate_axes(trajectory, axes)
-    outputs, cotangents = _numbers(trajectory, X, head, classes, function)
-    whole = InfluenceProblem(
-        trajectory=trajectory,
-        X=X.detach(),
-        cotangents=cotangents,
-        is_joint=outputs.ndim == 0,
-        axes=axes,
-        own=None,
-        factors=None,
-        truncate=_truncation(trajectory, truncate),
-        memory_budget=parsed.memory_budget,
-    )
-    if smoothing is None:
-        return _said(_differentiate(whole, outputs, parsed))
-    found, doubts = [], list[str]()
-    for index, weights in enumerate(_drawn(trajectory, smoothing)):
-        run, difference = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
-        _, own = _numbers(run, X, head, classes, function)
-        options_of_run = parsed
-        if parsed.checkpoint is not None:
-            options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{index}")
-        problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights)
-        found.append(_differentiate(problem, outputs, options_of_run))
-        doubts += [f"of run {index} {finding}" for finding in found[-1].findings]
-        if not difference[1] <= REPLAY_TOLERANCE[run.dtype]:
-            doubts.append(
-                f"a replay with all weights 1 beside run {index} ends {float(difference[1]):.2g} of the way that the "
-                "weights went from the recorded network"
-            )
-    # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    recorded = step_mismatches(trajectory, UpdateLaw(trajectory, flat_weights(trajectory, 0, whole.X)))
-    doubts = [*recorded.findings, *doubts]
-    worst = max(found, key=lambda result: (math.isnan(result.mismatch_ratio), result.mismatch_ratio))
-    return _said(
-        replace(
-            worst,
-            doubts=tuple(doubts),
-            values=smoothing.average(torch.stack([result.values for result in found])),
-            adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
-            held=tuple(sorted({name for result in found for name in result.held})),
-            curvature_error=max(result.curvature_error for result in found),
+    validate_axes(trajectory, axes)
+    if any(axis.kind == "parameter" for axis in axes):
+        raise ValueError(
+            "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
+            "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
         )
-    )
-
-
-def _drawn(trajectory: Trajectory, smoothing: Smoothing) -> Iterator[Float64[Tensor, " M"]]:
+    outputs, cotangents = _numbers(trajectory, X, head, classes, function)
+    if smoothing is None:
+        result = _differentiate(trajectory, X, outputs, cotangents, parsed, axes=axes, truncate=truncate)
+        warn_unless_certified("the influence", result.findings)
+        return result
     if not isinstance(smoothing, Smoothing):
         raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
-    require_replays(trajectory)
-    for weights in smoothing.weights(trajectory.num_points):
-        yield weights.to(trajectory.device)
+    law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
+    require_replays(law)
+    # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
+    findings = step_mismatches(trajectory, law).findings
+    for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
+        weights = weights.to(trajectory.device)
+        run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
+        _, cotangents = _numbers(run, X, head, classes, function)
+        folder = None if parsed.checkpoint is None else Path(parsed.checkpoint) / f"run-{index}"
+        options_of_run = replace(parsed, checkpoint=folder)
+        found.append(
+            _differentiate(
+                run, X, outputs, cotangents, options_of_run, axes=axes, factors=1 / weights, truncate=truncate
+            )
+        )
+        findings += [f"of run {index} {finding}" for finding in found[-1].findings]
+        if not difference <= REPLAY_TOLERANCE[run.dtype]:
+            findings.append(
+                f"a replay with all weights 1 beside run {index} ends {float(difference):.2g} of the way that the "
+                "weights went from the recorded network"
+            )
+    worst = max(found, key=lambda result: (math.isnan(result.mismatch_ratio), result.mismatch_ratio))
+    warn_unless_certified("the influence", findings)
+    return replace(
+        worst,
+        findings=tuple(findings),
+        values=smoothing.average(torch.stack([result.values for result in found])),
+        adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
+    )
 
 
 def self_influence(
@@ -372,92 +317,91 @@ def self_influence(
     parsed = parse_options("self_influence", ("accumulate",), **options)
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
-    if not isinstance(own, Tensor) or own.dtype != torch.int64 or own.ndim != 1 or not len(own):
-        raise ValueError(f"points must be an int64 tensor of training samples, (n,): got {points!r}.")
-    if not 0 <= int(own.min()) <= int(own.max()) < M:
-        raise ValueError(f"points must lie in 0..{M - 1}: got {int(own.min())}..{int(own.max())}.")
+    validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
     if not trajectory.loss_takes_outputs:
         raise ValueError(
             f"the loss must depend on the outputs (n, C) alone: {trajectory.loss} takes more of what the network "
             "returns. Use influence() with a function of the outputs."
         )
-    own = own.to(trajectory.inputs.device)
+    own = own.to(trajectory.inputs.device, torch.int64)
     X, y = trajectory.inputs[own], trajectory.targets[own]
     outputs, cotangents = _numbers(
         trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
     )
-    problem = InfluenceProblem(
-        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own, factors=None,
-        truncate=_truncation(trajectory, truncate), memory_budget=parsed.memory_budget,
-    )  # fmt: skip
-    return _said(_differentiate(problem, outputs, parsed)).values[:, 0, 0]
+    axes = (by_sample(trajectory),)
+    found = _differentiate(trajectory, X, outputs, cotangents, parsed, axes=axes, own=own, truncate=truncate)
+    warn_unless_certified("the influence", found.findings)
+    return found.values[:, 0, 0]
 
 
-def _differentiate(problem: InfluenceProblem, outputs: Tensor, options: ComputeOptions) -> Influence:
-    trajectory, X = problem.trajectory, problem.X
-    outputs = outputs.reshape(1, 1) if problem.is_joint else outputs
+def _differentiate(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    outputs: Tensor,
+    cotangents: Float[Tensor, "n K C"],
+    options: ComputeOptions,
+    *,
+    axes: tuple[Axis, ...],
+    own: Int64[Tensor, " n"] | None = None,
+    factors: Float[Tensor, " M"] | None = None,
+    truncate: int | None = None,
+) -> Influence:
+    """Go through a run; arguments as of `InfluenceWork`, with the numbers that are differentiated, (n, K) or ()."""
+    if truncate is not None:
+        validate_count(truncate, "truncate")
+    steps = trajectory.num_steps if truncate is None else min(int(truncate), trajectory.num_steps)
+    is_joint = outputs.ndim == 0
+    while True:
+        with planned(trajectory, X) as net:
+            work = InfluenceWork(
+                trajectory, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget, plan=net.plan
+            )
+            blocks = [sums for _, sums in run(work, options, "influence")]
+            values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
+            mismatches = step_mismatches(trajectory, work.law)
+            outputs = outputs.reshape(1, 1) if is_joint else outputs
+            values = values.reshape(*outputs.shape, *values.shape[1:])
+            split = CombinedAxes(trajectory, axes).unflatten
+            is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
+            held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
+            error = curvature_error(trajectory, net, work.memory, X.device)
+            return Influence(
+                outputs=outputs,
+                values=split(values, "step", "sample") if own is None else values[:, :, 0],
+                adjoint_norms=norms.reshape(*outputs.shape, -1),
+                axes=axes,
+                findings=tuple(_findings(trajectory, mismatches, held, error, values)),
+                clipping=work.law.clipping,
+                **mismatches.numbers,
+            )
 
-    def compute(net: PlannedModel) -> Influence:
-        work = InfluenceWork(problem, plan=net.plan)
-        law, blocks = work.whole.law, [sums for _, sums in run(work, options, "influence")]
-        values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
-        mismatches = step_mismatches(trajectory, law)
-        n, K = outputs.shape
-        shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
-        is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
-        held = law.held + (("moving statistics",) if is_unexplained else ())
-        values = _ordered(values.reshape(n, K, *values.shape[1:]), problem.axes, problem.own is None)
-        return Influence(
-            outputs=outputs,
-            values=values.reshape(n, K, *shape),
-            adjoint_norms=norms.reshape(n, K, -1),
-            axes=problem.axes,
-            max_step_mismatch=mismatches.largest,
-            mismatch_ratio=mismatches.ratio,
-            worst_step=mismatches.worst_step,
-            held=held,
-            curvature_error=curvature_error(trajectory, net, work.whole.memory, X.device),
-            doubts=tuple(mismatches.findings),
-            clipping=law.clipping,
-            run_findings=run_findings(trajectory),
+
+def _findings(
+    trajectory: Trajectory, mismatches: StepMismatches, held: Sequence[str], error: float, values: Tensor
+) -> Iterator[str]:
+    """Say why derivatives are not certified.
+
+    Args:
+        trajectory: The run.
+        mismatches: Of its steps.
+        held: Parts of the training that are held as recorded: preconditioners by name, and "moving statistics".
+        error: By what share torch's derivative of the gradient differs from finite differences, in one direction.
+        values: The derivatives.
+    """
+    yield from mismatches.findings
+    if held:
+        yield (
+            f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
         )
-
-    return with_plan(trajectory, trajectory.model_for(X), compute)
-
-
-def _said(result: Influence) -> Influence:
-    """Return a result, after a warning if it is not certified."""
-    findings = result.findings
-    if findings:
-        warn_uncertified(f"the influence is not certified: {'; '.join(findings)}.")
-    return result
-
-
-def _ordered(values: Float[Tensor, "n K T U"], axes: tuple[Axis, ...], is_split: bool) -> Tensor:
-    """Bring the axes into their order: steps and samples are in this order so far."""
-    if not is_split:
-        return values
-    kinds = [axis.kind for axis in axes]
-    order = [number for kind in ("step", "sample") for number, own in enumerate(kinds) if own == kind]
-    sizes = [len(axes[number].names) for number in order]
-    places = [2 + order.index(number) for number in range(len(axes))]
-    return values.reshape(*values.shape[:2], *sizes).permute(0, 1, *places)
-
-
-def _validate_axes(trajectory: Trajectory, axes: tuple[Axis, ...]) -> None:
-    validate_axes(trajectory, axes)
-    if any(axis.kind == "parameter" for axis in axes):
-        raise ValueError(
-            "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
-            "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
+    if not error <= 0:
+        yield (
+            f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "
+            "gradient is that of no function (a straight-through estimator, fake quantisation, a stop-gradient such as "
+            "detach(), scale_grad_by_freq), or torch's second derivative of an operation is wrong"
         )
-
-
-def _truncation(trajectory: Trajectory, truncate: int | None) -> int:
-    if truncate is None:
-        return trajectory.num_steps
-    validate_count(truncate, "truncate")
-    return min(int(truncate), trajectory.num_steps)
+    yield from run_findings(trajectory)
+    if not bool(torch.isfinite(values).all()):
+        yield "the derivative is not finite: it explodes along the run (`adjoint_norms`)"
 
 
 def _numbers(
@@ -473,15 +417,23 @@ def _numbers(
         f = apply_head(z, head)
         if classes is None:
             return f, all_outputs(head).of_logits(z).transpose(0, 1)
-        validate_classes(classes, *z.shape)
-        classes = classes.to(z.device)
+        validate_labels(classes, *z.shape, name="classes")
+        classes = classes.to(z.device, torch.int64)
         return f.gather(1, classes[:, None]), chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
     if classes is not None:
         raise ValueError("classes and function must not be given together: let the function choose outputs.")
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()
         value = function(apply_head(leaf, head))
-        _validate_value(value, len(z))
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"function must return a floating-point tensor: got {type(value).__name__}.")
+        if value.ndim > 2 or (value.ndim and len(value) != len(z)):
+            raise ValueError(
+                f"function must map outputs of {len(z)} inputs to ({len(z)},), to ({len(z)}, K) or to one number (): "
+                f"got shape {tuple(value.shape)}."
+            )
+        if not value.requires_grad:
+            raise ValueError("function must be differentiable in the outputs: what it returns does not depend on them.")
         rows = value.reshape(1, 1) if value.ndim == 0 else value.reshape(len(z), -1)
         found = [
             torch.autograd.grad(rows[:, k].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
@@ -510,15 +462,3 @@ def _require_separate_rows(function: Function, f: Float[Tensor, "n C"], rows: Fl
                     f"{int(moved.nonzero()[0])} depends on other rows, or on chance. Return one number, of shape (), "
                     "for a function of all inputs together."
                 )
-
-
-def _validate_value(value: object, n: int) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"function must return a floating-point tensor: got {type(value).__name__}.")
-    if value.ndim > 2 or (value.ndim and len(value) != n):
-        raise ValueError(
-            f"function must map outputs of {n} inputs to ({n},), to ({n}, K) or to one number (): got shape "
-            f"{tuple(value.shape)}."
-        )
-    if not value.requires_grad:
-        raise ValueError("function must be differentiable in the outputs: what it returns does not depend on them.")

@@ -1,6 +1,13 @@
-"""The pass over a run, from its last step back, that finds how outputs depend on the weights of samples."""
+"""The pass over a run, from its last step back, that finds how outputs depend on the weights of samples.
 
-from collections.abc import Iterator
+Entry by entry an optimizer's step is a function of the weight, its gradient and what the optimizer keeps, so its
+Jacobian is one small matrix per weight: one backward pass gives a row of it for all weights. Adjoints of any number of
+outputs are then multiplied with it. Where a preconditioner couples the weights of a parameter, adjoints go back through
+the graph.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,24 +15,206 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, flat_columns
+from epk_gp.autodiff.dense import Cotangents, flat_columns
 from epk_gp.autodiff.directional import statistics_jacobian
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.step import fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
-from epk_gp.core.update_law import UpdateLaw
-from epk_gp.kernel_machine.axes import Axis
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients, step_coefficients
+from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
+from epk_gp.kernel_machine.axes import Axis, CombinedAxes
 from epk_gp.kernel_machine.curvature import LossCurvature
-from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
+from epk_gp.optimizers.update_rules import EPSILON, ClipNorm, UpdateCoefficients, apply_matrices, is_clipped
 from epk_gp.work.run import RunWork
 from epk_gp.work.sums import Piece, Place, Sums
 
 
+class OptimizerJacobian:
+    """The Jacobian of the optimizer's part of a step.
+
+    Args:
+        law: The step.
+        update: Its recorded coefficients.
+        memory: What the optimizer keeps before it. Where no preconditioner is at work its values do not matter.
+        w: The weights before the step, (P,).
+        g: The gradient of the batch's loss, (P,). It matters where it is clipped or preconditioned.
+    """
+
+    def __init__(
+        self,
+        law: StepLaw,
+        update: UpdateCoefficients,
+        memory: OptimizerMemory,
+        w: Float[Tensor, " P"],
+        g: Float[Tensor, " P"],
+    ) -> None:
+        self.law, self.update, self.g = law, update, g
+        inputs = [tensor.detach().requires_grad_() for tensor in (w, g, *memory.tensors())]
+        kept, position = [], 3
+        for before in memory.kept:
+            kept.append(tuple(inputs[position : position + len(before)]))
+            position += len(before)
+        with torch.enable_grad():
+            own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
+            made = law.advance(own, inputs[0], inputs[1])
+            outputs = [made.direction, *made.memory.tensors()]
+        self._graph = (inputs, outputs) if law.is_coupled else None
+        # one matrix per weight: entries (output, input), None where it is zero
+        self.entries = [] if law.is_coupled else [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
+        self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
+        for part, before in zip(law.parts, memory.kept, strict=True):
+            self.columns += [part.columns] * len(before)
+
+    def adjoints(
+        self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
+    ) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R P"], list[Tensor | None]]:
+        """Multiply adjoints with the transposed Jacobian.
+
+        Args:
+            of_weights: Of the weights after the step.
+            of_memory: Of what the optimizer keeps after it, in the order of `OptimizerMemory.tensors`; None for zero.
+
+        Returns:
+            The adjoints of the weights before the step, but for what goes through the gradient; of the gradient of the
+            batch's loss; and of what the optimizer keeps before the step.
+        """
+        law = self.law
+        of_direction = -apply_matrices(self.update, law.sizes, of_weights, transposed=True)
+        found = self._pulled([of_direction, *of_memory])
+        decay = law.recorded["decoupled_decay"]
+        through = of_weights * (1 - decay) if bool(decay.any()) else of_weights.clone()
+        through = through if found[0] is None else through.add_(found[0])
+        of_gradient = torch.zeros_like(of_weights) if found[1] is None else found[1]
+        return through, self._unclipped(of_gradient), found[2:]
+
+    def _pulled(self, adjoints: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the adjoints of all inputs, given those of all outputs; None for zero."""
+        if self._graph is not None:
+            inputs, outputs = self._graph
+            given = [(out, own) for out, own in zip(outputs, adjoints, strict=True) if own is not None]
+            results, vectors = ([pair[k] for pair in given] for k in (0, 1))
+            return list(
+                torch.autograd.grad(
+                    results, inputs, vectors, is_grads_batched=True, retain_graph=True, allow_unused=True
+                )
+            )
+        found: list[Tensor | None] = []
+        for number in range(len(self.columns)):
+            total: Tensor | None = None
+            for output, adjoint in enumerate(adjoints):
+                entry = self.entries[output][number]
+                if adjoint is None or entry is None:
+                    continue
+                # outputs: the direction, the momentum, and what preconditioners keep
+                of_output = self.columns[0 if output == 0 else output + 1]
+                product = _product(adjoint, entry, of_output, self.columns[number])
+                total = product if total is None else total.add_(product)
+            found.append(total)
+        return found
+
+    def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
+        """Return the adjoint of the gradient before it was clipped."""
+        if not is_clipped(self.update):
+            return of_gradient
+        factors, clip = self.law.recorded["grad_scale"].abs(), self.law.clip
+        if len(self.update.grad_scale) != len(self.law.sizes):  # a clipped entry does not move with the gradient
+            return of_gradient * ((factors == 1) | (factors == 0))
+        g = torch.where(factors > 0, self.g, 0.0).requires_grad_()
+        with torch.enable_grad():
+            norm = torch.linalg.vector_norm(g, clip.norm_type if isinstance(clip, ClipNorm) else 2.0)
+            (slope,) = torch.autograd.grad(norm, g)
+        along: Tensor = of_gradient @ g.detach() / (norm.detach() + EPSILON)
+        return of_gradient - along[:, None] * slope
+
+
+def _row(output: Tensor, inputs: list[Tensor], *, is_last: bool) -> list[Tensor | None]:
+    """Return the derivatives of an output, entry by entry, in each input."""
+    if not output.requires_grad:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(output.sum(), inputs, retain_graph=not is_last, allow_unused=True)
+    return [None if value is None or not bool(value.any()) else value for value in found]
+
+
+def _product(adjoint: Tensor, entry: Tensor, of_output: slice, of_input: slice) -> Tensor:
+    """Multiply an adjoint, (R, size of the output), with a diagonal, to (R, size of the input).
+
+    The diagonal has the size of the input, which is a part of the output or contains it.
+    """
+    if of_output == of_input:
+        return adjoint * entry
+    if of_output.start <= of_input.start and of_input.stop <= of_output.stop:
+        return adjoint[:, of_input.start - of_output.start : of_input.stop - of_output.start] * entry
+    first, last = of_output.start - of_input.start, of_output.stop - of_input.start
+    product = adjoint.new_zeros(len(adjoint), of_input.stop - of_input.start)
+    product[:, first:last] = adjoint * entry[first:last]
+    return product
+
+
+class MemoryTrace:
+    """What the optimizer kept before each step, computed once more from the recorded weights and batches.
+
+    Every k-th state is held, k about the root of the number of steps, and those of one stretch at a time. To be read
+    from the last step to the first, by one thread: each pass over the run has a `reader` of its own.
+
+    Args:
+        law: The steps of the run.
+        run: Computes their gradients.
+    """
+
+    def __init__(self, law: UpdateLaw, run: RunReplay) -> None:
+        self.law, self.run = law, run
+        S = law.trajectory.num_steps
+        self.stride = max(1, round(S**0.5))
+        self._held: list[OptimizerMemory] = []
+        self._stretch: dict[int, tuple[OptimizerMemory, Tensor]] = {}
+        if not law.depends_on_memory:
+            return
+        memory = law.initial()
+        for index in range(S):
+            if index % self.stride == 0:
+                self._held.append(memory)
+            if index < (S - 1) // self.stride * self.stride:  # the last stretch is computed when it is read
+                memory = self._after(index, memory)[1]
+
+    def reader(self, run: RunReplay) -> "MemoryTrace":
+        """Return another trace, which shares the states that are held."""
+        own = copy(self)
+        own.run, own._stretch = run, {}
+        return own
+
+    def __getitem__(self, index: int) -> tuple[OptimizerMemory, Float[Tensor, " P"]]:
+        """Return what the Jacobian of a step depends on: what is kept before it, and the gradient of its loss."""
+        if not self.law.depends_on_memory:
+            memory, update = self.law.initial(), held_coefficients(self.law.trajectory, index)
+            clips = is_clipped(update) and len(update.grad_scale) == len(self.law.sizes)
+            return memory, self.run.gradient(self.law.trajectory.steps[index])[0] if clips else memory.momentum
+        if index not in self._stretch:
+            number = index // self.stride
+            self._stretch, memory = {}, self._held[number]
+            for step in range(number * self.stride, min((number + 1) * self.stride, self.law.trajectory.num_steps)):
+                before = memory
+                g, memory = self._after(step, memory)
+                self._stretch[step] = before, g
+        return self._stretch[index]
+
+    def _after(self, index: int, memory: OptimizerMemory) -> tuple[Tensor, OptimizerMemory]:
+        """Return the gradient of a step's loss, and what the optimizer keeps after the step."""
+        g, _ = self.run.gradient(self.law.trajectory.steps[index])
+        w = flat_weights(self.law.trajectory, index, self.law.reference)
+        return g, self.law.step(index).advance(memory, w, g).memory
+
+
+# What the pass carries from a step to the one before it, where it is not zero: the adjoints `weights` of the trained
+# weights, (R, P), `statistics` of the moving statistics, (R, Q), `average` of the averaged weights, (R, P), and
+# `memory.0`, `memory.1`, ... of what the optimizer keeps.
+Adjoints = dict[str, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
-class InfluenceProblem:
-    """What is differentiated, and along what the result is split.
+class InfluenceWork(RunWork):
+    """What is differentiated, and along what the result is split; in pieces of some inputs each.
 
     Attributes:
         trajectory: The run.
@@ -50,257 +239,161 @@ class InfluenceProblem:
     truncate: int
     memory_budget: int
 
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and the inputs."""
+        return self.trajectory, self.X
+
+    @cached_property
+    def law(self) -> UpdateLaw:
+        """The steps as functions."""
+        return UpdateLaw(self.trajectory, flat_weights(self.trajectory, 0, self.X))
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Turns the budget into block sizes."""
+        return self.net.memory_plan(self.memory_budget)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """Numbers of an input that are in one row of the sums, and rows that go through the run together."""
+        n, K, _ = self.cotangents.shape
+        # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
+        fitting = max(1, n) if self.is_joint else self.memory.influence_points(K)
+        return (K, fitting) if fitting else (1, max(1, self.memory.influence_points(1)))
+
+    @cached_property
+    def blocks(self) -> list[Int64[Tensor, " rows"]]:
+        """The rows of each block: inputs, or numbers of inputs."""
+        (n, K, _), (numbers, rows) = self.cotangents.shape, self._sizes
+        return list(torch.arange(n * K // numbers).split(rows))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The blocks."""
+        name = f"influence-{fingerprint(self.plan, *self._sizes)}"
+        return [Piece(f"{name}-{number}", (number,), self.truncate) for number in range(len(self.blocks))]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the sums of a block."""
+        numbers, rows = self._sizes
+        return 8 * rows * numbers * self.trajectory.num_points
+
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
         return fingerprint(
-            "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own,
-            self.factors, self.truncate, self.memory_budget, *(axis.group for axis in self.axes),
+            "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own, self.factors,
+            self.truncate, self.memory_budget, *(axis.group for axis in self.axes),
             [(axis.kind, axis.names) for axis in self.axes],
         )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class _Adjoints:
-    """What the pass carries from a step to the one before it.
-
-    Attributes:
-        of_weights: Of the trained weights, (R, P).
-        of_statistics: Of the moving statistics, (R, Q); None for a network without them.
-        of_memory: Of what the optimizer keeps; None for zero.
-        of_average: Of the averaged weights, (R, P); None for a run that is not averaged.
-    """
-
-    of_weights: Float[Tensor, "R P"]
-    of_statistics: Float[Tensor, "R Q"] | None
-    of_memory: list[Tensor | None]
-    of_average: Float[Tensor, "R P"] | None
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors by name, for a file."""
-        named = {"weights": self.of_weights, "statistics": self.of_statistics, "average": self.of_average}
-        named |= {f"memory.{number}": value for number, value in enumerate(self.of_memory)}
-        return {f"adjoint.{name}": value for name, value in named.items() if value is not None}
-
-    @classmethod
-    def load(cls, state: dict[str, Tensor], num_kept: int, reference: Tensor) -> "_Adjoints":
-        """Take them from a file."""
-        found = {name: value.to(reference) for name, value in state.items() if name.startswith("adjoint.")}
-        memory = [found.get(f"adjoint.memory.{number}") for number in range(num_kept)]
-        return cls(found["adjoint.weights"], found.get("adjoint.statistics"), memory, found.get("adjoint.average"))
-
-
-class InfluencePass:
-    """Goes through a run from its last step to its first, for some inputs at a time.
-
-    Args:
-        problem: What is wanted.
-        net: The network with its plan.
-    """
-
-    def __init__(self, problem: InfluenceProblem, net: PlannedModel) -> None:
-        self.problem, self.net = problem, net
-        trajectory, X = problem.trajectory, problem.X
-        self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        self.memory = net.memory_plan(problem.memory_budget)
-        n, K, _ = problem.cotangents.shape
-        # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
-        fitting = max(1, n) if problem.is_joint else self.memory.influence_points(K)
-        self.numbers_per_row = K if fitting else 1
-        self.rows_per_block = fitting or max(1, self.memory.influence_points(1))
-
-    @property
-    def blocks(self) -> list[Int64[Tensor, " rows"]]:
-        """The rows of each block: inputs, or numbers of inputs."""
-        n, K, _ = self.problem.cotangents.shape
-        return list(torch.arange(n * K // self.numbers_per_row).split(self.rows_per_block))
 
     @cached_property
     def trace(self) -> MemoryTrace:
         """What the optimizer kept before each step."""
         return MemoryTrace(self.law, self._replay())
 
-    def part(self, number: int, saved: Sums) -> Iterator[Sums]:
-        """Go through the run with the rows of a block, and yield its sums after each step.
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Go through the run with the rows of a block, and yield its sums after each step: `values` and `norms`.
 
-        Args:
-            number: Which block.
-            saved: The sums of some steps, and the adjoints behind them; empty ones to begin with.
+        The values are along the axes of steps, then of samples, (R, T, U); the norms are those of the adjoints of the
+        weights at each state, (R, S + 1).
         """
-        problem, rows = self.problem, self.blocks[number]
-        S, points = problem.trajectory.num_steps, self._points(rows)
-        adjoints = self._start(rows)
-        count = len(adjoints.of_weights)
-        of_numbers = points.repeat_interleave(self.numbers_per_row) if problem.own is not None else None
-        sums = _Sums(problem, of_numbers, count, adjoints.of_weights)
-        sums.norms[:, S] = self._norm(adjoints)
+        rows, S = self.blocks[place[0]], self.trajectory.num_steps
+        adjoints, numbers = self._start(rows), self._sizes[0]
+        like, combined = adjoints["weights"], CombinedAxes(self.trajectory, self.axes)
+        own = None if self.own is None else self.own[self._points(rows).repeat_interleave(numbers)].to(like.device)
+        factors = None if self.factors is None else self.factors.to(like)
+        groups, num_columns = combined.index["sample"].to(like.device), combined.count("sample") if own is None else 1
+        values, norms = like.new_zeros(len(like), combined.count("step"), num_columns), like.new_zeros(len(like), S + 1)
+        norms[:, S] = _norm(adjoints)
         unexplained = saved.largest.get("unexplained", torch.tensor(False)).clone()
         if saved.added:
-            sums.load(saved.added)
-            adjoints = _Adjoints.load(saved.carried, len(adjoints.of_memory), adjoints.of_weights)
+            values.copy_(saved.added["values"])
+            norms.copy_(saved.added["norms"])
+            adjoints = {name: value.to(like) for name, value in saved.carried.items()}
         run = self._replay()  # blocks may go through the run beside each other
-        curvature, trace, done = LossCurvature(self.net, run, self.memory), self.trace.reader(run), saved.steps
-        yield Sums(sums.state(), {"unexplained": unexplained}, adjoints.state(), done)
-        for position in range(done, problem.truncate):
-            index = S - 1 - position
-            adjoints = self._back(index, adjoints, curvature, trace, sums)
-            sums.norms[:, index] = self._norm(adjoints)
+        curvature, trace = LossCurvature(self.net, run, self.memory), self.trace.reader(run)
+        sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
+        yield sums
+        for index in reversed(range(S - self.truncate, S - saved.steps)):
+            adjoints, products = self._back(index, adjoints, curvature, trace)
+            at_step = values[:, int(combined.index["step"][index])]
+            for samples, found in products:
+                samples = samples.to(found.device)
+                found = found if factors is None else found * factors[samples]
+                if own is not None:
+                    at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
+                else:
+                    at_step.index_add_(1, groups[samples], found)
+            norms[:, index] = _norm(adjoints)
             unexplained |= not curvature.explains_statistics
-            yield Sums(sums.state(), {"unexplained": unexplained}, adjoints.state(), position + 1)
+            sums.carried, sums.steps = adjoints, sums.steps + 1
+            yield sums
 
-    def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
+    def _start(self, rows: Int64[Tensor, " rows"]) -> Adjoints:
         """Return the adjoints of the trained weights and statistics."""
-        problem, net, rows = self.problem, self.net, rows.to(self.problem.X.device)
-        trajectory, points = problem.trajectory, self._points(rows)
-        X = problem.X[points]
+        net, rows = self.net, rows.to(self.X.device)
+        trajectory, points, is_joint = self.trajectory, self._points(rows), self.is_joint
+        X = self.X[points]
         state = flat_state(trajectory, trajectory.num_steps, X)
-        if self.numbers_per_row == 1:
-            wanted = problem.cotangents[points, rows % problem.cotangents.shape[1]][None]
+        if self._sizes[0] == 1:
+            wanted = self.cotangents[points, rows % self.cotangents.shape[1]][None]
         else:
-            wanted = problem.cotangents[points].transpose(0, 1)  # K N C
+            wanted = self.cotangents[points].transpose(0, 1)  # K N C
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=not net.plan.supports_interpolation)
         columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
         K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics
-        size = max(1, self.memory.adjoint_points(K))
-        of_weights = state.new_zeros(*((K,) if problem.is_joint else (K, N)), P)
-        of_statistics = state.new_zeros(*of_weights.shape[:-1], Q) if Q else None
-        for part in torch.arange(N, device=X.device).split(size):
-            cotangents = Cotangents(wanted[:, part].to)
-            at = WeightLocation(state)
+        of_weights = state.new_zeros(*((K,) if is_joint else (K, N)), P)
+        of_statistics = state.new_zeros(*of_weights.shape[:-1], Q)
+        for part in torch.arange(N, device=X.device).split(max(1, self.memory.adjoint_points(K))):
+            cotangents, at = Cotangents(wanted[:, part].to), WeightLocation(state)
             found = [(of_weights, to_flat_order(layer_jacobians(net, at, X[part], cotangents, cost), columns))]
-            if of_statistics is not None:
+            if Q:
                 found.append((of_statistics, statistics_jacobian(net, at, X[part], cotangents)))
             for total, value in found:
-                if problem.is_joint:
+                if is_joint:
                     total += value.sum(dim=1)
                 else:
                     total[:, part] = value
-        flat = [
-            None if value is None else (value if problem.is_joint else value.transpose(0, 1).reshape(N * K, -1))
-            for value in (of_weights, of_statistics)
-        ]
-        kept: list[Tensor | None] = [None] * len(self.law.initial().tensors())
-        if flat[0] is None:
-            raise RuntimeError("a network must have weights.")
+        if not is_joint:
+            of_weights, of_statistics = (
+                total.transpose(0, 1).reshape(N * K, total.shape[2]) for total in (of_weights, of_statistics)
+            )
+        adjoints = {"statistics": of_statistics} if Q else {}
         if trajectory.average is None:
-            return _Adjoints(flat[0], flat[1], kept, None)
-        return _Adjoints(torch.zeros_like(flat[0]), flat[1], kept, flat[0])
+            return adjoints | {"weights": of_weights}
+        return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
-        return RunReplay(self.problem.trajectory.trained, self.net.model, self.problem.X)
+        return RunReplay(self.trajectory.trained, self.net.model, self.X)
 
     def _back(
-        self, index: int, adjoints: _Adjoints, curvature: LossCurvature, trace: MemoryTrace, sums: "_Sums"
-    ) -> _Adjoints:
-        """Go one step back."""
-        trajectory = self.law.trajectory
-        of_weights, of_average = adjoints.of_weights, adjoints.of_average
-        average = self.problem.trajectory.average
-        if average is not None and of_average is not None:
+        self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace
+    ) -> tuple[Adjoints, list[tuple[Tensor, Tensor]]]:
+        """Go one step back: return the adjoints before it, and the products with its rows (`LossCurvature`)."""
+        trajectory, average = self.law.trajectory, self.trajectory.average
+        of_weights, before = adjoints["weights"], Adjoints()
+        if average is not None:
             a = float(average.coefficients[index])
-            of_weights = of_weights + a * of_average
-            of_average = (1 - a) * of_average
-        traced = trace[index]
-        w = flat_weights(trajectory, index, self.problem.X)
-        update = step_coefficients(trajectory, index, w)
-        jacobian = OptimizerJacobian(self.law.step(index), update, traced.memory, w, traced.g)
-        found = jacobian.adjoints(of_weights, adjoints.of_memory)
-        pulled = curvature(trajectory.steps[index], found.of_gradient, adjoints.of_statistics)
-        for products in pulled.products:
-            sums.add(index, products.samples, products.values)
-        return _Adjoints(found.of_weights + pulled.of_weights, pulled.of_statistics, found.of_memory, of_average)
+            of_weights = of_weights + a * adjoints["average"]
+            before["average"] = (1 - a) * adjoints["average"]
+        (memory, g), w = trace[index], flat_weights(trajectory, index, self.X)
+        jacobian = OptimizerJacobian(self.law.step(index), step_coefficients(trajectory, index, w), memory, w, g)
+        kept = [adjoints.get(f"memory.{number}") for number in range(len(memory.tensors()))]
+        through, of_gradient, kept = jacobian.adjoints(of_weights, kept)
+        before |= {f"memory.{number}": value for number, value in enumerate(kept) if value is not None}
+        products, pulled, moving = curvature(trajectory.steps[index], of_gradient, adjoints.get("statistics"))
+        before |= {"weights": through + pulled} | ({} if moving is None else {"statistics": moving})
+        return before, products
 
     def _points(self, rows: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
         """Return the inputs that rows belong to."""
-        return rows // (self.problem.cotangents.shape[1] // self.numbers_per_row)
-
-    def _norm(self, adjoints: _Adjoints) -> Float[Tensor, " R"]:
-        total = adjoints.of_weights if adjoints.of_average is None else adjoints.of_weights + adjoints.of_average
-        norm: Tensor = torch.linalg.vector_norm(total, dim=1)
-        return norm
+        return rows // (self.cotangents.shape[1] // self._sizes[0])
 
 
-class _Sums:
-    """What the derivatives of a block are added to.
-
-    Attributes:
-        values: Along the axes of steps, then of samples, (R, T, U).
-        norms: Norms of the adjoints of the weights at each state, (R, S + 1).
-    """
-
-    def __init__(self, problem: InfluenceProblem, points: Tensor | None, count: int, reference: Tensor) -> None:
-        trajectory = problem.trajectory
-        self.index: dict[str, Tensor] = {}
-        sizes = {}
-        for kind, total in (("step", trajectory.num_steps), ("sample", trajectory.num_points)):
-            index = torch.zeros(total, dtype=torch.int64)
-            own = [axis for axis in problem.axes if axis.kind == kind]
-            for axis in own:
-                index = index * len(axis.names) + axis.group.cpu()
-            self.index[kind] = index.to(reference.device)
-            sizes[kind] = torch.Size(len(axis.names) for axis in own).numel()
-        self.factors = None if problem.factors is None else problem.factors.to(reference)
-        self.own = None if points is None or problem.own is None else problem.own[points].to(reference.device)
-        columns = 1 if self.own is not None else sizes["sample"]
-        self.values = reference.new_zeros(count, sizes["step"], columns)
-        self.norms = reference.new_zeros(count, trajectory.num_steps + 1)
-
-    def add(self, step: int, samples: Int64[Tensor, " B"], values: Float[Tensor, "R B"]) -> None:
-        """Add the derivatives in the weights of the samples of a forward pass."""
-        t = int(self.index["step"][step])
-        samples = samples.to(values.device)
-        if self.factors is not None:
-            values = values * self.factors[samples]
-        if self.own is not None:
-            self.values[:, t, 0] += (values * (samples[None] == self.own[:, None])).sum(dim=1)
-        else:
-            self.values[:, t].index_add_(1, self.index["sample"][samples], values)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the sums by name."""
-        return {"values": self.values, "norms": self.norms}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Take the sums from a file."""
-        self.values.copy_(state["values"])
-        self.norms.copy_(state["norms"])
-
-
-@dataclass(frozen=True, eq=False)
-class InfluenceWork(RunWork):
-    """The pass in pieces: a block of rows each.
-
-    Attributes:
-        problem: What is wanted.
-    """
-
-    problem: InfluenceProblem
-
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and the inputs."""
-        return self.problem.trajectory, self.problem.X
-
-    @cached_property
-    def whole(self) -> InfluencePass:
-        """The pass of all inputs."""
-        return InfluencePass(self.problem, self.net)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The blocks."""
-        whole = self.whole
-        name = f"influence-{fingerprint(self.plan, whole.numbers_per_row, whole.rows_per_block)}"
-        return [Piece(f"{name}-{number}", (number,), self.problem.truncate) for number in range(len(whole.blocks))]
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of the sums of a block."""
-        return 8 * self.whole.rows_per_block * self.whole.numbers_per_row * self.problem.trajectory.num_points
-
-    def identity(self) -> str:
-        """Return a fingerprint of everything on which the sums depend."""
-        return self.problem.identity()
-
-    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Go through the run with the rows of a block."""
-        yield from self.whole.part(place[0], saved)
+def _norm(adjoints: Adjoints) -> Float[Tensor, " R"]:
+    """Return the norms of the adjoints of the weights, trained and averaged."""
+    total = adjoints["weights"] + adjoints["average"] if "average" in adjoints else adjoints["weights"]
+    norm: Tensor = torch.linalg.vector_norm(total, dim=1)
+    return norm

@@ -9,18 +9,15 @@ from typing import Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork, sum_dtype
-from epk_gp.kernel_machine.attribute import parse_groupings
-from epk_gp.kernel_machine.attribution_pass import AttributionWork
+from epk_gp.kernel_machine.attribute import attribution_work, validate_request
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.terms import parse_problem
 from epk_gp.work.sums import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
@@ -94,15 +91,13 @@ def plan_attribution(
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
-    axes, packed = parse_groupings(kernel.trajectory, groupings), parse_problem(kernel, X, classes)
-
-    def measured(net: PlannedModel) -> Plan:
-        budget = parsed.memory_budget
-        work = AttributionWork(kernel, packed, classes, budget, axes, splits_statistics=True, plan=net.plan)
-        kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-        return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
-
-    return with_plan(kernel.trajectory, kernel.trajectory.model_for(packed), measured)
+    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
+    validate_request(kernel, X, axes, classes)
+    while True:
+        with planned(kernel.trajectory, X) as net:
+            work = attribution_work(net, kernel, X, axes, classes, parsed)
+            kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
+            return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
 
 
 def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds: float) -> Plan:

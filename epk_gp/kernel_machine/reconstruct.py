@@ -1,6 +1,6 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Unpack
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.directional import WeightSegment
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import planned
+from epk_gp.core.states import PredictedPath
 from epk_gp.core.gradients import ReplayedStep, replayed_steps
+from epk_gp.core.trajectory import has_memory
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
@@ -30,34 +32,23 @@ from epk_gp.core.trajectory import (
 )
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
-from epk_gp.kernel_machine.axes import number_row, place_table, shown_places
-from epk_gp.kernel_machine.certification import (
-    IntegrationRecord,
+from epk_gp.kernel_machine.axes import PointsTable
+from epk_gp.kernel_machine.certificate import (
+    Certificate,
     StepMismatches,
-    certificate_entries,
     coarsest_dtype,
-    describe_findings,
     integral_sums,
+    integration_numbers,
     sum_tolerance,
-    warn_if_uncertified,
+    warn_unless_certified,
 )
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.paths import (
-    WeightPath,
-    path_identity,
-    require_integrable,
-    straight,
-    stretch_of,
-    stretches_of,
-)
+from epk_gp.quadrature.paths import WeightPath, path_identity, require_integrable, straight, stretch_of, stretches_of
 from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.quadrature.status import QuadratureStatus
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 
 _ALL = -1  # place of a piece that has all panels
-
-_OF_POINTS = ("total", "sizes", "residuals")  # what each point has for itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +117,8 @@ class ReconstructionWork(RunWork):
         begin = self.ranges[number].start + sums.steps
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
-        dtype, done = coarsest_dtype(trajectory, self._outputs), sums.steps
+        dtype, done = coarsest_dtype(trajectory, net.model.spec.dtype), sums.steps
+        num_stretches = len(stretches_of(kernel.path, trajectory.num_steps))
         yield sums
         for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
             mismatches, index = StepMismatches(dtype), replayed.step.index
@@ -134,38 +126,31 @@ class ReconstructionWork(RunWork):
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
             if is_amplified:  # the rounding is a part of the sum
-                end = flat_weights(trajectory.trained, index + 1, self.X)
-                replayed = replace(replayed, d=end - replayed.w)
+                replayed = replace(replayed, d=flat_weights(trajectory.trained, index + 1, self.X) - replayed.w)
             w, d = _replayed_step(net, kernel, path, replayed)
             start, change = (w, d) if start is None or change is None else (start, change + d)
-            if index == stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
-                self._integrate_stretch(start, change, sums, X, panels)
-                start, change = None, None
-                sums.steps = done + index + 1 - begin
-                yield sums
-
-    def _integrate_stretch(
-        self,
-        start: Float[Tensor, " PQ"],
-        change: Float[Tensor, " PQ"],
-        sums: Sums,
-        X: Shaped[Tensor, "m ..."],
-        panels: Sequence[Tensor | slice],
-    ) -> None:
-        """Add what one stretch of the path adds at some points, panel by panel."""
-        kernel, half = self.kernel, self.memory_budget // 2  # the other half is the panel's
-        segment, num_stretches = WeightSegment(self.net, start, change, kernel.head, half), len(self._stretches)
-        for rows in panels:
-            integral = integrate(segment, X[rows], kernel.rule, num_stretches)
-            for name, value in zip(_OF_POINTS, (integral.total, integral.total.abs(), integral.residual), strict=True):
-                sums.added[name][rows] += value
-            sums.merge(integral_sums(integral, kernel.rule, num_stretches))
+            if index != stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
+                continue
+            segment = WeightSegment(net, start, change, kernel.head, self.memory_budget // 2)  # the rest is the panel's
+            for rows in panels:
+                integral = integrate(segment, X[rows], kernel.rule, num_stretches)
+                sums.added["total"][rows] += integral.total
+                sums.added["sizes"][rows] += integral.total.abs()
+                sums.added["residuals"][rows] += integral.residual
+                sums.merge(integral_sums(integral, kernel.rule, num_stretches))
+            start, change = None, None
+            sums.steps = done + index + 1 - begin
+            yield sums
 
     @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:
         """The points of each panel."""
-        C, (n, *_), point = self.kernel.trajectory.num_outputs, self.X.shape, self.X[0].nbytes
-        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, C * self._outputs.itemsize)
+        num_bytes, (n, *_), point = (
+            self.kernel.trajectory.num_outputs * self.net.itemsize,
+            self.X.shape,
+            self.X[0].nbytes,
+        )
+        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, num_bytes)
         if len(self.ranges) == 1:
             size = min(size, panel_points(n, point))
         return list(torch.arange(n, device=self.X.device).split(size))
@@ -177,16 +162,6 @@ class ReconstructionWork(RunWork):
         if has_memory(trajectory):
             return [slice(0, trajectory.num_steps)]
         return step_ranges(trajectory.num_steps, every=self.kernel.path.every)
-
-    @cached_property
-    def _stretches(self) -> list[range]:
-        """Straight lines of the path, which share the rule's tolerance."""
-        return stretches_of(self.kernel.path, self.kernel.trajectory.num_steps)
-
-    @property
-    def _outputs(self) -> Float[Tensor, "0 C"]:
-        """Outputs of no points."""
-        return torch.empty(0, self.kernel.trajectory.num_outputs, dtype=self.net.model.spec.dtype)
 
 
 def _replayed_step(
@@ -208,75 +183,35 @@ def _replayed_step(
     return w, d
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Reconstruction(Displayed):
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Reconstruction(Displayed, Certificate):
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
         outputs: Outputs of the kernel machine, (n, C).
         network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
-        max_error: Largest |outputs - network|.
-        max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step), or of a chord: the quadrature's
-            error, known without the sum.
-        total_residual: Largest sum of these over the steps of one point: an upper bound on the quadrature's share of
-            the error.
-        evaluations: Gradients evaluated per point and step, on average.
-        max_step_mismatch: Largest difference, over weights and steps, between a recorded step and the one that the
-            training gradients give: rounding of the weights' dtype.
-        residual_ratio: Largest ratio of the residual of a (point, step) to what the rule's tolerance (1e-12 for a fixed
-            rule) or rounding allows.
-        mismatch_ratio: Largest ratio of a step's mismatch to what rounding of weights and gradients explains.
-        worst_step: The step that has it; -1 for a run without steps.
-        error_tolerance: What `max_error` may be where both are at most 1.
-        statuses: Number of (point, step) pairs, or of points and chords, by the reason why the rule stopped refining
-            them.
+        total_residual: Largest sum of quadrature residuals over the steps of one point: an upper bound on the
+            quadrature's share of the error, known without the sum.
     """
 
     outputs: Float[Tensor, "n C"]
     network: Float[Tensor, "n C"]
     initial: Float[Tensor, "n C"]
-    max_error: float
-    max_residual: float
     total_residual: float
-    evaluations: float
-    max_step_mismatch: float
-    residual_ratio: float
-    mismatch_ratio: float
-    worst_step: int
-    error_tolerance: float
-    statuses: Mapping[QuadratureStatus, int]
-
-    @property
-    def certified(self) -> bool:
-        """Whether quadrature, steps and sum are within tolerance.
-
-        The residual alone sees the quadrature only; a step that is not the stated loss's on the stated data shows in
-        the mismatch. All concern the sum, not each kernel value.
-        """
-        return not self.findings
-
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, with numbers; empty if it is."""
-        return describe_findings(self)
 
     def _summary(self) -> Summary:
-        (n, C), places = self.network.shape, shown_places(self.network)
+        (n, C), table = self.network.shape, PointsTable(self.network)
+        shown = len(table.places)
         rows = [
-            number_row("initial", places, self.initial),
-            number_row("kernel machine", places, self.outputs),
-            number_row("network", places, self.network),
-            number_row("difference", places, self.outputs[: len(places)] - self.network[: len(places)]),
+            table.row("initial", self.initial),
+            table.row("kernel machine", self.outputs),
+            table.row("network", self.network),
+            table.row("difference", self.outputs[:shown] - self.network[:shown]),
         ]
-        return Summary(
-            f"Reconstruction of {count(n, 'point')} × {count(C, 'output')}",
-            (
-                *certificate_entries(self),
-                Entry("shape of outputs", f"{tuple(self.outputs.shape)}", kind_of(self.outputs)),
-            ),
-            place_table(self.network, places, rows),
-        )
+        shape = Entry("shape of outputs", f"{tuple(self.outputs.shape)}", kind_of(self.outputs))
+        title = f"Reconstruction of {count(n, 'point')} × {count(C, 'output')}"
+        return Summary(title, (*self.entries(n), shape), table.table(rows))
 
 
 def reconstruct(
@@ -317,38 +252,35 @@ def reconstruct(
     kernel = PathKernel(trajectory, head, rule, path=path)
     require_integrable(path, "reconstruct")
     X = kernel.parse_inputs(X)
-    result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
-    warn_if_uncertified("the reconstruction", result)
-    return result
+    while True:
+        with planned(trajectory, X) as net:
+            result = _reconstruct(net, kernel, X, parsed)
+            warn_unless_certified("the reconstruction", result.findings)
+            return result
 
 
 def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:
     trajectory, head = kernel.trajectory, kernel.head
-    initial = network_outputs(trajectory, X, state=0, head=head)
-    network = network_outputs(trajectory, X, state=-1, head=head)
+    initial, network = (network_outputs(trajectory, X, state=state, head=head) for state in (0, -1))
     is_apart = options.executor is not None or options.checkpoint is not None
     work = ReconstructionWork(kernel, X, options.memory_budget, is_apart, plan=net.plan)
     sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)
     for piece, found in run(work, options, "reconstruction"):
         rows = work.rows(piece.place[0])
-        for name in _OF_POINTS:
+        for name in ("total", "sizes", "residuals"):  # what each point has for itself
             sums.added[name][rows] += found.added.pop(name)
         sums.merge(found)
-    record, outputs = IntegrationRecord.of(sums), (initial + sums.added["total"]).to(initial.dtype)
-    ratios = sums.largest["mismatch_ratios"]
+    outputs, ratios = (initial + sums.added["total"]).to(initial.dtype), sums.largest["mismatch_ratios"]
     terms = initial.abs().double() + network.abs() + sums.added["sizes"]
     return Reconstruction(
         outputs=outputs,
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=record.max_residual,
+        error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial.dtype), terms, steps),
         total_residual=float(sums.added["residuals"].max()),
-        evaluations=record.evaluations / len(X) / steps,
         max_step_mismatch=float(sums.largest["mismatch"]),
-        residual_ratio=record.residual_ratio,
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
-        error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial), terms, steps),
-        statuses=record.statuses,
+        **integration_numbers(sums, len(X) * steps),
     )

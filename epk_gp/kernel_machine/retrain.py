@@ -1,23 +1,25 @@
-"""Retraining: a recorded run with other weights of its samples, many of them at once."""
+"""Retraining: the recorded steps made on the gradients of runs whose samples have other weights, many at once."""
 
 import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from functools import cached_property
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.checks import validate_finite, validate_integer
-from epk_gp.core.gradients import passes_of
+from epk_gp.core.states import averaged_trajectory
+from epk_gp.core.checks import validate_finite
+from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.options import MEMORY_BUDGET, ComputeSettings, parse_options
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
+from epk_gp.core.gradients import PassData, passes_of
 from epk_gp.core.show import (
     SHOWN_POINTS,
     Displayed,
@@ -33,21 +35,203 @@ from epk_gp.core.show import (
 )
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
-from epk_gp.core.torch_overrides import disable_fused_attention, outside_autocast
+from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
 from epk_gp.core.trajectory import (
     Trajectory,
     flat_state,
     flat_weights,
+    held_coefficients,
     parse_inputs,
     step_coefficients,
     validate_trajectory,
 )
-from epk_gp.core.update_law import UpdateLaw
-from epk_gp.kernel_machine.certification import step_mismatches
-from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedStep, StackedTraining
-from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.core.update_law import StepLaw, UpdateLaw
+from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
+from epk_gp.kernel_machine.curvature import differ_by_rounding
+from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
+
+# By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
+# recorded weights went.
+REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class StackedStep:
+    """One step of several runs.
+
+    Attributes:
+        step: The recorded step.
+        before_passes: The moving statistics of all runs before each forward pass, (m, Q) each.
+        after_passes: Those after it.
+        coefficients: The coefficients by field, (P,) where all runs share the recorded ones, else (m, P) or (m, L).
+        states: Weights and moving statistics after the step, (m, P + Q).
+    """
+
+    step: Step
+    before_passes: list[Float[Tensor, "m Q"]]
+    after_passes: list[Float[Tensor, "m Q"]]
+    coefficients: dict[str, Tensor]
+    states: Float[Tensor, "m PQ"]
+
+
+class StackedTraining:
+    """Makes the recorded steps on the gradients of several runs at once; to be used by one thread.
+
+    The first run of a stack has all weights 1: the recorded coefficients belong to its gradients.
+
+    Args:
+        trajectory: The recorded run, or its average.
+
+    Attributes:
+        holds_statistics: Whether moving statistics were moved by other passes than those of the steps so far, which
+            moves are as recorded.
+    """
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory, X = trajectory, trajectory.inputs
+        self.net = trajectory.model_for(X)
+        self.run = RunReplay(trajectory.trained, self.net, X)
+        self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
+        self._maps: bool | None = None  # whether torch maps the passes over runs
+        if any(p.ndim > 2 for p in self.net.module.parameters()):
+            self._maps = False  # it computes convolutions with weights of their own by copies
+        self.holds_statistics = False  # whether moving statistics moved between the passes, as recorded
+
+    def difference(self, replayed: Float[Tensor, " PQ"], trajectory: Trajectory) -> Float[Tensor, " 2"]:
+        """Return by how much a state misses the last one of a run, at most, and by norms relative to the way of that.
+
+        The latter is the larger one of weights and moving statistics.
+        """
+        end, start = (flat_state(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
+        missed, way, tiny = replayed - end, end - start, torch.finfo(end.dtype).tiny
+        parts = slice(self.net.num_weights), slice(self.net.num_weights, None)
+        ratios = [missed[part].norm() / way[part].norm().clamp(min=tiny) for part in parts]
+        return torch.stack([missed.abs().max(), torch.stack(ratios).max()]).double()
+
+    def steps(self, weights: Float[Tensor, "m M"]) -> Iterator[StackedStep]:
+        """Train with these weights of the samples, and yield every step; a run with all weights 1 comes first."""
+        recorded, P = self.law.trajectory, self.net.num_weights
+        every, clip = torch.cat([torch.ones_like(weights[:1]), weights]), self._first_clip
+        states = flat_state(recorded, 0, self.trajectory.inputs).expand(len(every), -1).clone()
+        memory = self.law.initial((len(every),))
+        for step in recorded.steps:
+            law, w = self.law.step(step.index), states[:, :P]
+            g, before, after = self._gradients(step, states, every)
+            held = held_coefficients(recorded, step.index)
+            clip = step_clip(law.clip, held, law.recorded["grad_scale"], g[0]) or clip
+            g, clipped = _clipped(held, law, g, clip)
+            made = law.advance(memory, w, g, is_stacked=True)
+            memory = made.memory
+            direction = apply_matrices(held, law.sizes, made.direction)
+            w = w - direction - law.recorded["decoupled_decay"] * w
+            states = torch.cat([w, before.pop()], dim=1)
+            yield StackedStep(step, before, after, {**made.coefficients, **clipped}, states)
+
+    @cached_property
+    def _first_clip(self) -> Clip | None:
+        """The clipping that is stated, or that the first clipped step shows; None where there is neither."""
+        recorded = self.law.trajectory
+        for step in recorded.steps if recorded.clip is None else ():
+            update = held_coefficients(recorded, step.index)
+            if is_clipped(update):
+                scale = self.law.step(step.index).recorded["grad_scale"]
+                return step_clip(None, update, scale, self.run.gradient(step)[0])
+        return recorded.clip
+
+    def _gradients(
+        self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
+    ) -> tuple[Float[Tensor, "m P"], list[Float[Tensor, "m Q"]], list[Float[Tensor, "m Q"]]]:
+        """Return the gradients of a step's loss of all runs, and their moving statistics.
+
+        Returns:
+            The gradients; the statistics before each pass, and at the end of the step; and those after each pass.
+        """
+        P, passes = self.net.num_weights, passes_of(step, self.run.data)
+        moves = self.run.unseen_moves(step, passes)
+        total, before, after = torch.zeros_like(states[:, :P]), [self._moved(moves[0], states[:, P:])], list[Tensor]()
+        for data, move in zip(passes, moves[1:], strict=True):
+            # each run has its own statistics before the pass
+            own = replace(data, forward=replace(data.forward, statistics=None, statistics_after=None))
+            c = data.c * weights[:, data.samples.to(weights.device)].to(data.c)
+            gradients, statistics = self._pass(torch.cat([states[:, :P], before[-1]], dim=1), own, c)
+            after.append(statistics)
+            before.append(self._moved(move, statistics))
+            total += gradients
+        return total, before, after
+
+    def _moved(self, move: UnseenMove | None, statistics: Float[Tensor, "m Q"]) -> Float[Tensor, "m Q"]:
+        """Move statistics between passes as recorded."""
+        if move is None:
+            return statistics
+        self.holds_statistics |= not move.is_reset
+        return torch.where(move.moved.to(statistics.device), move.values.to(statistics), statistics)
+
+    def _pass(
+        self, states: Float[Tensor, "m PQ"], data: PassData, c: Float[Tensor, "m n"]
+    ) -> tuple[Float[Tensor, "m P"], Float[Tensor, "m Q"]]:
+        if self._maps is not False:
+            try:
+                gradients, statistics = self._mapped(states, data, c)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                self._maps = False
+            else:
+                if self._maps is None or not data.forward.is_deterministic:
+                    own, after = self._single(states[0], data, c[0])
+                    self._maps = differ_by_rounding(gradients[0], own) and differ_by_rounding(statistics[0], after)
+                if self._maps:
+                    return gradients, statistics
+        found = [self._single(state, data, own) for state, own in zip(states, c, strict=True)]
+        return torch.stack([g for g, _ in found]), torch.stack([after for _, after in found])
+
+    def _single(self, state: Tensor, data: PassData, c: Tensor) -> tuple[Tensor, Tensor]:
+        replayed = self.run.passes.gradient(state, replace(data, c=c), exact=True)
+        before = state[self.net.num_weights :]
+        return replayed.gradient, replayed.statistics.to(before) if len(before) else before
+
+    def _mapped(self, states: Tensor, data: PassData, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of all runs by one forward and backward pass."""
+        replay = self.run.passes
+        model, dtype = replay.model, replay.dtype_of(data)
+        leaves = states.detach().to(dtype).requires_grad_()
+        with torch.enable_grad():
+            named = model.unflatten_rows(leaves)
+            before = {name: named[name].detach().clone() for name in model.statistics}
+
+            def losses(params: dict[str, Tensor], statistics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+                return replay.losses({**params, **statistics}, data), statistics
+
+            weights = {name: named[name] for name in model.names}
+            with WrittenOutNormalisation([]):  # torch cannot map weight normalisation
+                values, after = torch.vmap(losses, randomness="same")(weights, before)
+            (gradients,) = torch.autograd.grad((c.to(values) * values).sum(), leaves)
+        P = model.num_weights
+        statistics = [after[name].reshape(len(states), -1) for name in model.statistics]
+        return (gradients[:, :P].to(states), torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:])
+
+
+def _clipped(
+    update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"], clip: Clip | None
+) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
+    """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
+
+    Returns:
+        The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
+        entry; nothing where no run's was clipped by more than the recorded one.
+    """
+    if clip is None:
+        return g, {}
+    scale = law.recorded["grad_scale"]
+    recorded = torch.where(scale == 0, 1.0, scale.abs())
+    factors = clip.factors(torch.where(scale == 0, 0.0, g))
+    ratios = factors / recorded
+    if bool((ratios == 1).all()):
+        return g, {}
+    if not isinstance(clip, ClipValue):
+        ratios = ratios[:, (scale != 0).nonzero()[0]]
+        scale = update.grad_scale.to(g)
+    return g * ratios, {"grad_scale": scale.sign() * factors}  # exactly 1 where nothing is clipped
 
 
 def retrained_run(
@@ -77,9 +261,9 @@ def retrained_run(
         if statistics is not None:
             statistics.append(made.states[1, P:].clone())
         steps.append(_reweighted(training, made, weights))
-        updates.append(made.update(step_coefficients(recorded, index, recorded.inputs), 1).map(torch.clone))
-    digest = hashlib.blake2b(recorded.digest.encode(), digest_size=16)
-    digest.update(tensor_bytes(weights))
+        own: dict[str, Any] = {name: value[1] for name, value in made.coefficients.items() if value.ndim == 2}
+        updates.append(replace(step_coefficients(recorded, index, recorded.inputs), **own).map(torch.clone))
+    digest = hashlib.blake2b(recorded.digest.encode() + tensor_bytes(weights), digest_size=16)
     run = replace(
         recorded,
         states=tuple(states),
@@ -109,6 +293,62 @@ def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Ten
     return replace(step, sample_weights=c.double().cpu(), passes=passes)
 
 
+@dataclass(frozen=True, eq=False)
+class RetrainingWork(RunWork):
+    """What is trained again: a piece is some runs that are computed together. It begins anew if it is interrupted.
+
+    Attributes:
+        trajectory: The run.
+        weights: The weights of the samples, (m, M).
+        runs_at_once: Number of runs that are computed together.
+    """
+
+    trajectory: Trajectory
+    weights: Float[Tensor, "m M"]
+    runs_at_once: int
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and its inputs."""
+        return self.trajectory, self.trajectory.inputs
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The runs that are computed together."""
+        count, name = math.ceil(len(self.weights) / self.runs_at_once), self.named("runs")
+        return [Piece(f"{name}-{number}", (number,), self.trajectory.num_steps) for number in range(count)]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the weights of some runs."""
+        return 8 * self.trajectory.num_weights * min(self.runs_at_once, len(self.weights))
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the runs depend."""
+        return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Train some runs: give weights and moving statistics at their ends, (m, P + Q), averaged as the trajectory's.
+
+        Beside them stand by how much a run with all weights 1 misses the recorded one (`StackedTraining.difference`),
+        and whether moving statistics were held.
+        """
+        trajectory, weights = self.trajectory, self.weights.split(self.runs_at_once)[place[0]]
+        training, P, average = StackedTraining(trajectory), trajectory.num_weights, trajectory.average
+        states = flat_state(training.law.trajectory, 0, trajectory.inputs).expand(len(weights) + 1, -1)
+        averages = states[:, :P]
+        for done, made in enumerate(training.steps(weights), 1):
+            states = made.states
+            if average is not None:
+                averages = torch.lerp(averages, states[:, :P], float(average.coefficients[made.step.index]))
+            yield Sums(steps=done)
+        if average is not None:
+            states = torch.cat([averages, states[:, P:]], dim=1)
+        held = torch.tensor(training.holds_statistics)
+        largest = {"difference": training.difference(states[0], trajectory), "holds_statistics": held}
+        yield Sums({"states": states[1:].clone()}, largest, steps=trajectory.num_steps)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Retraining(Displayed):
     """Networks that were trained as recorded but for the weights of the samples.
@@ -121,10 +361,7 @@ class Retraining(Displayed):
             recorded ones.
         difference_ratio: That difference, by norms, relative to the way that the recorded weights went; or that of the
             moving statistics, if it is larger.
-        holds_statistics: Whether moving statistics were moved between the steps' passes, by passes without a loss: how
-            they would be moved with other weights is not known, and they are as recorded after such a move.
-        doubts: What else is against the result, in words: recorded steps that do not follow from gradients and the
-            optimizer's options.
+        findings: Why the result is not certified, in words; empty if it is.
         clipping: How the bound of gradient clipping is known, in words.
     """
 
@@ -133,8 +370,7 @@ class Retraining(Displayed):
     sample_weights: Float[Tensor, "m M"]
     max_difference: float
     difference_ratio: float
-    holds_statistics: bool = False
-    doubts: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     clipping: str = ""
 
     @property
@@ -142,67 +378,20 @@ class Retraining(Displayed):
         """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
-    @property
-    def findings(self) -> list[str]:
-        """Why the result is not certified, in words; empty if it is."""
-        identity = self.trajectory.identity_finding
-        findings = [*([] if identity is None else [identity]), *self.doubts]
-        if not self.difference_ratio <= REPLAY_TOLERANCE[self.states.dtype]:
-            findings.append(
-                f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
-                f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
-                f"{', or the network moves its statistics otherwise' if self.trajectory.model.statistics else ''}"
-            )
-        if self.holds_statistics:
-            findings.append(
-                "moving statistics were moved by passes without a loss (in training mode, between those of the steps): "
-                "how other weights would move them is not known, and they are held as recorded there"
-            )
-        size = self.states.abs().amax(dim=1)  # NaN stays
-        if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
-            findings.append(
-                f"{len(diverged)} of {len(self)} networks diverged (NaN, infinity or weights beyond measure): "
-                f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
-            )
-        return findings
-
     def __len__(self) -> int:
         """Count the networks, m."""
         return len(self.states)
 
-    def __getitem__(self, rows: int | slice) -> "Retraining":
-        """Return some of the networks: one by its number, negative from the end, or a slice.
-
-        Raises:
-            IndexError: There is no such network.
-            TypeError: The index is neither an integer nor a slice.
-        """
-        if not isinstance(rows, slice):
-            rows = slice(self._place(rows), self._place(rows) + 1)
+    def __getitem__(self, rows: slice) -> "Retraining":
+        """Return some of the networks."""
         return replace(self, states=self.states[rows], sample_weights=self.sample_weights[rows])
-
-    def __iter__(self) -> Iterator["Retraining"]:
-        """Iterate over the networks, each as a retraining of one."""
-        return (self[number] for number in range(len(self)))
-
-    def _place(self, number: int) -> int:
-        """Return the number of a network, counted from the first one."""
-        validate_integer(number, "index")
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"index must lie in 0..{len(self) - 1} (or be negative): got {number}.")
-        return int(number) % len(self)
-
-    def weights(self, number: int) -> dict[str, Tensor]:
-        """Return the weights and moving statistics of one network by name."""
-        return self.trajectory.model.unflatten(self.states[self._place(number)].clone())
 
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
         Its loss terms have the recorded weights times those of its samples.
         """
-        weights = self.sample_weights[self._place(number)]
-        return retrained_run(StackedTraining(self.trajectory), weights, MEMORY_BUDGET)[0]
+        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)[0]
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
         """Evaluate all networks.
@@ -218,17 +407,11 @@ class Retraining(Displayed):
         head = resolve_head(head, self.trajectory.loss, self.trajectory.num_outputs)
         model = self.trajectory.model_for(X)
         with torch.no_grad(), disable_fused_attention():
-            outputs = torch.stack(
-                [
-                    torch.cat(
-                        [
-                            apply_head(model(model.unflatten(state.to(X.device)), part), head)
-                            for part in X.split(EVALUATED_ROWS)
-                        ]
-                    )
-                    for state in self.states.to(model.spec.dtype)
-                ]
-            )
+            found = []
+            for state in self.states.to(model.spec.dtype):
+                params = model.unflatten(state.to(X.device))
+                found.append(torch.cat([apply_head(model(params, part), head) for part in X.split(EVALUATED_ROWS)]))
+            outputs = torch.stack(found)
         if not outputs.isfinite().all():
             warn_uncertified("outputs of retrained networks are not finite: their training diverged.")
         return outputs
@@ -240,9 +423,8 @@ class Retraining(Displayed):
             ("weights other than 1", *(f"{others:,}" for others in (head != 1).sum(dim=1).tolist())),
             ("sum of the weights", *map(number, head.sum(dim=1).tolist())),
         ]
-        table = Table(
-            ("", *(f"network {i}" for i in range(len(head)))), tuple(rows), columns_note(len(head), m, "network")
-        )
+        columns = ("", *(f"network {i}" for i in range(len(head))))
+        table = Table(columns, tuple(rows), columns_note(len(head), m, "network"))
         meaning = "steps made again are the recorded ones, up to rounding"
         return Summary(
             f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
@@ -283,92 +465,60 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     """
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)
-    rows = _parse_weights(trajectory, weights)
-    require_replays(trajectory)
-    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
-    work = RetrainingWork(trajectory, rows, _runs_at_once(net, trajectory, parsed.memory_budget), plan=net.plan)
-    states, found = list[Tensor](), Sums()
-    with outside_autocast():
-        for _, sums in run(work, parsed, "retraining"):
-            states.append(sums.added.pop("states"))
-            found.merge(sums)
-    difference, ratio = found.largest["difference"].tolist()
-    holds_statistics = bool(found.largest["holds_statistics"])
-    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
-    doubts = tuple(step_mismatches(trajectory, law).findings)
-    result = Retraining(trajectory, torch.cat(states), rows, difference, ratio, holds_statistics, doubts, law.clipping)
-    if not result.certified:
-        warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
-    return result
-
-
-def require_replays(trajectory: Trajectory) -> None:
-    """Raise if the optimizer's steps on other gradients than the recorded ones are not known.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if not UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs)).replays:
-        raise ValueError(
-            f"steps must follow from other gradients to train again: those of {trajectory.update_rule} are known for "
-            "the recorded ones only. Train anew in a loop of your own."
-        )
-
-
-def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "*m M"]) -> Float[Tensor, "m M"]:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = str(weights.dtype) if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"weights must be a torch.Tensor of floating-point numbers: got {got}.")
-    rows = weights.detach()[None] if weights.ndim == 1 else weights.detach()
+    rows = torch.atleast_2d(weights.detach())
     if rows.ndim != 2 or rows.shape[1] != trajectory.num_points or not len(rows):
         raise ValueError(
             f"weights must hold one weight per sample, (m, {trajectory.num_points}): got shape {tuple(weights.shape)}."
         )
     validate_finite(rows, "weights")
-    return rows.to(device=trajectory.device, dtype=torch.float64)
-
-
-def _runs_at_once(net: PlannedModel, trajectory: Trajectory, budget: int) -> int:
+    rows = rows.to(device=trajectory.device, dtype=torch.float64)
+    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
+    require_replays(law)
+    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
     batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
     graph = net.model.signature.graph
     num_rows = max(batches, default=1) if graph is None else graph.num_nodes
-    return net.memory_plan(budget).retrained_runs(num_rows)
+    runs_at_once = net.memory_plan(parsed.memory_budget).retrained_runs(num_rows)
+    work = RetrainingWork(trajectory, rows, runs_at_once, plan=net.plan)
+    ends, found = list[Tensor](), Sums()
+    with outside_autocast():
+        for _, sums in run(work, parsed, "retraining"):
+            ends.append(sums.added.pop("states"))
+            found.merge(sums)
+    states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).findings]
+    if not ratio <= REPLAY_TOLERANCE[states.dtype]:
+        findings.append(
+            f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "
+            f"(largest difference {difference:.2e}); rounding is amplified along the run"
+            f"{', or the network moves its statistics otherwise' if trajectory.model.statistics else ''}"
+        )
+    if bool(found.largest["holds_statistics"]):
+        findings.append(
+            "moving statistics were moved by passes without a loss (in training mode, between those of the steps): how "
+            "other weights would move them is not known, and they are held as recorded there"
+        )
+    size = states.abs().amax(dim=1)  # NaN stays
+    if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
+        findings.append(
+            f"{len(diverged)} of {len(states)} networks diverged (NaN, infinity or weights beyond measure): "
+            f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
+        )
+    warn_unless_certified("the retraining", findings)
+    return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)
 
 
-@dataclass(frozen=True, eq=False)
-class RetrainingWork(RunWork):
-    """What is trained again: a piece is some runs that are computed together. It begins anew if it is interrupted.
+def require_replays(law: UpdateLaw) -> None:
+    """Raise if the optimizer's steps on other gradients than the recorded ones are not known.
 
-    Attributes:
-        trajectory: The run.
-        weights: The weights of the samples, (m, M).
-        runs_at_once: Number of runs that are computed together.
+    Raises:
+        ValueError: They are not.
     """
-
-    trajectory: Trajectory
-    weights: Float[Tensor, "m M"]
-    runs_at_once: int
-
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and its inputs."""
-        return self.trajectory, self.trajectory.inputs
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The runs that are computed together."""
-        count, name = math.ceil(len(self.weights) / self.runs_at_once), self.named("runs")
-        return [Piece(f"{name}-{number}", (number,), self.trajectory.num_steps) for number in range(count)]
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of the weights of some runs."""
-        return 8 * self.trajectory.num_weights * min(self.runs_at_once, len(self.weights))
-
-    def identity(self) -> str:
-        """Return a fingerprint of everything on which the runs depend."""
-        return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
-
-    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Train some runs."""
-        yield from StackedTraining(self.trajectory).end(self.weights.split(self.runs_at_once)[place[0]])
+    if not law.replays:
+        raise ValueError(
+            f"steps must follow from other gradients to train again: those of {law.trajectory.update_rule} are known "
+            "for the recorded ones only. Train anew in a loop of your own."
+        )

@@ -1,7 +1,10 @@
-"""The terms of an attribution: the test side, the products with the training side, their sums along the axes."""
+"""The terms of an attribution: the test side, averaged gradients along the path, and sums of terms along axes."""
 
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -12,107 +15,21 @@ from epk_gp.autodiff.directional import WeightSegment, statistics_jacobian, valu
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.inputs import Inputs
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
+from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
+from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.paths import LayerwisePath, stretches_of
+from epk_gp.quadrature.paths import LayerwisePath, path_identity, stretches_of
 from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.work.run import RunWork
+from epk_gp.work.sums import Piece, Place, Sums
 
-
-@dataclass(frozen=True, eq=False)
-class SampleContributions:
-    """What some samples of one step add to some predictions.
-
-    Attributes:
-        step: s.
-        rows: Which N of the points.
-        samples: Indices of B training samples, a sample as often as it occurs.
-        values: Their contributions, (N, K, B, G) over G parts of the network.
-    """
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    samples: Int64[Tensor, " B"]
-    values: Float[Tensor, "N K B G"]
-
-
-@dataclass(frozen=True, eq=False)
-class WeightDecayContribution:
-    """What weight decay adds to some predictions in one step, (N, K, G)."""
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    values: Float[Tensor, "N K G"]
-
-
-@dataclass(frozen=True, eq=False)
-class StatisticsContribution:
-    """What the moving statistics add to some predictions in one step.
-
-    Attributes:
-        step: s.
-        rows: Which N of the points.
-        total: All of it, (N, K).
-        samples: Indices of B training samples, a sample as often as it occurs; None if it is not split.
-        values: What these add, (N, K, B).
-    """
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    total: Float[Tensor, "N K"]
-    samples: Int64[Tensor, " B"] | None = None
-    values: Float[Tensor, "N K B"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class UnexplainedContribution:
-    """What the part of a step that update rule and gradients do not explain adds to some predictions, (N, K, G)."""
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    values: Float[Tensor, "N K G"]
-
-
-@dataclass(frozen=True, eq=False)
-class WeightsContribution:
-    """What a whole step of the weights adds to some predictions, (N, K): the sum of all terms but the statistics."""
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    values: Float[Tensor, "N K"]
-
-
-Contribution = (
-    SampleContributions
-    | WeightDecayContribution
-    | StatisticsContribution
-    | UnexplainedContribution
-    | WeightsContribution
-)
-Emit = Callable[[Contribution], None]
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    first = 0
-    for group, size in zip(groups.tolist(), sizes, strict=True):
-        part = slice(first, first + size)
-        out[..., group] += (H[..., part].flatten(0, 1) @ vectors[:, part].T).view(K, N, len(vectors)).transpose(0, 1)
-        first += size
-    return out
+Groupings = tuple[tuple[Axis, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,22 +37,18 @@ class AttributionProblem:
     """Predictions that are to be split into contributions.
 
     Attributes:
+        net: The network in the computation's dtype, with its plan.
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         classes: One output per input, or None for all C.
         memory_budget: Bytes.
-        net: The network in the computation's dtype, with its plan.
-        cost: Decides the representations of layer Jacobians.
-        columns: Place in the flat weights of each entry of dense layer Jacobians, (P,).
     """
 
+    net: PlannedModel
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
     memory_budget: int
-    net: PlannedModel
-    cost: ContractionCost
-    columns: Int64[Tensor, " P"]
 
     @property
     def trajectory(self) -> Trajectory:
@@ -152,146 +65,128 @@ class AttributionProblem:
         """Turns the budget into block sizes."""
         return self.net.memory_plan(self.memory_budget)
 
+    @cached_property
+    def cost(self) -> ContractionCost:
+        """What decides the representations of layer Jacobians."""
+        return ContractionCost(
+            num_output_pairs=self.num_outputs,
+            num_contractions=self.kernel.rule.num_contractions,
+            cotangents_are_constant=self.kernel.head == "logits",
+            all_dense=not self.net.plan.supports_interpolation,
+        )
+
+    @cached_property
+    def columns(self) -> Int64[Tensor, " P"]:
+        """Place in the flat weights of each entry of dense layer Jacobians."""
+        return flat_columns(self.net, all_dense=self.cost.all_dense).to(self.X.device)
+
     @property
-    def advice(self) -> str:
-        """What makes the call faster, or shows how far it is."""
-        ways = ["progress=True shows how far it is"]
-        if not isinstance(self.kernel.path, LayerwisePath):
-            ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
-        if self.num_outputs > 1:
-            ways.insert(0, "classes= explains one output of each point")
-        return "; ".join(ways)
+    def is_layerwise(self) -> bool:
+        """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
+        return isinstance(self.kernel.path, LayerwisePath)
 
-    def at(self, points: Int64[Tensor, " N"], classes: Int64[Tensor, " N"] | None) -> "AttributionProblem":
-        """Return the same of some of the points, which may be repeated, with one output of each if that is given."""
-        cost = replace(self.cost, num_output_pairs=self.trajectory.num_outputs if classes is None else 1)
-        return replace(self, X=self.X[points], classes=classes, cost=cost)
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros of the computation's dtype and device."""
+        spec = self.net.model.spec
+        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
-    def select_outputs(self, f: Float[Tensor, "N C"], rows: Int64[Tensor, " N"] | None = None) -> Float[Tensor, "N K"]:
-        """Keep the outputs that are asked for: (N, C) to (N, K), of some of the points, or of all of them."""
+    def select_outputs(self, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
+        """Keep the outputs that are asked for."""
+        return f if self.classes is None else f.gather(1, self.classes[:, None])
+
+    def cotangents(self, points: Int64[Tensor, " N"]) -> Cotangents:
+        """Return the cotangents of the outputs that are asked for, of some points.
+
+        The last layer takes the representation of any other layer (`head=None`), as in the loss gradients that its
+        Jacobian is multiplied with. The head of a layerwise path is one of the operations.
+        """
+        head = "logits" if self.is_layerwise else self.kernel.head
         if self.classes is None:
-            return f
-        return f.gather(1, (self.classes if rows is None else self.classes[rows])[:, None])
-
-
-def parse_problem(kernel: PathKernel, X: Inputs, classes: object) -> Shaped[Tensor, "n ..."]:
-    """Return inputs as one tensor, after checking that their predictions can be attributed.
-
-    Raises:
-        TypeError, ValueError: The network cannot take the inputs; the head or the rule is unknown; `classes` are not
-            one output per input.
-    """
-    X = kernel.parse_inputs(X)
-    if classes is not None:
-        validate_classes(classes, len(X), kernel.trajectory.num_outputs)
-    return X
-
-
-def validate_classes(classes: object, num_points: int, num_outputs: int) -> None:
-    """Raise if classes are not one output per point.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != (num_points,):
-        got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
-        raise ValueError(f"classes must be an int64 tensor with one output per point, ({num_points},): got {got}.")
-    if not 0 <= int(classes.min()) <= int(classes.max()) < num_outputs:
-        raise ValueError(f"classes must lie in 0..{num_outputs - 1}: got {int(classes.min())}..{int(classes.max())}.")
-
-
-def make_problem(
-    net: PlannedModel,
-    kernel: PathKernel,
-    X: Shaped[Tensor, "n ..."],
-    classes: Int64[Tensor, " n"] | None,
-    memory_budget: int,
-) -> AttributionProblem:
-    """Prepare an attribution; the arguments were validated by `parse_problem`."""
-    cost = ContractionCost(
-        num_output_pairs=kernel.trajectory.num_outputs if classes is None else 1,
-        num_contractions=kernel.rule.num_contractions,
-        cotangents_are_constant=kernel.head == "logits",
-        all_dense=not net.plan.supports_interpolation,
-    )
-    columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
-    classes = None if classes is None else classes.to(X.device)
-    return AttributionProblem(kernel, X.detach(), classes, memory_budget, net, cost, columns)
+            return replace(all_outputs(head), head=None)
+        return chosen_outputs(head, self.classes[points])
 
 
 @dataclass(frozen=True, eq=False)
 class IntegratedLine:
-    """A straight line of the path at some of the points.
+    """A straight line of the path at all points.
 
     Attributes:
         problem: The predictions.
-        rows: Which N of the points.
         segment: The line.
         integral: The nodes of each point, and what they sum up to.
         max_rows: Nodes evaluated at a time.
     """
 
     problem: AttributionProblem
-    rows: Int64[Tensor, " N"]
     segment: WeightSegment
     integral: Integral
     max_rows: int
 
     def node_batches(self) -> Iterator[NodeBatch]:
         """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
-        problem, integral, X = self.problem, self.integral, self.problem.X[self.rows]
-        is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
-        for nodes in torch.arange(len(integral.point), device=X.device).split(self.max_rows):
-            points = integral.point[nodes]
-            head = self.segment.head if is_layerwise else None
-            at = WeightLocation(self.segment.w, self.segment.d, integral.t[nodes], secant_head=head)
-            cotangents = (_output_cotangents if is_layerwise else _cotangents)(problem, self.rows[points])
-            jacobians = layer_jacobians(problem.net, at, X[points], cotangents, problem.cost)
-            yield NodeBatch(jacobians, NodeWeights(integral.weight[nodes], points, len(self.rows)))
+        problem = self.problem
+        for nodes, points, at in self._nodes(self.max_rows):
+            jacobians = layer_jacobians(problem.net, at, problem.X[points], problem.cotangents(points), problem.cost)
+            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], points, len(problem.X)))
+
+    def averaged_statistics_jacobian(self) -> Float[Tensor, "K N Q"]:
+        """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
+
+        With Phi the gradients in the weights, averaged over the same nodes,
+
+            <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
+        """
+        problem, K, Q = self.problem, self.problem.num_outputs, self.problem.net.model.num_statistics
+        total = problem.zeros(K, len(problem.X), Q)
+        size = problem.memory.statistics_rows(K, Q)
+        for nodes, points, at in self._nodes(size + size % 2):  # the rows of a layerwise path come in pairs
+            gradients = statistics_jacobian(problem.net, at, problem.X[points], problem.cotangents(points))
+            total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
+        return total
+
+    def _nodes(self, size: int) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
+        """Yield some nodes at a time, the points that they belong to, and their weights."""
+        line, integral = self.segment, self.integral
+        head = line.head if self.problem.is_layerwise else None
+        for nodes in torch.arange(len(integral.point), device=integral.point.device).split(size):
+            at = WeightLocation(line.w, line.d, integral.t[nodes], secant_head=head)
+            yield nodes, integral.point[nodes], at
 
 
-def integrate_stretch(
-    problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int
-) -> IntegratedLine:
-    """Choose the nodes of some points on a stretch of the path.
+def integrate_stretch(problem: AttributionProblem, steps: range, max_nodes: int) -> IntegratedLine:
+    """Choose the nodes of all points on a stretch of the path.
 
     Args:
         problem: The predictions.
         steps: The steps that the stretch stands for; it goes from the recorded state before the first to that after the
             last.
-        rows: Which N of the points.
         max_nodes: Nodes evaluated at a time.
     """
-    X, net, kernel = problem.X[rows], problem.net, problem.kernel
+    X, net, kernel = problem.X, problem.net, problem.kernel
     w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
     segment = WeightSegment(net, w, end - w, kernel.head, problem.memory_budget)
-    if isinstance(kernel.path, LayerwisePath):
-        return _layerwise_line(problem, segment, rows, max(2, size - size % 2))
+    if problem.is_layerwise:
+        return IntegratedLine(problem, segment, _both_ends(segment, X), max(2, size - size % 2))
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, problem.trajectory.num_steps)))
-    return IntegratedLine(problem, rows, segment, integral, size)
+    return IntegratedLine(problem, segment, integral, size)
 
 
-def _layerwise_line(
-    problem: AttributionProblem, segment: WeightSegment, rows: Int64[Tensor, " N"], max_rows: int
-) -> IntegratedLine:
-    """Evaluate some points at both ends of a stretch, every operation with its mean derivative between them.
+def _both_ends(segment: WeightSegment, X: Shaped[Tensor, "n ..."]) -> Integral:
+    """Evaluate points at both ends of a stretch, where every operation has its mean derivative between them.
 
-    The integral is the change of the outputs, until the averages are known (`with_averages`).
+    The integral is the change of the outputs, until the averages are known (`adjoint.StretchAverage`).
     """
-    X, net = problem.X[rows], problem.net
-    if not net.plan.supports_interpolation:
+    if not segment.net.plan.supports_interpolation:
         raise ValueError(
             "layerwise() needs a network whose weights are used by functions that are linear in them, row by row: this "
             "one's are not. Take chords(every=k)."
         )
-    both = X.repeat_interleave(2, dim=0)
     t = segment.w.new_tensor([0.0, 1.0]).repeat(len(X))
-    f = values(segment, both, t)
-    start, end = f.unflatten(0, (-1, 2)).unbind(1)
+    start, end = values(segment, X.repeat_interleave(2, dim=0), t).unflatten(0, (-1, 2)).unbind(1)
     point = torch.arange(len(X), device=X.device).repeat_interleave(2)
     zeros, ones = torch.zeros_like(start[:, 0]), torch.ones_like(point[::2])
-    integral = Integral(
+    return Integral(
         total=end - start,
         start=start,
         end=end,
@@ -306,186 +201,131 @@ def _layerwise_line(
         num_intervals=ones,
         status=ones * QuadratureStatus.CONVERGED,
     )
-    return IntegratedLine(problem, rows, segment, integral, max_rows)
 
 
-def averaged_statistics_jacobian(
-    problem: AttributionProblem, line: IntegratedLine, rows: Int64[Tensor, " N"]
-) -> Float[Tensor, "K N Q"]:
-    """Average the outputs' gradients in the moving statistics over a line, at the nodes of those in the weights.
-
-    With Phi the gradients in the weights, averaged over the same nodes,
-
-        <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = line.integral.total.
-
-    Args:
-        problem: The predictions.
-        line: The line, from `integrate_stretch`.
-        rows: Which N of the points.
-    """
-    X, net, integral = problem.X[rows], problem.net, line.integral
-    Q = net.model.num_statistics
-    total = X.new_zeros(problem.num_outputs, len(rows), Q, dtype=net.model.spec.dtype)
-    size = problem.memory.statistics_rows(problem.num_outputs, Q)
-    size += size % 2  # the rows of a layerwise path come in pairs
-    for part in torch.arange(len(integral.point), device=X.device).split(size):
-        points = integral.point[part]
-        is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
-        head = line.segment.head if is_layerwise else None
-        at = WeightLocation(line.segment.w, line.segment.d, integral.t[part], secant_head=head)
-        cotangents = (_output_cotangents if is_layerwise else _cotangents)(problem, rows[points])
-        gradients = statistics_jacobian(net, at, X[points], cotangents)
-        total.index_add_(1, points, integral.weight[part][:, None] * gradients)
-    return total
+# The terms of a result, and by what each is split.
+TERMS = {
+    "values": ("step", "sample", "parameter"),
+    "decay": ("step", "parameter"),
+    "statistics": ("step", "sample"),
+    "statistics_of_no_sample": ("step",),
+    "unexplained": ("step", "parameter"),
+}
 
 
-def _output_cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
-    """Return the cotangents of the outputs that are asked for, where the head is one of the operations."""
-    if problem.classes is None:
-        return replace(all_outputs("logits"), head=None)
-    return chosen_outputs("logits", problem.classes[points])
-
-
-def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
-    """Return the cotangents of the outputs that are asked for.
-
-    The last layer takes the representation of any other layer (`head=None`), as in the loss gradients that its
-    Jacobian is multiplied with.
-    """
-    if problem.classes is None:
-        return replace(all_outputs(problem.kernel.head), head=None)
-    return chosen_outputs(problem.kernel.head, problem.classes[points])
-
-
-class Collector:
-    """Sums contributions into one result. Combined axes of one kind are flattened to one index until the end.
+class GroupedSums:
+    """Sums of terms along the axes of one result. Terms come by parts of the network, which no axis divides.
 
     Args:
-        problem: The predictions.
-        axes: The axes of the result.
-        parts: Which part of the network each parameter belongs to; contributions are those of parts.
-        reference: The predictions at the initial weights, (n, K).
+        trajectory: The run.
+        axes: The axes.
+        parts: Which part of the network each parameter belongs to.
+        reference: Has the shape, (n, K), dtype and device of the predictions.
     """
 
     def __init__(
-        self, problem: AttributionProblem, axes: tuple[Axis, ...], parts: Int64[Tensor, " L"], reference: Tensor
+        self, trajectory: Trajectory, axes: tuple[Axis, ...], parts: Int64[Tensor, " L"], reference: Tensor
     ) -> None:
-        self.axes = axes
-        trajectory = problem.trajectory
-        counts = {"step": trajectory.num_steps, "sample": trajectory.num_points}
-        self.index, self.sizes = {}, {}
-        for kind, count in (*counts.items(), ("parameter", len(trajectory.model.names))):
-            own = [axis for axis in axes if axis.kind == kind]
-            index = torch.zeros(count, dtype=torch.int64)
-            for axis in own:
-                index = index * len(axis.names) + axis.group.cpu()
-            self.index[kind], self.sizes[kind] = index, [len(axis.names) for axis in own]
-        T, U, G = (torch.Size(self.sizes[kind]).numel() for kind in ("step", "sample", "parameter"))
-        self.values = reference.new_zeros(*reference.shape, T, U, G)
-        self.decay = reference.new_zeros(*reference.shape, T, G)
-        self.statistics = reference.new_zeros(*reference.shape, T, U)
-        self.statistics_of_no_sample = reference.new_zeros(*reference.shape, T)
-        self.unexplained = reference.new_zeros(*reference.shape, T, G)
-        self.group_of_sample = self.index["sample"].to(reference.device)
+        self.axes, self.combined = axes, CombinedAxes(trajectory, axes)
+        self.sums = {
+            name: reference.new_zeros(*reference.shape, *map(self.combined.count, kinds))
+            for name, kinds in TERMS.items()
+        }
+        self.group_of_sample = self.combined.index["sample"].to(reference.device)
         group_of_part = torch.zeros(int(parts.max()) + 1, dtype=torch.int64)
-        group_of_part[parts] = self.index["parameter"]
+        group_of_part[parts] = self.combined.index["parameter"]
         self.group_of_part = group_of_part.to(reference.device)
-        self._parts_are_groups = torch.equal(group_of_part, torch.arange(G))
+        self._parts_are_groups = torch.equal(group_of_part, torch.arange(self.combined.count("parameter")))
 
     @property
     def splits_samples(self) -> bool:
         """Whether samples are put into groups."""
-        return bool(self.sizes["sample"])
+        return bool(self.combined.sizes["sample"])
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """What terms are added to."""
-        return [self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained]
+    def at(self, name: str, step: int) -> Tensor:
+        """Return the entries, (n, K, ...), to which a kind of terms of a step is added."""
+        return self.sums[name][:, :, int(self.combined.index["step"][step])]
 
-    def add(self, term: Contribution) -> None:
-        """Add one contribution, split by parts of the network."""
-        t = int(self.index["step"][term.step])
-        if isinstance(term, SampleContributions):
-            _add_by_sample(self.values[:, :, t], term.rows, self._group(term.samples), self._by_group(term.values))
-        elif isinstance(term, WeightDecayContribution):
-            self.decay[term.rows, :, t] += self._by_group(term.values)
-        elif isinstance(term, UnexplainedContribution):
-            self.unexplained[term.rows, :, t] += self._by_group(term.values)
-        elif isinstance(term, StatisticsContribution):
-            self._add_statistics(term, t)
-
-    def drop_unexplained_above(self, tolerance: float) -> None:
-        """Leave what is unexplained out of the sum where it is more than rounding can be."""
-        if not self.unexplained.flatten(2).sum(dim=2).abs().max() <= tolerance:
-            self.unexplained.zero_()
-
-    def _add_statistics(self, term: StatisticsContribution, t: int) -> None:
-        if not self.splits_samples:
-            self.statistics[term.rows, :, t, 0] += term.total
-            return
-        rest = term.total
-        if term.samples is not None and term.values is not None:
-            _add_by_sample(self.statistics[:, :, t], term.rows, self._group(term.samples), term.values)
-            rest = rest - term.values.sum(dim=2)
-        self.statistics_of_no_sample[term.rows, :, t] += rest
-
-    def _group(self, samples: Tensor) -> Tensor:
+    def of_samples(self, samples: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+        """Return the groups of samples."""
         return self.group_of_sample[samples.to(self.group_of_sample.device)]
+
+    def of_parts(self, values: Float[Tensor, "*rest parts"]) -> Float[Tensor, "*rest G"]:
+        """Add the parts of each group."""
+        if self._parts_are_groups:
+            return values
+        grouped = values.new_zeros(*values.shape[:-1], self.combined.count("parameter"))
+        return grouped.index_add_(values.ndim - 1, self.group_of_part, values)
 
     def size_of_terms(self, *others: Tensor) -> Tensor:
         """Return the sum of the absolute values of all terms, and of others, (n, K)."""
-        terms = [total.flatten(2).abs().sum(dim=2) for total in self.sums]
+        terms = [total.flatten(2).abs().sum(dim=2) for total in self.sums.values()]
         return torch.stack([*terms, *(other.abs() for other in others)]).sum(dim=0)
 
-    def _by_group(self, values: Tensor) -> Tensor:
-        if self._parts_are_groups:
-            return values
-        grouped = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
-        return grouped.index_add_(values.ndim - 1, self.group_of_part, values)
 
-    def result(self, tensor: Tensor, kinds: tuple[str, ...]) -> Tensor:
-        """Unflatten the kinds and bring the axes into their order; kinds that are left out get length 1."""
-        shape = [size for kind in kinds for size in self.sizes[kind]]
-        tensor = tensor.reshape(*tensor.shape[:2], *shape)
-        present = [number for kind in kinds for number, axis in enumerate(self.axes) if axis.kind == kind]
-        order = [2 + present.index(number) for number in range(len(self.axes)) if number in present]
-        tensor = tensor.permute(0, 1, *order)
-        for number in range(len(self.axes)):
-            if number not in present:
-                tensor = tensor.unsqueeze(2 + number)
-        return tensor
+class TermSums:
+    """The sums of all results, and how large their terms are. A pass over the run adds its terms to it.
 
+    Args:
+        trajectory: The run.
+        groupings: The axes of each result.
+        reference: Has the shape, (n, K), dtype and device of the predictions.
+    """
 
-def _add_by_sample(total: Tensor, rows: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add values (N, K, B, ...) to the rows of a total (n, K, U, ...), each sample's to its group."""
-    if len(rows) == len(total):
-        total.index_add_(2, index, values)
-    else:
-        total[rows] = total[rows].index_add_(2, index, values)
-
-
-class TermSizes:
-    """Sums of absolute values: of the samples' contributions, and of the changes that the steps' weights made."""
-
-    def __init__(self, reference: Tensor) -> None:
-        self.of_samples, self.of_steps = torch.zeros_like(reference), torch.zeros_like(reference)
+    def __init__(self, trajectory: Trajectory, groupings: Groupings, reference: Float[Tensor, "n K"]) -> None:
+        parts = parameter_parts(groupings, len(trajectory.model.names))
+        self.grouped = [GroupedSums(trajectory, axes, parts, reference) for axes in groupings]
+        self._of_samples, self._of_steps = reference.new_zeros(reference.shape), reference.new_zeros(reference.shape)
 
     @property
-    def sums(self) -> list[Tensor]:
-        """What terms are added to."""
-        return [self.of_samples, self.of_steps]
+    def named(self) -> dict[str, Tensor]:
+        """What terms are added to, in a fixed order."""
+        sums = [total for grouped in self.grouped for total in grouped.sums.values()]
+        return {f"sum.{number}": total for number, total in enumerate([*sums, self._of_samples, self._of_steps])}
 
     @property
-    def amplification(self) -> Tensor:
-        """The ratio of the two; 0 where no step changed anything."""
-        return torch.where(self.of_steps > 0, self.of_samples / self.of_steps.clamp(min=1e-300), 0.0)
+    def amplification(self) -> Float[Tensor, "n K"]:
+        """Sizes of the samples' terms over those of the steps' changes; 0 where no step changed anything."""
+        return torch.where(self._of_steps > 0, self._of_samples / self._of_steps.clamp(min=1e-300), 0.0)
 
-    def add(self, term: Contribution) -> None:
-        """Add one contribution."""
-        if isinstance(term, SampleContributions):
-            self.of_samples[term.rows] += term.values.sum(dim=3).abs().sum(dim=2)
-        elif isinstance(term, WeightsContribution):
-            self.of_steps[term.rows] += term.values.abs()
+    def add_samples(self, step: int, samples: Int64[Tensor, " B"], values: Float[Tensor, "n K B G"]) -> None:
+        """Add what some samples of a step add, a sample as often as it occurs, over G parts of the network."""
+        self._of_samples += values.sum(dim=3).abs().sum(dim=2)
+        for own in self.grouped:
+            own.at("values", step).index_add_(2, own.of_samples(samples), own.of_parts(values))
+
+    def add(self, name: str, step: int, values: Float[Tensor, "n K G"]) -> None:
+        """Add what weight decay adds in a step ("decay"), or what gradients do not explain ("unexplained")."""
+        for own in self.grouped:
+            own.at(name, step).add_(own.of_parts(values))
+
+    def add_change(self, step: int, values: Float[Tensor, "n K"]) -> None:
+        """Count what a whole step of the weights adds: the sum of all terms but the statistics."""
+        self._of_steps += values.abs()
+
+    def add_statistics(
+        self,
+        step: int,
+        total: Float[Tensor, "n K"],
+        of_samples: tuple[Int64[Tensor, " B"], Float[Tensor, "n K B"]] | None,
+    ) -> None:
+        """Add what the moving statistics add in a step.
+
+        Args:
+            step: The step.
+            total: All of it.
+            of_samples: Samples of its batches, as often as they occur, and what they add; None if it is not split.
+        """
+        for own in self.grouped:
+            if not own.splits_samples:
+                own.at("statistics", step)[:, :, 0] += total
+                continue
+            rest = total
+            if of_samples is not None:
+                samples, values = of_samples
+                own.at("statistics", step).index_add_(2, own.of_samples(samples), values)
+                rest = total - values.sum(dim=2)
+            own.at("statistics_of_no_sample", step).add_(rest)
 
 
 class StepResiduals:
@@ -500,17 +340,16 @@ class StepResiduals:
         mismatches: The comparison.
     """
 
-    def __init__(self, problem: AttributionProblem, outputs: Float[Tensor, "n C"], *, keeps: bool) -> None:
-        trajectory, X, model = problem.trajectory, problem.X, problem.net.model
-        dtype = coarsest_dtype(trajectory, outputs)
-        self.mismatches = StepMismatches(dtype)
+    def __init__(self, problem: AttributionProblem, *, keeps: bool) -> None:
+        trajectory, X, model, like = problem.trajectory, problem.X, problem.net.model, problem.zeros(0)
+        self.mismatches = StepMismatches(coarsest_dtype(trajectory, like.dtype))
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
         places = {state - 1: place for place, state in enumerate(ends)}
-        max_rows = weight_rows(problem.memory_budget, outputs.element_size(), model.num_weights)
+        max_rows = weight_rows(problem.memory_budget, like.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
-        keeps_all = keeps and leaves_residuals(trajectory, outputs)
+        keeps_all = leaves_residuals(problem)
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
@@ -518,9 +357,9 @@ class StepResiduals:
                 continue
             residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
             if index not in places:
-                self._rows[index] = residual.to(outputs)
+                self._rows[index] = residual.to(like)
                 continue
-            rows = rows_of_weights(len(places), model.num_weights, outputs, max_rows) if rows is None else rows
+            rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
             rows[places[index]] = residual.to(rows)
             self._rows[index] = rows[places[index]]
 
@@ -529,11 +368,178 @@ class StepResiduals:
         return self._rows.get(s)
 
 
-def leaves_residuals(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> bool:
-    """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding.
+def leaves_residuals(problem: AttributionProblem) -> bool:
+    """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
+    dtype = coarsest_dtype(problem.trajectory, problem.net.model.spec.dtype)
+    return dtype != torch.float64 or leaves_unexplained(problem.trajectory)
+
+
+def layers_of(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
+    """Return the layers of each part of the network; None where a layer's Jacobian belongs to several.
 
     Args:
-        trajectory: The run.
-        outputs: Outputs in the dtype of the computation.
+        problem: The predictions.
+        parts: The part that each of L parameters belongs to.
     """
-    return coarsest_dtype(trajectory, outputs) != torch.float64 or leaves_unexplained(trajectory)
+    model, plan = problem.net.model, problem.net.plan
+    part = dict(zip(model.names, parts.tolist(), strict=True))
+    layers: list[Sequence[str | None]] = [*plan.bias_of.items(), *([plan.dense_params] if plan.dense_params else [])]
+    layers = [model.names] if problem.cost.all_dense else layers
+    owners = [{part[name] for name in names if name is not None} for names in layers]
+    if any(len(own) > 1 for own in owners):
+        return None
+    return [[layer for layer, own in enumerate(owners) if own == {number}] for number in range(int(parts.max()) + 1)]
+
+
+def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> bool:
+    """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
+
+    What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
+    measured where it is written out.
+
+    Args:
+        problem: The predictions.
+        parts: The part of the network that each of L parameters belongs to.
+    """
+    trajectory = problem.trajectory
+    if layers_of(problem, parts) is None or (parts.any() and leaves_residuals(problem)):
+        return False
+    is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs and trajectory.unexplained is None
+    return is_plain and not problem.is_layerwise and recomputation_of(trajectory) is None
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionWork(RunWork):
+    """A pass over the run that adds up all terms, in pieces: a block of points, and a range of steps.
+
+    Attributes:
+        kernel: The run's path kernel.
+        X: All inputs.
+        classes: One output per input, or None for all.
+        memory_budget: Bytes.
+        groupings: The axes of each result.
+        splits_statistics: Split what the moving statistics add over the samples.
+        outputs_per_row: Number of outputs of a row of the sums, which is a point, or an output of it.
+        rows_per_block: Number of rows that go through the run together.
+    """
+
+    kernel: PathKernel
+    X: Shaped[Tensor, "n ..."]
+    classes: Int64[Tensor, " n"] | None
+    memory_budget: int
+    groupings: Groupings
+    splits_statistics: bool
+    outputs_per_row: int
+    rows_per_block: int
+    keeps_residuals: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def ranges(self) -> list[slice]:
+        """The steps of each range that is summed by itself."""
+
+    @abstractmethod
+    def terms(
+        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through a range of steps, and add every term to the totals.
+
+        Args:
+            problem: The predictions of a block.
+            totals: Their sums.
+            number: Which range.
+            sums: What an earlier call did of it.
+
+        Yields:
+            Where sums could be saved: an integral that is new, the number of steps, and what the rest of them needs.
+        """
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
+
+    @cached_property
+    def problem(self) -> AttributionProblem:
+        """The predictions."""
+        return AttributionProblem(self.net, self.kernel, self.X, self.classes, self.memory_budget)
+
+    @cached_property
+    def parts(self) -> Int64[Tensor, " L"]:
+        """The part of the network that each parameter belongs to: those that no grouping tells apart are one."""
+        return parameter_parts(self.groupings, len(self.kernel.trajectory.model.names))
+
+    @cached_property
+    def residuals(self) -> StepResiduals:
+        """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
+        return StepResiduals(self.problem, keeps=self.keeps_residuals)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the sums."""
+        return len(self.X) * self.problem.num_outputs // self.outputs_per_row
+
+    @cached_property
+    def blocks(self) -> list[Int64[Tensor, " rows"]]:
+        """The rows of each block."""
+        return list(torch.arange(self.num_rows, device=self.X.device).split(self.rows_per_block))
+
+    def as_rows(self, f: Float[Tensor, "n K"]) -> Float[Tensor, "N R"]:
+        """Arrange outputs of all points as the sums are."""
+        return f.reshape(-1, self.outputs_per_row)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces, block by block."""
+        name = f"sums-{fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)}"
+        steps, is_one = range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
+        return [
+            Piece(f"{name}-{block}-{number}", (block, number), len(steps[r]), "" if is_one else f"{name}-{block}")
+            for block in range(len(self.blocks))
+            for number, r in enumerate(self.ranges)
+        ]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the sums of a block."""
+        return self.num_bytes(min(self.num_rows, self.rows_per_block))
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Count the bytes of the sums of some rows."""
+        like = self.problem.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
+        return sum(total.nbytes for total in TermSums(self.kernel.trajectory, self.groupings, like).named.values())
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        axes = [axis for grouping in self.groupings for axis in grouping]
+        kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in self.groupings]
+        kernel = self.kernel
+        return fingerprint(
+            kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, kinds, self.X, self.classes,
+            *(axis.group for axis in axes), [axis.names for axis in axes], self.splits_statistics,
+            *path_identity(kernel.path),
+        )  # fmt: skip
+
+    def block(self, number: int) -> AttributionProblem:
+        """Return the predictions of a block."""
+        whole, rows = self.problem, self.blocks[number]
+        if self.outputs_per_row < whole.num_outputs:
+            points, classes = rows // whole.num_outputs, rows % whole.num_outputs
+            return replace(whole, X=self.X[points], classes=classes)
+        return replace(whole, X=self.X[rows], classes=None if self.classes is None else self.classes[rows])
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Sum the terms of a range of steps at the points of a block."""
+        problem, trajectory = self.block(place[0]), self.kernel.trajectory
+        totals = TermSums(trajectory, self.groupings, problem.zeros(len(problem.X), self.outputs_per_row))
+        sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
+        for name, value in saved.added.items():
+            sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
+        yield sums
+        num_stretches = len(stretches_of(self.kernel.path, trajectory.num_steps))
+        for integral, num_steps, adjoint in self.terms(problem, totals, place[1], sums):
+            if integral is not None:
+                sums.merge(integral_sums(integral, self.kernel.rule, num_stretches))
+            sums.carried = {} if adjoint is None else {"adjoint": adjoint}
+            sums.steps += num_steps
+            yield sums

@@ -14,7 +14,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_w
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import ClipNorm
+from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.storage.writer import Storage
 
 INDEX_KEY = "index"

@@ -13,7 +13,7 @@ from epk_gp.core.losses import CrossEntropy, Loss
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import Clip, ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 from epk_gp.storage.writer import Storage
 
 

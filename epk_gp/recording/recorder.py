@@ -33,7 +33,8 @@ from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.optimizer import GroupWatch
 from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.setup import Clip, TrainingSetup, make_setup, parse_step_rules, validate_end
+from epk_gp.optimizers.update_rules import Clip
+from epk_gp.recording.setup import TrainingSetup, make_setup, parse_step_rules, validate_end
 from epk_gp.recording.validation import parse_batch, parse_batch_weight
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run

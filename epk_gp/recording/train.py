@@ -18,7 +18,7 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import Clip
+from epk_gp.optimizers.update_rules import Clip
 from epk_gp.storage.training_state import Stateful
 from epk_gp.storage.writer import Storage
 

@@ -22,7 +22,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.kernel_machine.certification import warn_if_uncertified
+from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.quadrature.paths import (
     ChordPath,
@@ -180,7 +180,7 @@ def write_report(
         request, title, divisions, found, sure, look, overview=of_all, influence=influence, suspects=suspects, how=how
     )
     atomic_write(place, document(content, top, MAX_BYTES).encode())
-    warn_if_uncertified("the report", found.certificate)
+    warn_unless_certified("the report", found.certificate.findings)
     return place
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.recomputation import recomputation_of, recomputed_run
+from epk_gp.core.states import recomputation_of, recomputed_run
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import CompactUpdate, compact_update

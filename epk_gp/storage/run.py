@@ -11,11 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.gradients import batch_gradient, step_tolerance, with_kept_activations
+from epk_gp.core.gradients import batch_gradient, with_kept_activations
+from epk_gp.optimizers.update_rules import step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.recomputation import recomputation_of
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.signature import signature_from_json
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state

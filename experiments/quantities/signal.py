@@ -9,7 +9,7 @@ from epk_gp.core.losses import Head, loss_terms, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, parse_inputs
-from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
+from epk_gp.kernel_machine.factored import vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 from quantities.alignment import output_gradients
 
@@ -52,7 +52,11 @@ def input_gradients(
     validate_rule(rule)
     if not trajectory.inputs.is_floating_point():
         raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")
-    validate_vanilla_gd(trajectory, "input gradients")
+    if not trajectory.is_vanilla_gd:
+        raise ValueError(
+            "input gradients must have steps of plain gradient descent, -eps_s times the batch gradient of the network "
+            f"in evaluation mode on the recorded data: the run was made by {trajectory.update_rule}."
+        )
     validate_integer(output, "output")
     output = int(output)
     if x.shape[0] != 1:

@@ -75,8 +75,7 @@ def test_everything_that_a_report_can_show_is_asked_for_by_an_option(tmp_path):
 
 def test_a_report_that_is_not_certified_ends_with_an_error_and_is_written(recorded, tmp_path, capsys, monkeypatch):
     findings = ["the sum misses the network's output by 1.0"]
-    monkeypatch.setattr("epk_gp.report.certificate.describe_findings", lambda result: findings)
-    monkeypatch.setattr("epk_gp.kernel_machine.certification.describe_findings", lambda result: findings)
+    monkeypatch.setattr("epk_gp.kernel_machine.certificate.Certificate.findings", findings)
     out = tmp_path / "report.html"
     said = refused(capsys, "report", recorded, "--out", out, "--num-points", 1, "--outputs", 1, *QUICK)
     assert "the report is not certified: the sum misses the network's output by 1.0" in said

@@ -30,8 +30,8 @@ from distributed_cases import (
 )
 from epk_gp.gram.path_kernel import DiagonalWork
 from epk_gp.gram.tiles import GramWork
-from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.reconstruct import ReconstructionWork
+from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import job

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
-from epk_gp.kernel_machine.baselines import k_prime_block, tangent_trajectory
+from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint
 from quantities.alignment import angle, gradient_alignment
 from quantities.path_geometry import line_profile
@@ -112,17 +112,6 @@ def test_the_tangent_kernel_has_the_statistics_of_its_state(run, state):
     block = gram_block(tangent, run.points, run.points, head="logits", rule=left_endpoint())
     torch.testing.assert_close(block, torch.einsum("ncp,mdp->ncmd", J, J), **CLOSE)
     assert tangent.digest != tangent_trajectory(run.trajectory, 1).digest
-
-
-def test_k_prime_is_that_of_the_definition(run):
-    block = k_prime_block(run.trajectory, run.X, run.trajectory.inputs[:3], head="logits", rule=RULE)
-    frozen = [run.jacobian(step.index, 0.0, run.trajectory.inputs[:3]) for step in run.trajectory.steps]
-    expected = sum(
-        step.lr * weight * torch.einsum("ncp,mdp->ncmd", run.jacobian(step.index, t, run.X), J)
-        for step, J in zip(run.trajectory.steps, frozen, strict=True)
-        for t, weight in RULE
-    )
-    torch.testing.assert_close(block, expected, **CLOSE)
 
 
 def test_angles_are_between_gradients_in_the_weights(run):

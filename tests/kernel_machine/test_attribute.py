@@ -15,12 +15,10 @@ from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import show as progress
 from epk_gp.core.show import SlowCallWarning
-from epk_gp.kernel_machine import attribution_pass
-from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
+from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.terms import SampleContributions, StepResiduals, make_problem
-from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
+from epk_gp.kernel_machine.factored import FactoredTerms
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
@@ -71,24 +69,14 @@ def test_terms_along_axes_sum_to_the_network(run):
     assert attribute_by(trajectory, X, []).max_error <= 1e-12
 
 
-def test_the_two_ways_to_accumulate_agree():
-    """Plain gradient descent factored, and by adjoints."""
-    case, rule = make_case("cnn"), epk.gauss_legendre(2)
-    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
-    kernel = epk.PathKernel(case.trajectory, rule=rule)
-    problem = make_problem(net, kernel, case.test, None, 1 << 28)
-    total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
-
-    def emit(term) -> None:
-        if isinstance(term, SampleContributions):
-            total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
-
-    groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    residuals = StepResiduals(problem, torch.zeros(len(case.test), 3, dtype=torch.float64), keeps=False)
-    assert len(list(adjoint_pass(problem, groups, emit, PassOptions(2, residuals, False)))) == case.trajectory.num_steps
-    with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
-        parts = epk.attribute(case.trajectory, case.test, rule=rule)
-    assert_close(total, parts.samples)
+@pytest.mark.parametrize("name", ["tanh", "cnn"])
+def test_the_two_ways_to_accumulate_agree(name, monkeypatch):
+    """Plain gradient descent factored, and by adjoints: by samples and layers."""
+    case = make_case(name)
+    by = [by_sample(case.trajectory), by_layer(case.trajectory)]
+    factored = attribute_by(case.trajectory, case.test, by)
+    monkeypatch.setattr(attribute, "is_plain_descent", lambda *_: False)
+    assert_close(attribute_by(case.trajectory, case.test, by).values, factored.values, rounding=1e5)
 
 
 @pytest.mark.slow
@@ -153,13 +141,8 @@ def test_layers_of_inputs_of_other_shapes_are_told_apart(name):
 
 def test_layers_of_plain_gradient_descent_stay_factors(monkeypatch):
     """Gradients of single samples, written out, give the same numbers in a multiple of the time."""
-    case, calls = make_case("tanh", steps=2), []
-
-    def counted(*args):
-        calls.append(args)
-        return vanilla_gd_pass(*args)
-
-    monkeypatch.setattr(attribution_pass, "vanilla_gd_pass", counted)
+    case, calls, terms = make_case("tanh", steps=2), [], FactoredTerms.terms
+    monkeypatch.setattr(FactoredTerms, "terms", lambda *args: calls.append(args) or terms(*args))
     parts = attribute_by(case.trajectory, case.test, [by_sample(case.trajectory), by_layer(case.trajectory)])
     assert calls
     assert_close(parts.values.sum(dim=3), epk.attribute(case.trajectory, case.test).samples)
@@ -194,17 +177,17 @@ def test_axes_that_are_not_of_the_run_are_refused(run, make, error, says):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("classes", "says"),
+    ("classes", "error", "says"),
     [
-        (torch.tensor([0, 1, 3]), "classes must lie in 0..2: got 0..3"),
-        (torch.tensor([0, 1]), r"one output per point, \(3,\)"),
-        (torch.tensor([0.0, 1.0, 2.0]), "must be an int64 tensor"),
+        (torch.tensor([0, 1, 3]), ValueError, "classes must lie in 0..2: got 0..3"),
+        (torch.tensor([0, 1]), ValueError, r"one entry per point: got shape \(2,\) for 3 points"),
+        (torch.tensor([0.0, 1.0, 2.0]), TypeError, "classes must be class indices: got torch.float32"),
     ],
     ids=["range", "length", "dtype"],
 )
-def test_classes_that_are_none_are_refused(run, classes, says):
+def test_classes_that_are_none_are_refused(run, classes, error, says):
     trajectory, X = run
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(error, match=says):
         epk.attribute(trajectory, X, classes=classes)
 
 

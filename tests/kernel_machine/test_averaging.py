@@ -14,7 +14,6 @@ import epk_gp as epk
 import reference
 from epk_gp.core.inputs import Points
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
-from epk_gp.kernel_machine import adjoint as stretch_average
 from helpers import assert_close
 
 OPTIMIZERS = {
@@ -149,30 +148,6 @@ def test_averages_on_disk_are_those_in_memory(tmp_path):
         average = averaged_trajectory(run, averaging_coefficients(7, decay=0.5))
         results.append(epk.attribute(average, X[:2], checkpoint=tmp_path / f"sums {path is None}").samples)
     assert torch.equal(*results)
-
-
-@pytest.mark.slow
-def test_a_pass_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Both adjoints are on disk: of the momentum, and of the steps of the average."""
-    run, _, X_test = recorded(OPTIMIZERS["momentum"], [], None)
-    path = averaged_trajectory(run, averaging_coefficients(12, decay=0.8))
-    whole = epk.attribute(path, X_test)
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    left, real = [5], stretch_average.integrate_stretch
-
-    def interrupted(*args):
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(stretch_average, "integrate_stretch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        epk.attribute(path, X_test, checkpoint=tmp_path)
-    resumed = epk.attribute(path, X_test, checkpoint=tmp_path)
-    assert -left[0] < 12, "the pass began anew"
-    assert torch.equal(resumed.samples, whole.samples)
-    assert torch.equal(resumed.decay, whole.decay)
 
 
 def test_a_network_that_is_another_average_is_refused():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
@@ -306,27 +306,8 @@ def test_each_network_that_diverges_is_named() -> None:
     trained = epk.retrain(run, weights)
     assert not trained.certified
     assert "1 of 4 networks diverged (NaN, infinity or weights beyond measure): 3" in trained.findings[0]
-    assert trained[:3].certified
     with pytest.warns(epk.CertificateWarning, match="not finite: their training diverged"):
         trained.outputs(loop.test_points)
-    for ratio in (float("nan"), INF):
-        assert not replace(trained[:3], difference_ratio=ratio).certified
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_networks_are_indexed_as_a_list_is() -> None:
-    trained = epk.retrain(WeightedLoop(sgd).record(), WEIGHTS)
-    assert [len(each) for each in trained] == [1, 1, 1]
-    for number in (-3, -1, 0, 2):
-        assert torch.equal(trained[number].states[0], trained.states[number])
-    for number in (3, -4):
-        with pytest.raises(IndexError, match=rf"index must lie in 0..2 \(or be negative\): got {number}"):
-            trained[number]
-        with pytest.raises(IndexError, match="index must lie in"):
-            trained.weights(number)
-    for index in (1.0, "0", None, True, Tensor([1])):
-        with pytest.raises(TypeError, match="index must be a whole number"):
-            trained[index]  # type: ignore[index]
 
 
 def test_the_default_eps_of_adafactor_is_that_of_the_run_in_any_computation() -> None:

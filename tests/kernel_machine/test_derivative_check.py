@@ -1,4 +1,4 @@
-"""Influence takes second derivatives from torch: they are compared with differences of gradients, and written out."""
+"""Influence takes second derivatives from torch, which are compared with differences of gradients, or refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from checked_networks import GradientReversal, StopGradient, StraightThrough
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from weighted_loops import CLASSES, WeightedLoop, mlp
@@ -150,4 +151,65 @@ def test_kinks_random_numbers_and_float32_are_no_false_alarm(dtype: torch.dtype)
             F.cross_entropy(net(X), y).backward()
             recorder.batch(torch.arange(24))
             optimizer.step()
-    assert epk.influence(recorder.trajectory, X[:1]).curvature_error == 0.0
+    assert epk.influence(recorder.trajectory, X[:1]).certified
+
+
+class Once(torch.autograd.Function):
+    """The square, whose backward pass torch cannot differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * g
+
+
+class Squared(nn.Module):
+    """A module that applies a square."""
+
+    def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.square = square
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.square(x)
+
+
+class Bags(nn.Module):
+    """An operation of torch that can be differentiated once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.out = nn.EmbeddingBag(5, 3, mode="sum"), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.bags((x.abs().long() % 5), per_sample_weights=x).tanh())
+        return out
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (lambda: mlp(activation=Squared(Once.apply)), r"@once_differentiable \(operations of one's own here: Once\)"),
+        (Bags, "derivative for '_embedding_bag_backward' is not implemented"),
+    ],
+    ids=("of_ones_own", "of_torch"),
+)
+def test_an_operation_without_a_second_derivative_is_named(net: Callable[[], nn.Module], message: str) -> None:
+    loop = WeightedLoop(sgd, net)
+    run = loop.record()
+    with pytest.raises(ValueError, match=f"must have second derivatives.*{message}.*use epk_gp.attribute"):
+        epk.influence(run, loop.test_points)
+    assert epk.attribute(run, loop.test_points).certified
+
+
+def test_an_operation_of_ones_own_that_has_one_is_differentiated() -> None:
+    """The negative control."""
+    loop = WeightedLoop(sgd, lambda: mlp(activation=Squared(torch.square)))
+    effect, expected = epk.influence(loop.record(), loop.test_points), loop.slopes(3)
+    assert (effect.values[:, :, 3] - expected).abs().max() <= 1e-6 * expected.abs().max()

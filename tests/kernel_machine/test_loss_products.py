@@ -11,8 +11,8 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.loss_products import LossProducts
-from epk_gp.kernel_machine.terms import make_problem
+from epk_gp.kernel_machine.adjoint import LossProducts
+from epk_gp.kernel_machine.terms import AttributionProblem
 from epk_gp.quadrature.rules import gauss_legendre
 
 
@@ -143,7 +143,7 @@ def products(request):
     trajectory = recorder.trajectory
     kernel = PathKernel(trajectory, "logits", gauss_legendre(2))
     model = plan_for(trajectory, trajectory.model_for(X))
-    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
+    problem = AttributionProblem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
     return LossProducts(problem, RunReplay(trajectory.trained, model.model, X))
 
 
@@ -229,13 +229,13 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(products, monk
     """Where a row's loss depends on other rows they are not, which one pass in forward mode shows."""
     is_coupled = isinstance(products.run.passes.model.module, Coupled)
     written, singles = [], calls_of(monkeypatch, "_single")
-    original = LossProducts._from_replayed_gradients
+    original = LossProducts._from_gradients
 
     def seen(*args):
         written.append(original(*args))
         return written[-1]
 
-    monkeypatch.setattr(LossProducts, "_from_replayed_gradients", seen)
+    monkeypatch.setattr(LossProducts, "_from_gradients", seen)
     trajectory, model = products.problem.trajectory, products.problem.net.model
     H = torch.randn(10, 20, model.num_weights, dtype=torch.float64)
     groups = torch.arange(len(model.sizes)) % 2

@@ -17,7 +17,7 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.terms import averaged_statistics_jacobian, integrate_stretch, make_problem
+from epk_gp.kernel_machine.terms import AttributionProblem, integrate_stretch
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.kinks import Kinks
@@ -148,28 +148,26 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     _, trajectory, X = recorded(name, num_points=3, num_steps=2)
     kernel = PathKernel(trajectory, head, adaptive())
     net = plan_for(trajectory, trajectory.model_for(X))
-    problem = make_problem(net, kernel, X, classes, 1 << 26)
-    points = torch.tensor([2, 0])
+    problem = AttributionProblem(net, kernel, X, classes, 1 << 26)
     for step in trajectory.steps:
-        line = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
+        line = integrate_stretch(problem, range(step.index, step.index + 1), 7)
         of_weights = averaged_jacobian(line.node_batches(), problem.columns)
-        of_statistics = averaged_statistics_jacobian(problem, line, points)
+        of_statistics = line.averaged_statistics_jacobian()
         d = flat_state(trajectory, step.index + 1, X) - flat_state(trajectory, step.index, X)
         P = trajectory.num_weights
         assert of_weights.shape[2] == P
-        assert of_statistics.shape == (problem.num_outputs, 2, len(d) - P)
+        assert of_statistics.shape == (problem.num_outputs, 3, len(d) - P)
         total = (of_weights @ d[:P] + of_statistics @ d[P:]).T
         chosen = line.integral.total
-        chosen = chosen if classes is None else chosen.gather(1, classes[points][:, None])
+        chosen = chosen if classes is None else chosen.gather(1, classes[:, None])
         torch.testing.assert_close(total, chosen, rtol=0, atol=1e-13)
         assert (of_statistics @ d[P:]).abs().max() > 1e-4
 
 
 def test_gradients_in_the_statistics_do_not_depend_on_the_blocks(monkeypatch):
     _, trajectory, X = recorded("cnn_relu", num_points=3, num_steps=1)
-    net, every = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3)
-    problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, 1 << 30)
-    line = integrate_stretch(problem, range(1), every, 100)
-    at_once = averaged_statistics_jacobian(problem, line, every)
+    net, kernel = plan_for(trajectory, trajectory.model_for(X)), PathKernel(trajectory, "logits", gauss_legendre(3))
+    line = integrate_stretch(AttributionProblem(net, kernel, X, None, 1 << 30), range(1), 100)
+    at_once = line.averaged_statistics_jacobian()
     monkeypatch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)
-    torch.testing.assert_close(averaged_statistics_jacobian(problem, line, every), at_once, rtol=0, atol=1e-14)
+    torch.testing.assert_close(line.averaged_statistics_jacobian(), at_once, rtol=0, atol=1e-14)

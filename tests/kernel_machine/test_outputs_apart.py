@@ -11,11 +11,10 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
-from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.plan import plan_attribution
+from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.quadrature.paths import WeightPath
 from epk_gp.work.sums import Sums
 from helpers import assert_close
@@ -74,17 +73,15 @@ def test_terms_do_not_depend_on_it(name: str, path: WeightPath, outputs_apart: A
 def test_a_small_budget_brings_it_about(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least budget, 1 MiB, and 5,700 weights; plain gradient descent has no adjoints."""
     torch.manual_seed(0)
-    X, y, seen = torch.randn(12, 4).double(), torch.arange(12) % 3, list[bool]()
+    X, y, seen = torch.randn(12, 4).double(), torch.arange(12) % 3, list[int]()
     net = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)).double()
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), steps=2)
     X, whole = X[:2], epk.attribute(run, X[:2])
-    of_block = AttributionWork.of_block
-    monkeypatch.setattr(
-        AttributionWork, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
-    )
+    block = AttributionWork.block
+    monkeypatch.setattr(AttributionWork, "block", lambda work, k: seen.append(work.outputs_per_row) or block(work, k))
     small = epk.attribute(run, X, memory_budget=1 << 20)
     assert_close(small.samples, whole.samples, rounding=1e5)
-    assert set(seen) == {momentum > 0}
+    assert set(seen) == {1 if momentum else 3}
     one = epk.attribute(run, X, classes=torch.tensor([2, 0]), memory_budget=1 << 20)
     assert_close(one.samples[:, 0], whole.samples[[0, 1], [2, 0]], rounding=1e5)
 
@@ -99,30 +96,6 @@ def test_workers_and_a_checkpoint_give_the_same_bytes(tmp_path: Path, outputs_ap
         assert torch.equal(other.samples, alone.samples)
         assert torch.equal(other.decay, alone.decay)
         assert other.evaluations == alone.evaluations
-
-
-def test_a_pass_that_was_interrupted_goes_on_there(
-    tmp_path: Path, outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, X = recorded("tanh_momentum"), queries(2)
-    outputs_apart()
-    whole = epk.attribute(run, X, rule=RULE)
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    left, real = [run.num_steps + 2], adjoint.propagate_step  # in the second of three blocks
-
-    def interrupted(*args: object) -> object:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
-    resumed = epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
-    assert -left[0] == 2 * run.num_steps - 1, "the pass began anew"
-    assert torch.equal(resumed.samples, whole.samples)
-    assert torch.equal(resumed.decay, whole.decay)
 
 
 def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:

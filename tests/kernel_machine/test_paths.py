@@ -8,7 +8,6 @@ from path_shares import shares
 import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
@@ -167,30 +166,6 @@ def test_a_checkpoint_belongs_to_its_path(name, tmp_path):
         for other in (epk.straight(), epk.chords(3)):
             with pytest.raises(ValueError, match="must be of this very computation"):
                 call(run, X, path=other, checkpoint=folder)
-
-
-def test_a_pass_that_was_interrupted_within_a_chord_goes_on_there(tmp_path, monkeypatch):
-    run, X = recorded("tanh_momentum"), queries()
-    path = epk.chords(2)
-    whole = epk.attribute(run, X, path=path)
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    left, real = [3], adjoint.propagate_step  # step 4 is a chord, and 3 and 2 are one
-
-    def interrupted(*args):
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        epk.attribute(run, X, path=path, checkpoint=tmp_path)
-    resumed = epk.attribute(run, X, path=path, checkpoint=tmp_path)
-    assert -left[0] == STEPS - 2, "the pass began anew"
-    assert torch.equal(resumed.samples, whole.samples)
-    assert torch.equal(resumed.decay, whole.decay)
-    assert resumed.evaluations == whole.evaluations
-    assert resumed.statuses == whole.statuses
 
 
 def test_float32_leaves_its_rounding_as_a_term():

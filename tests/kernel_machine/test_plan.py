@@ -13,9 +13,9 @@ from distributed_cases import recorded as training_run
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine import plan
 from epk_gp.kernel_machine.attribute import attribute_many
-from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_label, by_sample
 from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
+from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.work.sums import Piece, Sums
 
 

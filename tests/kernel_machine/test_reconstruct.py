@@ -7,8 +7,8 @@ import reference
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.show import CertificateWarning
 from epk_gp.datasets import three_gaussians
+from epk_gp.kernel_machine import factored
 from epk_gp.kernel_machine import terms as problem_module
-from epk_gp.kernel_machine import vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
@@ -125,10 +125,8 @@ def test_contributions_do_not_depend_on_how_many_nodes_are_held(
 
 def test_the_data_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few samples are computed at a time: the data may be of another dtype, and be copied."""
-    case, read, steps = make_case("relu", batch_size=None), vanilla_gd.batch_of, []
-    monkeypatch.setattr(
-        vanilla_gd, "batch_of", lambda run, step, like: steps.append(step.index) or read(run, step, like)
-    )
+    case, read, steps = make_case("relu", batch_size=None), factored.batch_of, []
+    monkeypatch.setattr(factored, "batch_of", lambda run, step, like: steps.append(step.index) or read(run, step, like))
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: 2)
     epk.attribute(case.trajectory, case.test)
     assert steps == list(range(case.trajectory.num_steps))
@@ -159,17 +157,6 @@ def test_single_machine_equals_the_network() -> None:
         assert result.max_error <= 1e-12
         q = torch.nn.functional.one_hot(case.trajectory.targets, 3).double()
         assert_close(result.coefficients, q / 7)
-
-
-def test_single_machine_is_refused_where_coefficients_move() -> None:
-    full = make_case("tanh", batch_size=None)
-    with pytest.raises(ValueError, match='needs head="log_softmax".*ensemble'):
-        single_machine(full.trajectory, full.test, head="logits")
-    with pytest.raises(ValueError, match="step 0 used a batch of 4 of 7.*ensemble"):
-        single_machine(make_case("tanh").trajectory, full.test)
-    regression = make_case("one_class", batch_size=None)
-    with pytest.raises(ValueError, match="MeanSquaredError.* moves.*ensemble"):
-        single_machine(regression.trajectory, regression.test, head="logits")
 
 
 def test_wrong_coefficients_do_not_equal_the_network() -> None:

@@ -173,7 +173,7 @@ def test_influence_stands_beside_contributions_of_the_whole(tmp_path):
 @pytest.mark.slow
 def test_an_influence_that_is_not_certified_is_said_to_be_none(tmp_path):
     trajectory, X, y = report_case("gradient_descent")
-    influence = replace(epk.influence(trajectory, X[:1]), held=("a scale",))
+    influence = replace(epk.influence(trajectory, X[:1]), findings=("how a scale would change is not known",))
     content = written(tmp_path, trajectory, X, y, explained=1, influence=influence, outputs=1)
     (words,) = (text for text in content["certificate"]["sentences"] if "influence" in text)
     assert "is NOT CERTIFIED: how a scale would change" in words

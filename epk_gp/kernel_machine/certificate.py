@@ -1,9 +1,10 @@
 """Certificates: what quadrature and rounding may leave of a sum over the run."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -49,33 +50,6 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
     counts = torch.bincount(integral.status, minlength=len(QuadratureStatus))
     added = {"statuses": counts, "evaluations": integral.evaluations.sum().double()}
     return Sums(added, {"integration": largest.double()})
-
-
-@dataclass(frozen=True)
-class IntegrationRecord:
-    """What the integrals of a run left, over all points and steps.
-
-    Attributes:
-        max_residual: Largest residual of a (point, step); NaN stays.
-        residual_ratio: Largest ratio of a residual to what the rule's tolerance or rounding allows; NaN stays.
-        statuses: Number of (point, step) pairs by the reason why their refinement ended.
-        evaluations: Gradients evaluated, over all points and steps.
-    """
-
-    max_residual: float
-    residual_ratio: float
-    statuses: dict[QuadratureStatus, int]
-    evaluations: float
-
-    @classmethod
-    def of(cls, sums: Sums) -> "IntegrationRecord":
-        """Read the record from sums that hold `integral_sums`, or none of a run without steps."""
-        if "integration" not in sums.largest:
-            return cls(0.0, 0.0, {}, 0.0)
-        counts = sums.added["statuses"].tolist()
-        statuses = {status: counts[status] for status in QuadratureStatus if counts[status]}
-        residual, ratio = sums.largest["integration"].tolist()
-        return cls(residual, ratio, statuses, float(sums.added["evaluations"]))
 
 
 @dataclass
@@ -134,6 +108,11 @@ class StepMismatches:
         return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
 
     @property
+    def numbers(self) -> dict[str, Any]:
+        """What a certificate says of the steps."""
+        return {"max_step_mismatch": self.largest, "mismatch_ratio": self.ratio, "worst_step": self.worst_step}
+
+    @property
     def findings(self) -> list[str]:
         """Why the steps are not those that gradients and optimizer give, in words; empty if they are."""
         findings = []
@@ -160,7 +139,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         law: Its steps as functions, in the dtype and on the device of the computation.
     """
     model = trajectory.model_for(law.reference)
-    mismatches = StepMismatches(coarsest_dtype(trajectory, law.reference[None]))
+    mismatches = StepMismatches(coarsest_dtype(trajectory, law.reference.dtype))
     for replayed in replayed_steps(trajectory, model, law.reference, law=law):
         mismatches.add(trajectory, model, replayed)
     return mismatches
@@ -178,14 +157,18 @@ def _tolerance(rule: Rule) -> float:
     return rule.tol if isinstance(rule, AdaptiveRule) else _FIXED_RULE_TOLERANCE
 
 
+def _is_larger(a: float, b: float) -> bool:
+    return math.isnan(a) or a >= b
+
+
 def larger(a: float, b: float) -> float:
     """Return the larger of two numbers, and NaN if one of them is: Python's max() may drop it."""
-    return a if math.isnan(a) or a >= b else b
+    return a if _is_larger(a, b) else b
 
 
-def coarsest_dtype(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> torch.dtype:
-    """Return float32 if the run or the computation is in it, else float64."""
-    return torch.float32 if torch.float32 in (trajectory.dtype, outputs.dtype) else torch.float64
+def coarsest_dtype(trajectory: Trajectory, dtype: torch.dtype) -> torch.dtype:
+    """Return float32 if the run or the computation, of this dtype, is in it, else float64."""
+    return torch.float32 if torch.float32 in (trajectory.dtype, dtype) else torch.float64
 
 
 def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], num_steps: int) -> float:
@@ -202,91 +185,127 @@ def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], n
     return _TOLERANCES * _tolerance(rule) + rounding
 
 
-@runtime_checkable
-class Certified(Protocol):
-    """A result with a certificate."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Certificate:
+    """Whether a sum over a run is what the network gives, with the numbers that say so.
 
-    @property
-    def evaluations(self) -> float:
-        """Gradients evaluated per point and step, on average."""
+    Attributes:
+        max_error: Largest |sum - network|.
+        error_tolerance: What it may be where both ratios are at most 1.
+        max_residual: Largest quadrature residual |f(w_{s+1}) - f(w_s) - integral| of a (point, step), or of a chord.
+        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
+            allows.
+        max_step_mismatch: Largest difference, over weights and steps, of a recorded step from the one that the training
+            gradients give: rounding of the weights' dtype.
+        mismatch_ratio: Largest ratio of such a difference to what rounding of weights and gradients explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        evaluations: Gradients evaluated per point and step to choose nodes, on average; per output of a point and step
+            where outputs went through the run apart, to keep to the memory budget.
+        statuses: Number of (point, step) pairs, or of points and chords, by the reason why the rule stopped refining
+            them.
+        unexplained_share: Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or what the
+            run accepts.
+        run_findings: What the recorded run itself says against results that name samples.
+    """
 
-    @property
-    def max_error(self) -> float:
-        """Largest |sum - network|."""
+    max_error: float
+    error_tolerance: float
+    max_residual: float
+    residual_ratio: float
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
+    evaluations: float
+    statuses: Mapping[QuadratureStatus, int]
+    unexplained_share: float = 0.0
+    run_findings: tuple[str, ...] = ()
 
-    @property
-    def error_tolerance(self) -> float:
-        """What it may be."""
+    @classmethod
+    def of(cls, result: "Certificate") -> "Certificate":
+        """Return the certificate of a result alone."""
+        return Certificate(**{field.name: getattr(result, field.name) for field in fields(Certificate)})
 
-    @property
-    def max_residual(self) -> float:
-        """Largest quadrature residual of a (point, step)."""
-
-    @property
-    def residual_ratio(self) -> float:
-        """Largest ratio of a residual to what the rule's tolerance or rounding allows."""
-
-    @property
-    def statuses(self) -> Mapping[QuadratureStatus, int]:
-        """Number of (point, step) pairs by the reason why the rule stopped refining them."""
-
-    @property
-    def max_step_mismatch(self) -> float:
-        """Largest difference of a recorded step from the replayed one."""
-
-    @property
-    def mismatch_ratio(self) -> float:
-        """Largest ratio of such a difference to what rounding explains."""
-
-    @property
-    def worst_step(self) -> int:
-        """The step that has it."""
-
-
-class CertifiedOutputs(Certified, Protocol):
-    """Outputs with a certificate."""
-
-    @property
-    def network(self) -> Float[Tensor, "n C"]:
-        """Outputs of the trained network."""
-
-
-def certificate_entries(result: CertifiedOutputs) -> tuple[Entry, ...]:
-    """Return what the certificate of a result says, and the numbers behind it."""
-    if not len(result.network):
-        return (Entry("certificate", "none: there are no points"),)
-    return (
-        certificate_entry(describe_findings(result), "quadrature, steps and sum are within tolerance"),
-        Entry("largest error", number(result.max_error), f"|sum - network|; at most {number(result.error_tolerance)}"),
-        Entry("largest residual", number(result.max_residual), "quadrature of a point and a step"),
-        Entry("largest mismatch of a step", number(result.max_step_mismatch), "recorded against replayed weights"),
-        Entry("evaluations", number(result.evaluations), "per point and step, on average"),
-    )
-
-
-def describe_findings(result: Certified) -> list[str]:
-    """Return why a result is not certified, with numbers; empty if it is."""
-    findings = []
-    if not result.residual_ratio <= 1:
-        findings.append(
-            f"the quadrature of a step leaves {result.residual_ratio:.2g} times what tolerance and rounding allow "
-            f"(largest residual {result.max_residual:.2e}{_describe_statuses(result.statuses)})"
+    def merged(self, other: "Certificate") -> "Certificate":
+        """Return the certificate of both: an error stands beside the tolerance that it was held against."""
+        sums = (
+            self
+            if _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
+            else other
         )
-    if not result.mismatch_ratio <= 1:
-        findings.append(mismatch_finding(result.worst_step, result.mismatch_ratio, result.max_step_mismatch))
-    if not result.max_error <= result.error_tolerance:
-        findings.append(
-            f"the sum misses the network's output by {result.max_error:.2e}, more than {result.error_tolerance:.2e}"
+        steps = self if _is_larger(self.mismatch_ratio, other.mismatch_ratio) else other
+        names = ("max_residual", "residual_ratio", "max_step_mismatch", "evaluations", "unexplained_share")
+        return Certificate(
+            max_error=sums.max_error,
+            error_tolerance=sums.error_tolerance,
+            mismatch_ratio=steps.mismatch_ratio,
+            worst_step=steps.worst_step,
+            statuses=Counter(self.statuses) + Counter(other.statuses),
+            run_findings=self.run_findings or other.run_findings,
+            **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
-    share = getattr(result, "unexplained_share", 0.0)  # of results that have it as a term
-    if share > 0:
-        findings.append(
-            f"{share:.1%} of the change of the outputs is `unexplained`: gradients of the training data do not make "
-            "that part of the steps, such as rounding that Adam amplifies in a bias in front of BatchNorm (bias=False "
-            "removes it; attribute_by with by_parameter says where it is)"
+
+    @property
+    def certified(self) -> bool:
+        """Whether quadrature, steps and sum are within tolerance, and little of the outputs' change is unexplained.
+
+        The residual alone sees the quadrature only; a step that is not the stated loss's on the stated data shows in
+        the mismatch. All concern the sum, not each kernel value or contribution.
+        """
+        return not self.findings
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, with numbers; empty if it is."""
+        findings = []
+        if not self.residual_ratio <= 1:
+            findings.append(
+                f"the quadrature of a step leaves {self.residual_ratio:.2g} times what tolerance and rounding allow "
+                f"(largest residual {self.max_residual:.2e}{_describe_statuses(self.statuses)})"
+            )
+        if not self.mismatch_ratio <= 1:
+            findings.append(mismatch_finding(self.worst_step, self.mismatch_ratio, self.max_step_mismatch))
+        if not self.max_error <= self.error_tolerance:
+            findings.append(
+                f"the sum misses the network's output by {self.max_error:.2e}, more than {self.error_tolerance:.2e}"
+            )
+        if self.unexplained_share > 0:
+            findings.append(
+                f"{self.unexplained_share:.1%} of the change of the outputs is `unexplained`: gradients of the "
+                "training data do not make that part of the steps, such as rounding that Adam amplifies in a bias in "
+                "front of BatchNorm (bias=False removes it; attribute_by with by_parameter says where it is)"
+            )
+        return [*findings, *self.run_findings]
+
+    def entries(self, num_points: int) -> tuple[Entry, ...]:
+        """Return what a summary says of the certificate, and the numbers behind it."""
+        if not num_points:
+            return (Entry("certificate", "none: there are no points"),)
+        return (
+            certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
+            Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
+            Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
+            Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
+            Entry("evaluations", number(self.evaluations), "per point and step, on average"),
         )
-    findings += getattr(result, "run_findings", ())  # of results that name samples
-    return findings
+
+
+def integration_numbers(sums: Sums, num_pairs: int) -> dict[str, Any]:
+    """Return what a certificate says of the integrals of a run.
+
+    Args:
+        sums: What `integral_sums` left, joined; nothing of a run without steps.
+        num_pairs: Number of points times steps.
+    """
+    if "integration" not in sums.largest:
+        return {"max_residual": 0.0, "residual_ratio": 0.0, "statuses": {}, "evaluations": 0.0}
+    counts = sums.added["statuses"].tolist()
+    residual, ratio = sums.largest["integration"].tolist()
+    return {
+        "max_residual": residual,
+        "residual_ratio": ratio,
+        "statuses": {status: counts[status] for status in QuadratureStatus if counts[status]},
+        "evaluations": float(sums.added["evaluations"]) / num_pairs,
+    }
 
 
 def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
@@ -298,8 +317,7 @@ def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
     return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""
 
 
-def warn_if_uncertified(name: str, result: Certified) -> None:
-    """Emit a `CertificateWarning` with the findings if a result is not certified."""
-    findings = describe_findings(result)
+def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
+    """Emit a `CertificateWarning` with the findings of a result, if there are any."""
     if findings:
         warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")
