@@ -19,7 +19,7 @@ from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import MonteCarlo, SamplingMethod, SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.recording.mode_check import draw_from
 from epk_gp.recording.train import train
@@ -142,13 +142,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         labels: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
         return labels
 
-    def predict_uncertainty(
-        self,
-        X: ArrayLike,
-        num_samples: int = 1024,
-        *,
-        method: SamplingMethod = MonteCarlo(),
-    ) -> SoftmaxUncertainty:
+    def predict_uncertainty(self, X: ArrayLike, num_samples: int = 1024) -> SoftmaxUncertainty:
         """Evaluate the softmax's distribution under the GP with the exact path kernel.
 
         The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`. To abstain or to
@@ -157,11 +151,10 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         Args:
             X: (n, features).
             num_samples: Samples per point, the same at every call.
-            method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         """
         points = self._points(X)
         generator = torch.Generator().manual_seed(0)
-        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator, method=method)
+        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator)
 
     def gp(self) -> LogitGP:
         """Return the fitted GP; it is built and fitted at the first call."""

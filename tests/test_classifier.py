@@ -17,7 +17,6 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
-from epk_gp.gp.softmax import QuasiMonteCarlo
 
 
 @pytest.mark.slow
@@ -69,15 +68,15 @@ def test_the_record_serves_the_rest_of_the_package(data, fitted):
 @pytest.mark.slow
 def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     X = data[0][45:]
-    u = fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4))
+    u = fitted.predict_uncertainty(X, 256)
     gp = epk.LogitGP(fitted.trajectory_)
     gp.fit(50)
     posterior = gp.logit_posterior(torch.as_tensor(X))
     generator = torch.Generator().manual_seed(0)
-    expected = epk.softmax_uncertainty(posterior, 256, generator, method=QuasiMonteCarlo(4))
+    expected = epk.softmax_uncertainty(posterior, 256, generator)
     torch.testing.assert_close(u.mean, expected.mean)
     torch.testing.assert_close(u.std, expected.std)
-    assert torch.equal(fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4)).mean, u.mean)
+    assert torch.equal(fitted.predict_uncertainty(X, 256).mean, u.mean)
     few = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
     assert len(few.gp().points) == 10
     assert (few.predict_uncertainty(X).std > u.std).float().mean() > 0.6

@@ -21,7 +21,8 @@ from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, PriorMean, make_mean, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, gram_scale
+from epk_gp.kernels.blocks import block
+from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_endpoint
@@ -138,7 +139,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             **options,
         )
         if by_gram:  # whose diagonal it has
-            kernel.scale = gram_scale(kernel.config, x)
+            kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
         self.trajectory = trajectory
         self.points = train_indices

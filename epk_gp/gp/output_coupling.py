@@ -21,8 +21,7 @@ from torch import Tensor
 from epk_gp.core.losses import apply_head
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.kernels.blocks import KernelConfig
-from epk_gp.kernels.output_structure import OutputStructure
+from epk_gp.kernels.blocks import KernelConfig, OutputStructure
 from epk_gp.kernels.tagging import as_points, requires_graph, tag_points
 
 Coupling = Literal["full", "independent", "trace"]

@@ -14,9 +14,9 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.kernels.derivatives import is_gradient_joint
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.kernels.values import is_gradient_joint
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed
 

@@ -165,19 +165,6 @@ def test_a_point_without_a_direction_is_named(outputs):
     EPKKernel(run, outputs, normalize="mean_diagonal")(test_copy(x)).to_dense()
 
 
-def test_a_point_without_a_direction_leaves_active_dims_as_they_were():
-    """GPyTorch forgets them when `forward` fails: the points are checked before."""
-    kernel = EPKKernel(dead_run(), "trace", normalize="cosine", active_dims=[1, 2, 3])
-    good, bad = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
-    bad[1, 1:3] = 0.0
-    expected = kernel(good).to_dense()
-    for call in (lambda: kernel(bad), lambda: kernel(good, bad), lambda: (kernel * gpytorch.kernels.RBFKernel())(bad)):
-        with pytest.raises(ValueError, match=NO_DIRECTION):
-            call().to_dense()
-    assert kernel.active_dims.tolist() == [1, 2, 3]
-    assert torch.equal(kernel(good).to_dense(), expected)
-
-
 def test_copies_pickles_and_texts_of_a_kernel_of_cosines_stay_one(trajectory):
     kernel, x = EPKKernel(trajectory, "independent", normalize="cosine"), mixed(4)
     assert "normalize='cosine'" in repr(kernel)

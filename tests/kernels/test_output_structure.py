@@ -1,13 +1,12 @@
-"""Output structures: values, consistent shapes, and the derivative of what they evaluate."""
+"""Output structures: values and consistent shapes."""
 
 import pytest
 import torch
 
 from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
-from epk_gp.gram.pairs import PointSets, SetPairs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.output_structure import OutputStructure, parse_outputs
+from epk_gp.kernels.blocks import OutputStructure, parse_outputs
 from epk_gp.quadrature.rules import gauss_legendre
 from kernel_cases import C, D, assert_close
 
@@ -39,29 +38,3 @@ def test_shapes_are_those_that_a_structure_promises(kernel, kind):
     assert structure.reduce_blocks(blocks).shape == (4, K, R, R)
     diagonal = structure.evaluate(kernel, a, a, OPTIONS).diagonal(dim1=-2, dim2=-1)
     assert_close(structure.diagonal(blocks), diagonal)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_the_weighted_values(kernel, kind):
-    """Central differences of step 1e-5: their error is 1e-10 of the third derivative, and rounding 1e-11."""
-    structure = OutputStructure(kind, C)
-    a, b = (Points(torch.randn(n, D, dtype=torch.float64), False) for n in (2, 3))
-    direction = torch.randn(2, D, dtype=torch.float64)
-    weights = torch.randn_like(structure.evaluate(kernel, a, b, OPTIONS))
-
-    def value(t):
-        return (weights * structure.evaluate(kernel, Points(a.X + t * direction, False), b, OPTIONS)).sum()
-
-    slope = (value(1e-5) - value(-1e-5)) / 2e-5
-    left, right = (PointSets(z.X[None], torch.zeros(1, len(z), dtype=torch.bool)) for z in (a, b))
-    shared = torch.zeros(len(weights), dtype=torch.long)
-    pairs = SetPairs(left, right, shared, shared)
-
-    def gradient_of(weights):
-        whole = structure.weights_on_outputs(pairs, torch.arange(len(weights)), weights)
-        return kernel.pairs_input_gradients(*whole, (True, False), OPTIONS)[0][0]
-
-    gradient = gradient_of(weights)
-    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-7, atol=1e-8)
-    wrong = gradient_of(weights.flip(-1))  # the negative control
-    assert abs(float((wrong * direction).sum() - slope)) > 1e-2 * abs(float(slope))
