@@ -1,7 +1,6 @@
 """A scikit-learn classifier: a recorded network, and the uncertainty of its predictions. Needs scikit-learn."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
@@ -162,8 +161,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         if self._gp is None:
             trajectory: Trajectory = self.trajectory_
             M = trajectory.num_points
-            if self.num_condition is not None:
-                validate_count(self.num_condition, "num_condition")
             count = M if self.num_condition is None else min(int(self.num_condition), M)
             gp = LogitGP(trajectory, self.outputs, points=torch.arange(count) * M // count)
             gp.fit(self.gp_steps)
@@ -192,10 +189,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _network(self, num_features: int, num_classes: int) -> nn.Module:
         if isinstance(self.network, nn.Module):
             return copy.deepcopy(self.network)
-        if not callable(self.network):
-            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {self.network!r}.")
-        _validate_factory(self.network)
-        net = self.network(num_features, num_classes)
+        net = self.network(num_features, num_classes) if callable(self.network) else self.network
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
         return net
@@ -207,21 +201,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)
         return network_outputs(self.trajectory_, points)
-
-
-def _validate_factory(network: Callable[[int, int], nn.Module]) -> None:
-    """Raise if a function cannot be called with two arguments, as far as its signature says."""
-    try:
-        signature = inspect.signature(network)
-    except (TypeError, ValueError):  # it has none that Python can read
-        return
-    try:
-        signature.bind(0, 0)
-    except TypeError as error:
-        raise TypeError(
-            "network must be a function of two arguments, the numbers of features and classes: got "
-            f"{network!r} with the arguments {signature}. Write it as lambda num_features, num_classes: ..."
-        ) from error
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_classes: int) -> None:

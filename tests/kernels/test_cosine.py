@@ -14,7 +14,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
-from kernel_cases import MODES, assert_close, make_run, mixed, path_kernel_block, reduced
+from kernel_cases import MODES, assert_close, mixed, path_kernel_block, reduced
 
 NO_DIRECTION = r"normalize='cosine' needs k\(x, x\) > 0 at every point: got 0 at point 1"
 
@@ -189,15 +189,3 @@ def test_gpytorchs_operators_compose_cosines_with_other_kernels(trajectory, outp
         assert_close(joint.double()(x, y).to_dense(), expected(x, y))
         assert_close(joint(x).to_dense(), expected(x, x))
         assert_close(joint(x, diag=True), expected(x, x).diagonal())
-
-
-def test_a_mean_diagonal_of_one_is_no_cosine(trajectory):
-    """The negative control."""
-    x = mixed(5)
-    K = EPKKernel(trajectory, "trace", normalize="mean_diagonal")(x).to_dense()
-    assert (K.diagonal() - 1).abs().max() > 1e-2
-
-
-def test_an_unknown_normalization_is_refused(unchecked):
-    with pytest.raises(ValueError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
-        EPKKernel(make_run(), normalize="cosines")

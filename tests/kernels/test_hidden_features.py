@@ -147,9 +147,7 @@ def test_features_are_computed_once_for_the_same_points(trajectory, monkeypatch)
 def test_what_it_cannot_take_is_refused(trajectory):
     with pytest.raises(TypeError, match="base_kernel"):
         HiddenFeaturesKernel(trajectory, "rbf")
-    with pytest.raises(
-        ValueError, match=r"layer must be None, or a module .* one of \['0', '1', '2'\]: got '7'"
-    ):
+    with pytest.raises(ValueError, match=r"layer must be None, or a module .* one of \['0', '1', '2'\]: got '7'"):
         HiddenFeaturesKernel(trajectory, RBFKernel(), layer="7")
     with pytest.raises(ValueError, match="layer"):
         HiddenFeaturesKernel(trajectory, RBFKernel(), layer=2)
