@@ -126,14 +126,6 @@ def test_what_another_thread_draws_does_not_change_the_initial_weights(data):
     assert found.trajectory_.digest == expected.trajectory_.digest
 
 
-def test_cross_validation_in_threads_gives_the_same_scores(data):
-    X, y = data
-    classifier = EPKClassifier(steps=3, batch_size=10, random_state=0)
-    with joblib.parallel_config(backend="threading"):
-        together = cross_val_score(classifier, X, y, cv=4, n_jobs=4)
-    np.testing.assert_array_equal(together, cross_val_score(classifier, X, y, cv=4))
-
-
 def test_it_works_in_pipelines_and_cross_validation(data):
     X, y = data
     pipeline = make_pipeline(StandardScaler(), EPKClassifier(steps=20, random_state=0))

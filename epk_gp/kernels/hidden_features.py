@@ -50,8 +50,6 @@ class HiddenFeaturesKernel(Kernel):  # type: ignore[misc]  # gpytorch ships no t
             or all training points have the same features.
     """
 
-    has_lengthscale = False
-
     def __init__(
         self,
         trajectory: Trajectory,
@@ -81,11 +79,6 @@ class HiddenFeaturesKernel(Kernel):  # type: ignore[misc]  # gpytorch ships no t
     @batch_shape.setter
     def batch_shape(self, shape: torch.Size) -> None:
         """Change nothing: GPyTorch sets the base kernel's as well, when it expands a kernel or indexes it."""
-
-    @property
-    def is_stationary(self) -> bool:
-        """False: the network lies between points and features."""
-        return False
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Count the rows per point, as the base kernel does."""

@@ -1,6 +1,5 @@
 """Processes whose outputs share one covariance: one factorisation, C right-hand sides."""
 
-import copy
 from contextlib import contextmanager
 
 import gpytorch
@@ -76,30 +75,6 @@ def test_cosines_serve_processes_of_other_couplings(trajectory, X_test, outputs)
     torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), variance, rtol=0, atol=1e-9)
     raw = with_hyperparameters(LogitGP(trajectory, outputs, "zero", "labels")).logit_posterior(X_test)
     assert (raw.mean - found.mean).abs().max() > 1e-3  # the negative control
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("mean", MEANS)
-def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood(trajectory, mean, normalize, monkeypatch):
-    gp = process(trajectory, mean, normalize)
-    peer = copy.deepcopy(gp)
-    calls = []
-    original = PathKernel.trace_block
-    monkeypatch.setattr(PathKernel, "trace_block", lambda *args: (calls.append(len(args[1])), original(*args))[1])
-    gp.kernel.config.cache.clear()
-    losses = gp.fit(steps=4)
-    assert calls == [M]  # one Gram matrix
-    assert losses[-1] < losses[0]
-    likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(peer.likelihood, peer.train())
-    optimizer = torch.optim.Adam(peer.parameters(), lr=0.1)
-    for loss in losses:
-        optimizer.zero_grad()
-        expected = -likelihood(peer(*peer.train_inputs), peer.train_targets).sum()
-        assert loss == pytest.approx(expected.item(), rel=1e-9)
-        expected.backward()
-        optimizer.step()
-    for mine, theirs in zip(gp.parameters(), peer.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
