@@ -99,12 +99,15 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
             "tangent. Differentiate with torch.autograd.grad, and pass batches of points as one tensor."
         )
     D, is_floating = torch.Size(trajectory.input_shape).numel(), trajectory.inputs.is_floating_point()
-    if x.ndim < 2 or x.shape[-1] not in (D, D + 1) or not x.shape[-2]:
+    if x.ndim < 2 or x.shape[-1] not in (D, D + 1):
         raise ValueError(
             f"points must have shape (..., n, {D + 1}), flattened inputs {trajectory.input_shape} and the copy column, "
-            f"or (..., n, {D}), test copies without it: got {tuple(x.shape)}. There must be at least one point. Make "
-            "them with train_copy or test_copy, or flatten the inputs."
+            f"or (..., n, {D}), test copies without it: got {tuple(x.shape)}. Make them with train_copy or test_copy, "
+            "or flatten the inputs."
         )
+    if not x.shape[-2]:
+        raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
+    validate_tensor(x, "inputs")
     if not is_floating and requires_graph(x):
         raise ValueError(
             f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
@@ -140,10 +143,10 @@ def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) ->
         torch.broadcast_shapes(*(x.shape[:-2] for x in points), batch_shape)
     except RuntimeError as error:
         shapes = " and ".join(str(tuple(x.shape)) for x in points)
+        others = f"the kernel's batch {tuple(batch_shape)}, one matrix per class" if len(batch_shape) else "each other"
         raise ValueError(
-            f"batches of points must broadcast with each other and with the kernel's batch {tuple(batch_shape)}, one "
-            f"matrix per class: got points of shape {shapes}. Put a dimension of size 1 before the points, as "
-            "x.unsqueeze(-3) does."
+            f"batches of points must broadcast with {others}: got points of shape {shapes}. Put a dimension of size 1 "
+            "before the points, as x.unsqueeze(-3) does."
         ) from error
 
 
