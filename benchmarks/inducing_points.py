@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset, mnist_folder, three_gaussians
+from epk_gp.kernels.blocks import Outputs
 from epk_gp.kernels.epk import Normalization
-from epk_gp.kernels.output_structure import Outputs
 
 LEARNING_RATE = 0.01
 WARM_UP = 2  # steps of each kind that are not timed

@@ -50,13 +50,11 @@ from epk_gp.cli import main
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out as process_without_one
-from epk_gp.gp.softmax import QuasiMonteCarlo
 from epk_gp.gp.stacking import conformal_sets, conformity_scores
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
-from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
 
 FOLDER = tempfile.mkdtemp()  # for runs that are loaded again, and for what commands write
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -260,10 +258,7 @@ def posterior(*mode: Any, **options: Any) -> object:
 def sampled() -> object:
     gp, test = process(), wider()[3]
     predicted = gp.logit_posterior(test)
-    return [
-        epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9)),
-        epk.softmax_uncertainty(predicted, 64, seeded(), method=QuasiMonteCarlo(4)),
-    ]
+    return [epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9))]
 
 
 def mapped() -> object:
@@ -363,7 +358,6 @@ RESULTS: Cases = {
     "kernel, chords": lambda: kernel(outputs="trace", path=epk.chords(every=2)),
     "kernel, sketched": lambda: kernel(outputs="trace", features=32, nodes=5),
     "kernel, sketched, cosine": lambda: kernel(training=False, outputs="trace", features=32, normalize="cosine"),
-    "kernel, infinite width": lambda: [kernel.double()(rows(4)) for kernel in (ErfKernel(2), ArcCosineKernel(1, 2))],
     **each("attribute", lambda name: on(epk.attribute, name), RUNS),
     "attribute, logits": lambda: on(epk.attribute, "plain", head="logits"),
     "attribute, one class": lambda: on(epk.attribute, "Adam", classes=torch.tensor([0, 1, 2, 0])),

@@ -49,20 +49,18 @@ CAPABILITIES = {
     "Gram blocks": ("gram/*.py",),
     "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py"),
     "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py",
+        "gram/input_derivatives.py", "gram/pairs.py", "kernels/values.py",
     ),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certificate.py"),
     "influence and retraining": (
         "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/retrain.py",
     ),
-    "other kernel machines": (
-        "kernel_machine/baselines.py", "kernels/infinite_width.py",
-    ),
+    "other kernel machines": ("kernel_machine/baselines.py",),
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (
-        "gp/data.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
+        "gp/data.py", "gp/label_*.py", "gp/stacking.py", "gp/uncertain_*.py",
         "classifier.py",
     ),
     "scores and suspicious labels": (

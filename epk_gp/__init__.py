@@ -1,6 +1,7 @@
 """Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.reconstruct import reconstruct
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
-    from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+    from epk_gp.kernels.tagging import test_copy, train_copy
     from epk_gp.quadrature.paths import chords, layerwise, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
     from epk_gp.recording.causes import StepMismatchError
@@ -33,78 +34,48 @@ else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
     _MODULES = {
-        "CertificateWarning": "core.show",
-        "ComputeOptions": "core.options",
-        "CrossEntropy": "core.losses",
-        "EPKKernel": "kernels.epk",
-        "Graph": "core.inputs",
-        "LogitGP": "gp.models",
-        "MeanSquaredError": "core.losses",
-        "PathKernel": "gram.path_kernel",
-        "PerSampleLoss": "core.losses",
-        "Points": "core.inputs",
-        "Recorder": "recording.recorder",
-        "Smoothing": "kernel_machine.influence",
-        "StepMismatchError": "recording.causes",
-        "Storage": "storage.writer",
-        "Trajectory": "core.trajectory",
-        "UncertainClassifier": "gp.uncertain_classifier",
-        "adaptive": "quadrature.rules",
-        "attribute": "kernel_machine.attribute",
-        "chords": "quadrature.paths",
-        "gauss_legendre": "quadrature.rules",
-        "gram_block": "gram.path_kernel",
-        "influence": "kernel_machine.influence",
-        "label_errors": "analysis.labels",
-        "left_endpoint": "quadrature.rules",
-        "left_riemann": "quadrature.rules",
-        "load_trajectory": "storage.run",
-        "layerwise": "quadrature.paths",
-        "midpoint": "quadrature.rules",
-        "network_outputs": "core.trajectory",
-        "next_to_label": "analysis.labels",
-        "path_features": "gram.path_features",
-        "reconstruct": "kernel_machine.reconstruct",
-        "retrain": "kernel_machine.retrain",
-        "self_influence": "kernel_machine.influence",
-        "softmax_uncertainty": "gp.softmax",
-        "split_copy": "kernels.tagging",
-        "straight": "quadrature.paths",
-        "test_copy": "kernels.tagging",
-        "train": "recording.train",
-        "train_copy": "kernels.tagging",
+        "analysis.labels": ("label_errors", "next_to_label"),
+        "core.inputs": ("Graph", "Points"),
+        "core.losses": ("CrossEntropy", "MeanSquaredError", "PerSampleLoss"),
+        "core.options": ("ComputeOptions",),
+        "core.show": ("CertificateWarning",),
+        "core.trajectory": ("Trajectory", "network_outputs"),
+        "gp.models": ("LogitGP",),
+        "gp.softmax": ("softmax_uncertainty",),
+        "gp.uncertain_classifier": ("UncertainClassifier",),
+        "gram.path_features": ("path_features",),
+        "gram.path_kernel": ("PathKernel", "gram_block"),
+        "kernel_machine.attribute": ("attribute",),
+        "kernel_machine.influence": ("Smoothing", "influence", "self_influence"),
+        "kernel_machine.reconstruct": ("reconstruct",),
+        "kernel_machine.retrain": ("retrain",),
+        "kernels.epk": ("EPKKernel",),
+        "kernels.tagging": ("test_copy", "train_copy"),
+        "quadrature.paths": ("chords", "layerwise", "straight"),
+        "quadrature.rules": ("adaptive", "gauss_legendre", "left_endpoint", "left_riemann", "midpoint"),
+        "recording.causes": ("StepMismatchError",),
+        "recording.recorder": ("Recorder",),
+        "recording.train": ("train",),
+        "storage.run": ("load_trajectory",),
+        "storage.writer": ("Storage",),
     }
-    _DRAWING = {"write_report": "report.write"}  # imported by itself, for it needs matplotlib
-    _FOLDERS = (
-        "analysis",
-        "autodiff",
-        "callbacks",
-        "core",
-        "gp",
-        "gram",
-        "kernel_machine",
-        "kernels",
-        "quadrature",
-        "report",
-        "storage",
-        "training",
-    )
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder."""
-        if name in _DRAWING:
-            globals()[name] = getattr(import_module(f"epk_gp.{_DRAWING[name]}"), name)
+        if name == "write_report":  # imported by itself, for it needs matplotlib
+            globals()[name] = import_module("epk_gp.report.write").write_report
             return globals()[name]
-        if name not in _MODULES and name not in _FOLDERS:
+        if name not in __all__ and (name.startswith("_") or find_spec(f"epk_gp.{name}") is None):
             raise AttributeError(f"module 'epk_gp' has no attribute {name!r}")
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
-        modules = {module: import_module(f"epk_gp.{module}") for module in sorted(set(_MODULES.values()))}
-        globals().update({public: getattr(modules[module], public) for public, module in _MODULES.items()})
+        for module, names in _MODULES.items():
+            globals().update({public: getattr(import_module(f"epk_gp.{module}"), public) for public in names})
         return globals()[name] if name in globals() else import_module(f"epk_gp.{name}")
 
     def __dir__() -> list[str]:
         """List the public names and folders, imported or not."""
-        return sorted({*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))})
+        folders = {module.partition(".")[0] for module in _MODULES}
+        return sorted({*__all__, *folders, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.2.0.dev0"
@@ -145,7 +116,6 @@ __all__ = [
     "retrain",
     "self_influence",
     "softmax_uncertainty",
-    "split_copy",
     "straight",
     "test_copy",
     "train",

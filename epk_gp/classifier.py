@@ -1,7 +1,6 @@
 """A scikit-learn classifier: a recorded network, and the uncertainty of its predictions. Needs scikit-learn."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
@@ -19,7 +18,7 @@ from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import MonteCarlo, SamplingMethod, SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.recording.mode_check import draw_from
 from epk_gp.recording.train import train
@@ -142,13 +141,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         labels: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
         return labels
 
-    def predict_uncertainty(
-        self,
-        X: ArrayLike,
-        num_samples: int = 1024,
-        *,
-        method: SamplingMethod = MonteCarlo(),
-    ) -> SoftmaxUncertainty:
+    def predict_uncertainty(self, X: ArrayLike, num_samples: int = 1024) -> SoftmaxUncertainty:
         """Evaluate the softmax's distribution under the GP with the exact path kernel.
 
         The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`. To abstain or to
@@ -157,11 +150,10 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         Args:
             X: (n, features).
             num_samples: Samples per point, the same at every call.
-            method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         """
         points = self._points(X)
         generator = torch.Generator().manual_seed(0)
-        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator, method=method)
+        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator)
 
     def gp(self) -> LogitGP:
         """Return the fitted GP; it is built and fitted at the first call."""
@@ -169,8 +161,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         if self._gp is None:
             trajectory: Trajectory = self.trajectory_
             M = trajectory.num_points
-            if self.num_condition is not None:
-                validate_count(self.num_condition, "num_condition")
             count = M if self.num_condition is None else min(int(self.num_condition), M)
             gp = LogitGP(trajectory, self.outputs, points=torch.arange(count) * M // count)
             gp.fit(self.gp_steps)
@@ -199,10 +189,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _network(self, num_features: int, num_classes: int) -> nn.Module:
         if isinstance(self.network, nn.Module):
             return copy.deepcopy(self.network)
-        if not callable(self.network):
-            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {self.network!r}.")
-        _validate_factory(self.network)
-        net = self.network(num_features, num_classes)
+        net = self.network(num_features, num_classes) if callable(self.network) else self.network
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
         return net
@@ -214,21 +201,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)
         return network_outputs(self.trajectory_, points)
-
-
-def _validate_factory(network: Callable[[int, int], nn.Module]) -> None:
-    """Raise if a function cannot be called with two arguments, as far as its signature says."""
-    try:
-        signature = inspect.signature(network)
-    except (TypeError, ValueError):  # it has none that Python can read
-        return
-    try:
-        signature.bind(0, 0)
-    except TypeError as error:
-        raise TypeError(
-            "network must be a function of two arguments, the numbers of features and classes: got "
-            f"{network!r} with the arguments {signature}. Write it as lambda num_features, num_classes: ..."
-        ) from error
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_classes: int) -> None:

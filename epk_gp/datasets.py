@@ -6,7 +6,6 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +24,6 @@ GAUSSIAN_MEANS = ((1.0, 4.0), (4.0, 1.0), (5.0, 5.0))
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x00000803, 0x00000801  # IDX: unsigned bytes in 3 and in 1 dimensions
 _DEFLATE_LIMIT = 1032  # a deflate stream expands by at most this factor
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +168,18 @@ def mnist_folder(
     validate_count(num_classes, "num_classes")
     if split not in prefixes:
         raise ValueError(f'split must be "train" or "test": got {split!r}. Choose one of the two.')
-    path = _folder(folder)
+    if folder is None and not os.environ.get(DATA_VARIABLE):
+        raise FileNotFoundError(
+            f"mnist_folder must know where the files are: got no folder, and {DATA_VARIABLE} is not set. "
+            f"Pass the folder, or set {DATA_VARIABLE} to the one that holds mnist/."
+        )
+    path = Path(os.environ[DATA_VARIABLE], "mnist") if folder is None else Path(folder)
+    path = path.expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"the data folder must exist: got {path}, which is not a folder. Make it, and put the four idx-ubyte files "
+            "(plain or .gz) there."
+        )
     images_path = _find(path, f"{prefixes[split]}-images-idx3-ubyte")
     labels_path = _find(path, f"{prefixes[split]}-labels-idx1-ubyte")
     images, labels = _read_idx(images_path, _IMAGES_MAGIC), _read_idx(labels_path, _LABELS_MAGIC)
@@ -192,24 +201,6 @@ def _require_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype must be a floating type: got {dtype}. Pass torch.float64 or torch.float32.")
 
 
-def _folder(folder: str | os.PathLike[str] | None) -> Path:
-    if folder is not None:
-        path = Path(folder).expanduser()
-    elif root := os.environ.get(DATA_VARIABLE):
-        path = Path(root).expanduser() / "mnist"
-    else:
-        raise FileNotFoundError(
-            f"mnist_folder must know where the files are: got no folder, and {DATA_VARIABLE} is not set. "
-            f"Pass the folder, or set {DATA_VARIABLE} to the one that holds mnist/."
-        )
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"the data folder must exist: got {path}, which is not a folder. "
-            "Make it, and put the four idx-ubyte files (plain or .gz) there."
-        )
-    return path
-
-
 def _find(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
@@ -218,51 +209,25 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _read_idx(path: Path, magic: int) -> UInt8[Tensor, "n *shape"]:
-    """Read a file of unsigned bytes in the IDX format, its sizes checked before anything of that size is allocated."""
+    """Read a file of unsigned bytes in the IDX format, and no more of it than its header announces."""
+    num_dims = magic & 0xFF  # the last byte of the magic number is the number of dimensions
     limit = path.stat().st_size * (_DEFLATE_LIMIT if path.suffix == ".gz" else 1)
-    header_length = 4 + 4 * (magic & 0xFF)  # the last byte of the magic number is the number of dimensions
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            shape = _shape(path, file.read(header_length), magic)
-            expected = math.prod(shape)
-            # One byte more than expected reveals a file that is too long. A header that announces more than the file
-            # can hold is rejected before memory is allocated for it.
-            payload = _read_up_to(file.read, expected + 1) if expected <= limit else b""
+            header = file.read(4 + 4 * num_dims)
+            found, *shape = struct.unpack(f">{1 + num_dims}I", header.ljust(4 + 4 * num_dims, b"\0"))
+            count = math.prod(shape)
+            payload = bytearray(file.read(count + 1)) if count <= limit else bytearray()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} must be a whole gzip file: it is truncated or damaged ({error}).") from error
+    if found != magic:
         raise ValueError(
-            f"{path} must be a whole gzip file: got one that is truncated or damaged ({error}). Fetch the file again."
-        ) from error
-    if len(payload) != expected:
+            f"{path} must begin with the magic number 0x{magic:08x}: got 0x{found:08x}. Check that images and labels "
+            "are not swapped and that the file is in the IDX format."
+        )
+    if len(payload) != count or not count:
         raise ValueError(
-            f"{path} must hold the {expected} bytes that its header announces ({' × '.join(map(str, shape))}): got "
-            f"{'more' if len(payload) > expected else 'fewer'}, so it is "
-            f"{'not the file of this header' if len(payload) > expected else 'truncated'}. Fetch the file again."
+            f"{path} must hold the {count} bytes that its header announces ({' × '.join(map(str, shape))}), at least "
+            f"one: got {'more' if len(payload) > count else 'fewer'}. Fetch the file again."
         )
     return torch.frombuffer(payload, dtype=torch.uint8).reshape(shape)
-
-
-def _shape(path: Path, header: bytes, magic: int) -> tuple[int, ...]:
-    if len(header) >= 4 and (found := struct.unpack(">I", header[:4])[0]) != magic:
-        raise ValueError(
-            f"{path} must begin with the magic number 0x{magic:08x}: got 0x{found:08x}. "
-            "Check that images and labels are not swapped and that the file is in the IDX format."
-        )
-    num_dims = magic & 0xFF
-    if len(header) < 4 + 4 * num_dims:
-        raise ValueError(
-            f"{path} must hold a header of {4 + 4 * num_dims} bytes: got {len(header)}, so the file is truncated. "
-            "Fetch the file again."
-        )
-    shape: tuple[int, ...] = struct.unpack(f">{num_dims}I", header[4:])
-    if 0 in shape:
-        raise ValueError(
-            f"{path} must hold at least one item: its header says {' × '.join(map(str, shape))}. Fetch the file again."
-        )
-    return shape
-
-
-def _read_up_to(read: Callable[[int], bytes], count: int) -> bytearray:
-    payload = bytearray()
-    while len(payload) < count and (chunk := read(min(_CHUNK, count - len(payload)))):
-        payload += chunk
-    return payload

@@ -6,7 +6,6 @@ from torch import nn
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import gram_block
-from epk_gp.kernels.tagging import split_copy
 from epk_gp.recording.train import train
 
 D, C = 2, 3
@@ -33,7 +32,7 @@ def mixed(*shape, dtype=torch.float64):
 
 def path_kernel_block(trajectory, x, y, **options):
     """The block (n, C, m, C) without GPyTorch and without the cache."""
-    return gram_block(trajectory, Points(*split_copy(x)), Points(*split_copy(y)), **options)
+    return gram_block(trajectory, *(Points(z[..., :-1], z[..., -1] == 1) for z in (x, y)), **options)
 
 
 def reduced(K, outputs):

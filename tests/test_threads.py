@@ -39,7 +39,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 QUICK = {
     "gram_block", "gram_block, fewer states", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs",
     "EPKKernel full", "EPKKernel independent normalized",
-    "leave_one_out", "infinite_width", "Trajectory", "load_trajectory", "check_run", "train",
+    "leave_one_out", "Trajectory", "load_trajectory", "check_run", "train",
 }  # fmt: skip
 
 

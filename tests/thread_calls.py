@@ -18,15 +18,14 @@ from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gp.softmax import QuasiMonteCarlo
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import (
     tangent_trajectory,
 )
-from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.storage.verify import check_run, export_run
+from epk_gp.storage.export import export_run
+from epk_gp.storage.verify import check_run
 
 
 class Remembers(nn.Module):
@@ -214,12 +213,6 @@ def _breakdown(shared: Shared) -> object:
     return samples, ranges, prediction_breakdown(samples, ranges, torch.zeros(len(X), dtype=torch.int64))
 
 
-def _infinite_width(shared: Shared) -> object:
-    x = shared.run.inputs.double().flatten(1)
-    erf, arc = ErfKernel(2).double(), ArcCosineKernel(1, 2).double()
-    return erf(x).to_dense(), arc(x).to_dense()
-
-
 def _check(shared: Shared) -> object:
     found = check_run(shared.folder / "plain")
     return found.finished, [step.lr for step in found.steps], found.num_steps, found.files
@@ -248,10 +241,7 @@ def _statistics(shared: Shared) -> object:
 
 def _sampling(shared: Shared) -> object:
     posterior = shared.gp.logit_posterior(shared.test)
-    return (
-        epk.softmax_uncertainty(posterior, 32, _seed()),
-        epk.softmax_uncertainty(posterior, 32, _seed(), method=QuasiMonteCarlo(4)),
-    )
+    return epk.softmax_uncertainty(posterior, 32, _seed())
 
 
 def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], object]:
@@ -323,7 +313,6 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     ],
     "per_class": _per_class,
     "statistics": _statistics,
-    "infinite_width": _infinite_width,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "fewer", s.build().double()).states),
     "check_run": _check,
     "export_run": _export,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import epk_gp as epk
 from epk_gp.analysis.measures import error_detection, ood_metrics, precision_at_k
 from epk_gp.datasets import Dataset, mnist_folder
-from epk_gp.gp.label_kernel import median_lengthscale, squared_distances
-from epk_gp.gp.label_process import centred_labels, condition_exactly
+from epk_gp.gp.label_process import centred_labels, condition_exactly, median_lengthscale, squared_distances
 from epk_gp.gp.stacking import most_likely_temperature, stack_logits
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.plots import new_figure, save_figure, score_histogram, training_image

@@ -3,6 +3,7 @@
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -75,12 +76,12 @@ def write_table(file: Path, breakdown: PredictionBreakdown, targets: Tensor, top
         table = csv.writer(stream)
         table.writerow(["point", "output", "network", "initial", "rank", "training_point", "label", "contribution"])
         for n, samples in enumerate(breakdown.samples):
-            values, order = samples.sort(descending=True)
-            ranked = list(enumerate(zip(order.tolist(), values.tolist(), strict=True), start=1))
-            lowest = [(rank - 1 - len(ranked), pair) for rank, pair in ranked[::-1][:top] if pair[1] < 0]
-            for rank, (index, value) in [(rank, pair) for rank, pair in ranked[:top] if pair[1] > 0] + lowest[::-1]:
-                point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
-                table.writerow([*point, rank, index, _entry(index, value, targets).get("label", ""), value])
+            raised, lowered = _extremes(samples, targets, top)
+            point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
+            ranked = [*enumerate(raised, start=1), *reversed([(-k, entry) for k, entry in enumerate(lowered, start=1)])]
+            for rank, entry in ranked:
+                own = (entry["training_point"], entry.get("label", ""), entry["contribution"])
+                table.writerow([*point, rank, *own])
 
 
 def summarise(
@@ -96,10 +97,7 @@ def summarise(
     """
     summaries = []
     for n, samples in enumerate(breakdown.samples):
-        values, order = samples.sort(descending=True)
-        ranked = list(zip(order.tolist(), values.tolist(), strict=True))
-        raised = [_entry(m, v, targets) for m, v in ranked[:top] if v > 0]
-        lowered = [_entry(m, v, targets) for m, v in ranked[::-1][:top] if v < 0]
+        raised, lowered = _extremes(samples, targets, top)
         outputs: dict[str, object] = {
             "point": n,
             "output": int(breakdown.output[n]),
@@ -109,6 +107,7 @@ def summarise(
             "statistics": float(breakdown.statistics[n]),
             "unexplained": float(breakdown.unexplained[n]),
         }
+        values = samples.sort(descending=True).values
         sums = {"raised_by": float(values[values > 0].sum()), "lowered_by": float(values[values < 0].sum())}
         summaries.append(outputs | sums | {"most_raising": raised, "most_lowering": lowered})
     errors = (parts.total - parts.network).abs().amax(dim=1)
@@ -121,8 +120,15 @@ def summarise(
     }
 
 
-def _entry(index: int, contribution: float, targets: Tensor) -> dict[str, object]:
-    labelled = targets.ndim == 1 and targets.dtype == torch.int64
-    label: dict[str, object] = {"label": int(targets[index])} if labelled else {}
-    entry: dict[str, object] = {"training_point": index, "contribution": contribution}
-    return entry | label
+def _extremes(samples: Tensor, targets: Tensor, top: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """List the training points that raised an output most, and those that lowered it most, with their labels."""
+    values, order = samples.sort(descending=True)
+    ranked = list(zip(order.tolist(), values.tolist(), strict=True))
+    has_labels = targets.ndim == 1 and targets.dtype == torch.int64
+
+    def entry(index: int, contribution: float) -> dict[str, Any]:
+        label = {"label": int(targets[index])} if has_labels else {}
+        return {"training_point": index, "contribution": contribution} | label
+
+    raised = [entry(m, v) for m, v in ranked[:top] if v > 0]
+    return raised, [entry(m, v) for m, v in ranked[::-1][:top] if v < 0]

@@ -4,15 +4,14 @@ Scores are larger where a sample raises a number more: contributions, or the der
 compared with networks that were trained again (`retrain`), point by point, so that every figure has its spread.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from epk_gp.analysis.measures import error_detection, rank_correlation
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.checks import validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
@@ -41,29 +40,6 @@ class Agreement:
         """Standard error of the mean over test points; NaN for fewer than two."""
         values = self.per_point[~self.per_point.isnan()]
         return float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")
-
-
-@dataclass(frozen=True, eq=False)
-class Brittleness:
-    """How many predictions change when the samples that support them most are left out.
-
-    Attributes:
-        counts: Numbers of samples that were left out.
-        changed: Whether the predicted class of each point changed, (len(counts), n).
-    """
-
-    counts: tuple[int, ...]
-    changed: Bool[Tensor, "counts n"]
-
-    @property
-    def shares(self) -> Float64[Tensor, " counts"]:
-        """Share of the predictions that changed, for each count."""
-        return self.changed.double().mean(dim=1)
-
-    @property
-    def standard_errors(self) -> Float64[Tensor, " counts"]:
-        """Standard error of each share over points."""
-        return (self.shares * (1 - self.shares) / self.changed.shape[1]).sqrt()
 
 
 def leave_one_out(
@@ -163,76 +139,3 @@ def datamodeling_score(
             f"{tuple(scores.shape)}, {tuple(subsets.shape)} and {tuple(outcomes.shape)}."
         )
     return rank_agreement(scores @ subsets.to(scores).T, outcomes.T.to(scores))
-
-
-def brittleness(
-    trajectory: Trajectory,
-    X: Inputs,
-    scores: Float[Tensor, "n M"],
-    counts: Sequence[int],
-    **options: Unpack[ComputeSettings],
-) -> Brittleness:
-    """Train without the samples of the largest scores of each test point, and see whether its predicted class changes.
-
-    Args:
-        trajectory: Training run.
-        X: n inputs.
-        scores: How much each sample supports the predicted class of each input.
-        counts: Numbers of samples to leave out.
-        options: As for `retrain`.
-
-    Raises:
-        TypeError, ValueError: As `retrain`; the scores are not (n, M); or a count is not in 1 .. M.
-    """
-    X = parse_inputs(trajectory, X)
-    validate_tensor(scores, "scores", ndim=2, floating=True)
-    n, M = len(X), trajectory.num_points
-    if scores.shape != (n, M):
-        raise ValueError(f"scores must be (n, M) = ({n}, {M}): got {tuple(scores.shape)}.")
-    if not counts or not all(isinstance(count, int) and 1 <= count <= M for count in counts):
-        raise ValueError(f"counts must be whole numbers in 1..{M}: got {list(counts)}.")
-    predicted = network_outputs(trajectory, X).argmax(dim=1)
-    order = scores.argsort(dim=1, descending=True, stable=True).cpu()
-    weights = torch.ones(len(counts), n, M, dtype=torch.float64)
-    for row, count in zip(weights, counts, strict=True):
-        row.scatter_(1, order[:, :count], 0.0)
-    trained = retrain(trajectory, weights.flatten(0, 1), **options)
-    changed = torch.stack(
-        [
-            trained[k : k + 1].outputs(X[k % n : k % n + 1], head="logits")[0, 0].argmax() != predicted[k % n]
-            for k in range(len(trained))
-        ]
-    )
-    return Brittleness(tuple(counts), changed.reshape(len(counts), n))
-
-
-def mislabel_detection(
-    scores: Float[Tensor, " M"], wrong: Bool[Tensor, " M"], *, num_resamples: int = 200, seed: int = 0
-) -> tuple[float, float]:
-    """Measure how well a score finds samples with wrong labels.
-
-    Args:
-        scores: Score of each sample, larger for a more suspicious one.
-        wrong: Which labels are wrong.
-        num_resamples: Bootstrap samples for the spread.
-        seed: Their seed.
-
-    Returns:
-        The AUROC, and its standard deviation over bootstrap samples.
-
-    Raises:
-        TypeError: An argument is of another kind.
-        ValueError: The lengths differ, or all labels are right, or all are wrong.
-    """
-    validate_count(num_resamples, "num_resamples")
-    auroc = error_detection(scores, wrong).auroc
-    if auroc is None:
-        raise ValueError("wrong must name some samples and leave out others: got all alike.")
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(num_resamples):
-        rows = torch.randint(len(scores), (len(scores),), generator=generator)
-        value = error_detection(scores[rows], wrong[rows]).auroc
-        if value is not None:
-            found.append(value)
-    return auroc, float(torch.tensor(found, dtype=torch.float64).std())

@@ -15,7 +15,7 @@ from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.gp.data import class_inputs, float_inputs, labelled_points, training_labels
-from epk_gp.gp.label_process import InputsKernel, LabelProcess, LabelSettings, fit_labels, without_rounding
+from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.quadrature.paths import WeightPath, straight
@@ -225,51 +225,36 @@ def next_to_label(
     if count > len(X):
         raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
     with torch.no_grad():
-        mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1)
-        variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution)
-        points = float_inputs(X.to(model.process_.values.device), torch.float64)
-        reference = _reference(len(X), int(num_reference), seed, points)
-        return _choose(
-            model.process_, points, (mistaken.to(points.device), variance.to(points.device)), reference, int(count)
-        )
-
-
-def _choose(
-    process: LabelProcess, X: Tensor, mistaken_and_variance: tuple[Tensor, Tensor], drawn: Tensor, count: int
-) -> NextToLabel:
-    """Choose greedily: covariances are updated by what each chosen point explains."""
-    mistaken, variance = mistaken_and_variance
-    covariance = process.covariance(X if len(drawn) == len(X) else X[drawn], X)  # (reference, n)
-    row_of = {int(point): row for row, point in enumerate(drawn)}
-    total = float(variance[drawn].sum())
-    chosen: list[int] = []
-    columns: list[Tensor] = []  # cov(x, chosen) / sqrt(var(chosen) + noise) over the pool, one per chosen point
-    kept: list[tuple[float, float]] = []
-    for _ in range(count):
-        removed = covariance.square().sum(0) / (variance + process.noise)
-        score = removed * mistaken
-        score[chosen] = -torch.inf
-        best = int(score.argmax())
-        kept.append((float(score[best]), float(removed[best]) / total if total > 0 else 0.0))
-        if best in row_of:
-            column = covariance[row_of[best]].clone()
-        else:
-            column = process.covariance(X[best : best + 1], X)[0]
-            for other in columns:
-                column = column - other * other[best]
-        column = column / (variance[best] + process.noise).sqrt()
-        covariance = covariance.addr_(column[drawn], column, alpha=-1)
-        variance = without_rounding(variance - column.square(), process.rounding, "variances")
-        columns.append(column)
-        chosen.append(best)
-    indices = torch.tensor(chosen, device=X.device)
-    scores, removed_shares = torch.tensor(kept, dtype=torch.float64, device=X.device).T
-    return NextToLabel(indices, scores, removed_shares, mistaken[indices])
-
-
-def _reference(num_points: int, num_reference: int, seed: int, X: Tensor) -> Tensor:
-    """Draw the points over which variances are added up; all of them in their order if they are few enough."""
-    if num_points <= num_reference:
-        return torch.arange(num_points, device=X.device)
-    drawn = torch.randperm(num_points, generator=torch.Generator().manual_seed(seed))
-    return drawn[:num_reference].to(X.device)
+        process = model.process_
+        points = float_inputs(X.to(process.values.device), torch.float64)
+        mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1).to(points.device)
+        variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution).to(points.device)
+        drawn = torch.arange(len(X))
+        if len(X) > num_reference:
+            drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))[: int(num_reference)]
+        row_of, drawn = {int(point): row for row, point in enumerate(drawn)}, drawn.to(points.device)
+        covariance = process.covariance(points if len(drawn) == len(X) else points[drawn], points)  # (reference, n)
+        total = float(variance[drawn].sum())
+        chosen: list[int] = []
+        columns: list[Tensor] = []  # cov(x, chosen) / sqrt(var(chosen) + noise) over the pool, one per chosen point
+        kept: list[tuple[float, float]] = []
+        for _ in range(count):  # greedily: covariances are updated by what each chosen point explains
+            removed = covariance.square().sum(0) / (variance + process.noise)
+            score = removed * mistaken
+            score[chosen] = -torch.inf
+            best = int(score.argmax())
+            kept.append((float(score[best]), float(removed[best]) / total if total > 0 else 0.0))
+            if best in row_of:
+                column = covariance[row_of[best]].clone()
+            else:
+                column = process.covariance(points[best : best + 1], points)[0]
+                for other in columns:
+                    column = column - other * other[best]
+            column = column / (variance[best] + process.noise).sqrt()
+            covariance = covariance.addr_(column[drawn], column, alpha=-1)
+            variance = without_rounding(variance - column.square(), process.rounding, "variances")
+            columns.append(column)
+            chosen.append(best)
+        indices = torch.tensor(chosen, device=points.device)
+        scores, removed_shares = torch.tensor(kept, dtype=torch.float64, device=points.device).T
+        return NextToLabel(indices, scores, removed_shares, mistaken[indices])

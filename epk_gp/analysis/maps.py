@@ -95,10 +95,8 @@ def square_grid(
     validate_number(margin, "margin")
     if size < 2:
         raise ValueError(f"a grid must have at least 2 nodes per side: got {size}.")
-    if not margin < float("inf"):
-        raise ValueError(f"the margin must be finite: got {margin}.")
-    if margin < 0:
-        raise ValueError(f"the margin must not be negative: got {margin}.")
+    if not 0 <= margin < float("inf"):
+        raise ValueError(f"the margin must be finite and not negative: got {margin}.")
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
     half = float((high - low).max()) * (0.5 + margin)
     if half == 0:

@@ -19,7 +19,7 @@ from epk_gp.cli.workers import computing
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import count_seen, training_labels
-from epk_gp.gp.label_process import SketchedLabelProcess
+from epk_gp.gp.label_process import InputFeatures
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
@@ -331,13 +331,10 @@ def _write_scores(
 
 def _describe_model(model: UncertainClassifier) -> dict[str, object]:
     process = model.process_
-    sketched = isinstance(process, SketchedLabelProcess)
-    of_labels = process.vectors
-    if isinstance(process, SketchedLabelProcess) and process.training_features is not None:
-        of_labels = process.training_features
+    is_sketched = isinstance(process.kernel, InputFeatures)
     return {
-        "process": f"{len(process.vectors)} sketched features" if sketched else "exact",
-        "num_condition": len(of_labels),  # the points of the run whose labels its loss takes
+        "process": f"{len(process.vectors)} sketched features" if is_sketched else "exact",
+        "num_condition": len(process.training),  # the points of the run whose labels its loss takes
         "noise": process.noise,
         "outputscale": process.outputscale,
         "stacking": {"network": model.stacking_.network, "process": model.stacking_.process},

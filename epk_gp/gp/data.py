@@ -63,8 +63,8 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= M:
         raise ValueError(f"points must lie in 0..{M - 1} (the training points): got {low}..{high}.")
-    if len(indices.unique()) < len(indices):
-        repeated = len(indices) - len(indices.unique())
+    repeated = len(indices) - len(indices.unique())
+    if repeated:
         raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
     return indices
 
@@ -258,30 +258,23 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
         points = as_tensor(np.asarray(X), device=trajectory.device)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
-    kind = trajectory.inputs.dtype
+    kind, shape = trajectory.inputs.dtype, trajectory.input_shape
     if points.is_complex():
         raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
-    whole = not points.is_floating_point() or bool((points == points.round()).all())
     if kind.is_floating_point:
         points = points.to(kind)
-    elif whole:
-        points = _as_integers(points, kind, name)
-    shape = trajectory.input_shape
+    elif not points.is_floating_point() or bool((points == points.round()).all()):
+        integers = points.to(kind)
+        is_changed = (integers.to(points.dtype) != points).reshape(len(points), -1).any(1)
+        if is_changed.any():
+            raise ValueError(
+                f"{name} must hold numbers of the training inputs' kind, {kind}: row {int(is_changed.nonzero()[0])} of "
+                f"the array, of {points.dtype}, holds one that is too large or too small for it."
+            )
+        points = integers
     if points.ndim == 2 and len(shape) > 1 and points.shape[1] == torch.Size(shape).numel():
         points = points.reshape(-1, *shape)
     return parse_inputs(trajectory, points, name)
-
-
-def _as_integers(points: Shaped[Tensor, "n ..."], dtype: torch.dtype, name: str) -> Shaped[Tensor, "n ..."]:
-    """Return whole numbers as integers, none of them changed."""
-    integers = points.to(dtype)
-    is_changed = (integers.to(points.dtype) != points).reshape(len(points), -1).any(1)
-    if is_changed.any():
-        raise ValueError(
-            f"{name} must hold numbers of the training inputs' kind, {dtype}: row {int(is_changed.nonzero()[0])} of "
-            f"the array, of {points.dtype}, holds one that is too large or too small for it."
-        )
-    return integers
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
@@ -323,28 +316,24 @@ def class_labels(
         TypeError: The labels are no whole numbers, where classes have no names.
         ValueError: There is not one label for each point, or a label is no class of the network.
     """
-    if classes is not None:
-        return _labels_of_names(y, class_names(classes, trajectory.num_outputs), count, name).to(trajectory.device)
-    try:
-        labels = y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
-            "UncertainClassifier(..., classes=...) if classes have names."
-        ) from error
-    validate_labels(labels, count, trajectory.num_outputs, name=name)
-    return labels.to(device=trajectory.device, dtype=torch.int64)
-
-
-def _labels_of_names(y: object, names: Shaped[np.ndarray, " C"], count: int, name: str) -> Int64[Tensor, " n"]:
+    if classes is None:
+        try:
+            labels = y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
+                "UncertainClassifier(..., classes=...) if classes have names."
+            ) from error
+        validate_labels(labels, count, trajectory.num_outputs, name=name)
+        return labels.to(device=trajectory.device, dtype=torch.int64)
+    index = {value: c for c, value in enumerate(class_names(classes, trajectory.num_outputs).tolist())}
     given = (y.cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)).tolist()
     if not isinstance(given, list) or len(given) != count:
         raise ValueError(f"{name} must have one entry per point: got shape {np.shape(given)} for {count} points.")
-    index = {value: c for c, value in enumerate(names.tolist())}
     unknown = [value for value in given if isinstance(value, list) or value not in index]
     if unknown:
-        raise ValueError(f"{name} must hold classes of the network, {names.tolist()}: got {unknown[0]!r}.")
-    return torch.tensor([index[value] for value in given], dtype=torch.int64)
+        raise ValueError(f"{name} must hold classes of the network, {list(index)}: got {unknown[0]!r}.")
+    return torch.tensor([index[value] for value in given], dtype=torch.int64, device=trajectory.device)
 
 
 def is_array(X: object) -> bool:

@@ -1,23 +1,28 @@
-"""Gaussian-process regression on class labels with one scalar kernel: one factorisation for all classes."""
+"""Gaussian-process regression on class labels with one scalar kernel or its features: one factorisation for all.
 
-from abc import ABC, abstractmethod
+The kernel is a power of the path kernel's cosine times an RBF kernel.
+"""
+
 from dataclasses import dataclass
-from math import exp, log, pi
-from typing import Literal, final
+from functools import cached_property
+from math import exp, log, pi, sqrt
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int, Int64, Shaped
+from jaxtyping import Bool, Float, Int, Int64, Shaped
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.autodiff.sketches import covering_order
+from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
 from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import float_inputs
-from epk_gp.gp.label_kernel import InputFeatures, LabelKernel, median_lengthscale
 from epk_gp.gp.output_coupling import NOISE_FLOOR
-from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory, validate_path_of_nodes
+from epk_gp.gram.path_features import path_features, trace_sketch
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, validate_path_of_nodes
 from epk_gp.quadrature.paths import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
@@ -37,6 +42,188 @@ EXACT_POWER, SKETCHED_POWER = 2, 1
 FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
 _MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
 _LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
+
+
+# Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
+# 0.2 % of the spread, whatever the number of inputs.
+_LENGTHSCALE_POINTS = 1000
+
+# The median squared distance must be so many times the rounding of one, so that kernel values have six digits.
+_LEAST_DISTANCE = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class LabelKernel:
+    """A scalar kernel between inputs, with the value 1 between an input and itself. Values are float64.
+
+    They have the precision of the inputs, and of the weights where inputs are integers. The trace is that of one
+    combination of the outputs at each node, v_n^T K_n(x, x') v_n with rows v_n of a Hadamard matrix in turn, for a C-th
+    of the cost: exact for kernels that do not change from node to node (docs/theory.md, section 9).
+
+        k(x, x') = (tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2))^p
+
+    Attributes:
+        nodes: Few steps that stand for the whole run (`nodes_trajectory`).
+        lengthscale: l of the RBF kernel; None leaves that factor out.
+        options: How blocks are computed.
+        seed: Draws the combinations of the outputs.
+        power: p, a whole number from 1 on.
+    """
+
+    nodes: Trajectory
+    lengthscale: float | None
+    options: ComputeOptions
+    seed: int = 0
+    power: int = 1
+
+    def rounding(self, X: Shaped[Tensor, "n ..."]) -> float:
+        """Return the relative rounding error of a value between inputs like these."""
+        return self.power * torch.finfo(self.nodes.model.spec_for(X).dtype).eps
+
+    @cached_property
+    def combined(self) -> PathSketch:
+        """The trace of the path kernel of the logits, from one combination of the outputs at each node."""
+        return trace_sketch(self.nodes, 1, nodes=None, seed=self.seed, head="logits")
+
+    def gram(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n n"]:
+        """Evaluate the kernel between all pairs of n inputs.
+
+        Raises:
+            ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
+        """
+        K = self.block(X, X)
+        K.diagonal().fill_(1)  # up to rounding it is 1 already
+        return K
+
+    def block(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+        """Evaluate the kernel between n and m inputs.
+
+        Raises:
+            ValueError: As for `gram`.
+        """
+        a = Points(X, is_train=False)
+        b = a if X is Y else Points(Y, is_train=False)
+        products, *squares = self.combined.products(a, b, self.options)
+        for square in squares:
+            require_direction(square[:, 0] > 0)
+        of_a, of_b = (square[:, 0].to(torch.float64).sqrt() for square in squares)
+        K = products[0].to(torch.float64).div_(of_a[:, None]).div_(of_b)
+        if self.lengthscale is not None:
+            size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
+            for values, rows in zip(K.split(size), X.split(size), strict=True):
+                values *= squared_distances(rows, Y).mul_(-0.5 / self.lengthscale**2).exp_()
+        return K if self.power == 1 else K.pow_(self.power)
+
+    def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> list[Shaped[Tensor, "b ..."]]:
+        """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
+        return list(X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns)))
+
+
+def require_direction(has_gradient: Bool[Tensor, " n"]) -> None:
+    """Raise if the gradients of a point are all zero, so that there is no direction that a cosine could compare.
+
+    Raises:
+        ValueError: There is such a point.
+    """
+    if not has_gradient.all():
+        row = int((~has_gradient).nonzero()[0])
+        raise ValueError(
+            f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
+            "weights. Leave that point out."
+        )
+
+
+def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+    """Return |x - y|^2 for every pair of flattened inputs; exactly 0 between a set's points and themselves."""
+    x, y = X.flatten(1), Y.flatten(1)
+    squares = torch.addmm(x.square().sum(1)[:, None] + y.square().sum(1), x, y.T, alpha=-2).clamp_min_(0)
+    if X is Y or (X.shape == Y.shape and torch.equal(X, Y)):
+        squares.fill_diagonal_(0)
+    return squares
+
+
+def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
+    """Return the square root of the median squared distance between different inputs, of at most 1000 of them.
+
+    Raises:
+        ValueError: More than half of the pairs of inputs are equal, or rounding makes their distances wrong.
+    """
+    count = min(len(X), _LENGTHSCALE_POINTS)
+    some = X[torch.arange(count, device=X.device) * len(X) // count].to(torch.float64)
+    squares = squared_distances(some, some)
+    above = torch.triu_indices(count, count, 1, device=X.device)
+    median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
+    length = float(some.flatten(1).square().sum(1).median())  # squared; few inputs far from the others do no harm
+    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * length  # of equal inputs' distance 0
+    if not median > rounding:
+        raise ValueError(
+            "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
+            "Use inputs_kernel=None."
+        )
+    if not median > _LEAST_DISTANCE * rounding:
+        raise ValueError(
+            "inputs must not lie much farther from 0 than from each other, or their distances are rounding errors: got "
+            f"a median distance of {sqrt(median):.3g} at {sqrt(length):.3g} from 0. Train on inputs "
+            "whose mean was subtracted, or use inputs_kernel=None."
+        )
+    return sqrt(median)
+
+
+@dataclass(frozen=True, eq=False)
+class InputFeatures:
+    """Features of inputs, each row of length 1, in float32: their error is that of the sketch, not of rounding.
+
+    Attributes:
+        nodes: The nodes of the path, as a run.
+        num_features: k.
+        seed: Of the sketch.
+        lengthscale: Of the RBF kernel on the inputs; None without one.
+        options: How they are computed.
+        power: Of the product of both kernels, a whole number from 1 on. Every further factor is another sketch, with
+            its noise.
+    """
+
+    nodes: Trajectory
+    num_features: int
+    seed: int
+    lengthscale: float | None
+    options: ComputeOptions = ComputeOptions()
+    power: int = 1
+
+    def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> list[Shaped[Tensor, "b ..."]]:
+        """Split inputs into blocks of one size."""
+        return list(X.split(FEATURE_BLOCK))
+
+    def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
+        """Compute the features of n inputs.
+
+        Raises:
+            ValueError: An input's gradients are all zero: it has no direction, as for `LabelKernel`.
+        """
+        X = float_inputs(X, torch.float32)
+        z = path_features(
+            self.nodes,
+            X,
+            self.num_features,
+            nodes=None,
+            seed=self.seed,
+            head="logits",
+            num_probe=0,
+            memory_budget=self.options.memory_budget,
+            progress=self.options.progress,
+            executor=self.options.executor,
+        )
+        require_direction(z.any(1))
+        z = torch.nn.functional.normalize(z)
+        if self.lengthscale is not None:
+            z = self._product(z, rbf_features(X, self.lengthscale, seed=self.seed), 0)
+        factor = z
+        for number in range(1, self.power):
+            z = self._product(z, factor, number)
+        return z
+
+    def _product(self, z: Tensor, other: Tensor, number: int) -> Tensor:
+        return torch.nn.functional.normalize(tensor_sketch(z, other, self.num_features, seed=self.seed + number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,20 +297,27 @@ def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) ->
 
 
 @dataclass(frozen=True, eq=False)
-class LabelProcess(ABC):
+class LabelProcess:
     """A Gaussian process for each class, all with the same kernel, conditioned on N labels.
 
-    Targets are 1 - 1/C for a point's own class, and -1/C for the others.
+    Targets are 1 - 1/C for a point's own class, and -1/C for the others. Conditioned through the N x N kernel matrix
+    K = Q diag(v) Q^T; or Bayesian linear regression on k features of each point, F^T F = Q diag(v) Q^T.
 
     Attributes:
+        kernel: The kernel, or what maps n inputs to their features, (n, k), each row of length 1.
+        training: The N inputs, or their features F, (N, k), of which a process that was read from a file has none.
+        targets: (N, C).
         values: Eigenvalues v of the kernel matrix, or of the features' scatter matrix, (r,).
-        vectors: Eigenvectors, (N, r) of the kernel matrix or (k, r) of the features' scatter matrix.
+        vectors: Eigenvectors Q, (N, r) of the kernel matrix or (k, r) of the features' scatter matrix.
         weights: Targets along them, divided by v + noise, (r, C).
         noise: Variance of the targets' noise, relative to the outputscale.
         outputscale: Prior variance of the processes.
         negative_log_likelihood: Of the targets, per target, in nats.
     """
 
+    kernel: LabelKernel | InputFeatures
+    training: Shaped[Tensor, "N ..."]
+    targets: Float[Tensor, "N C"]
     values: Float[Tensor, " r"]
     vectors: Float[Tensor, "rows r"]
     weights: Float[Tensor, "r C"]
@@ -131,154 +325,74 @@ class LabelProcess(ABC):
     outputscale: float
     negative_log_likelihood: float
 
-    @abstractmethod
-    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
-        """Split inputs into parts that are evaluated at a time."""
-
-    @abstractmethod
-    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return what predictions at n inputs depend on: their kernel values along the eigenvectors."""
-
-    @abstractmethod
-    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
-        """Return the posterior variance, relative to the outputscale."""
-
-    @abstractmethod
-    def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
-        """Return the posterior covariance between n and m inputs, relative to the outputscale."""
-
-    @abstractmethod
-    def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
-        """Predict each conditioning point from the others: mean, and variance relative to the outputscale.
-
-        Equation (5.12) of Rasmussen & Williams (2006), with the hyperparameters as they are.
-        """
-
     @property
-    @abstractmethod
     def rounding(self) -> float:
-        """How far below 0 rounding may bring a variance, relative to the outputscale."""
+        """How far below 0 rounding may bring a variance, relative to the outputscale.
 
-    @property
-    def num_outputs(self) -> int:
-        """C."""
-        return self.weights.shape[1]
+        Of N kernel values, divided by the smallest variance of an observation; or of features in float32: another
+        place of a point in its block of points gives other last digits.
+        """
+        if isinstance(self.kernel, InputFeatures):
+            return 8 * torch.finfo(torch.float32).eps
+        return len(self.training) * self.kernel.rounding(self.training) * max(1.0, 1 / self.noise)
 
-    @final
+    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
+        """Return what predictions at n inputs depend on: b = k(X, inputs) Q, or the features along the eigenvectors."""
+        if isinstance(self.kernel, InputFeatures):
+            return self.kernel(X).to(self.vectors) @ self.vectors
+        return self.kernel.block(X, self.training) @ self.vectors
+
     def predict(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, " n"]]:
-        """Return the posterior mean, and the posterior variance relative to the outputscale: 1 far from all data."""
+        """Return the posterior mean, and the posterior variance relative to the outputscale: 1 far from all data.
+
+        The variance is 1 - sum_j b_j^2 / (v_j + noise), or with features noise * sum_j b_j^2 / (v_j + noise).
+        """
         means, variances = [], []
-        for part in self.split(X):
-            coordinates = self.coordinates(part)
-            means.append(coordinates @ self.weights)
-            variances.append(without_rounding(self.variance_along(coordinates), self.rounding, "variances"))
+        for part in self.kernel.split(X, len(self.vectors)):
+            b = self.coordinates(part)
+            share = (b.square() / (self.values + self.noise)).sum(1)
+            variance = self.noise * share if isinstance(self.kernel, InputFeatures) else 1 - share
+            means.append(b @ self.weights)
+            variances.append(without_rounding(variance, self.rounding, "variances"))
         return torch.cat(means), torch.cat(variances)
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class ExactLabelProcess(LabelProcess):
-    """Conditioned through the N x N kernel matrix K = Q diag(v) Q^T.
-
-    Attributes:
-        kernel: The kernel.
-        inputs: The N inputs.
-        targets: (N, C).
-    """
-
-    kernel: LabelKernel
-    inputs: Shaped[Tensor, "N ..."]
-    targets: Float[Tensor, "N C"]
-
-    @property
-    def rounding(self) -> float:
-        """That of N kernel values, divided by the smallest variance of an observation."""
-        return len(self.inputs) * self.kernel.rounding(self.inputs) * max(1.0, 1 / self.noise)
-
-    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
-        """Split by the kernel's memory budget."""
-        return list(self.kernel.split(X, len(self.inputs)))
-
-    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return k(X, inputs) Q."""
-        return self.kernel.block(X, self.inputs) @ self.vectors
-
-    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
-        """Return 1 - sum_j b_j^2 / (v_j + noise)."""
-        return 1 - (coordinates.square() / (self.values + self.noise)).sum(1)
-
     def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
-        """Return k(X, Y) - sum_j b_j(X) b_j(Y) / (v_j + noise)."""
-        prior = self.kernel.gram(X) if X is Y else self.kernel.block(X, Y)
+        """Return the posterior covariance between n and m inputs, relative to the outputscale."""
         left = self.coordinates(X)
         right = left if X is Y else self.coordinates(Y)
+        if isinstance(self.kernel, InputFeatures):
+            return self.noise * (left / (self.values + self.noise)) @ right.T
+        prior = self.kernel.gram(X) if X is Y else self.kernel.block(X, Y)
         return prior.sub_((left / (self.values + self.noise)) @ right.T)
 
     def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
-        """Divide by the diagonal of (K + noise)^-1."""
-        inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
-        residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]
-        variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
-        return self.targets - residuals, variances
+        """Predict each conditioning point from the others: mean, and variance relative to the outputscale.
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class SketchedLabelProcess(LabelProcess):
-    """Bayesian linear regression on k features of each point: F^T F = Q diag(v) Q^T.
-
-    Attributes:
-        features: Maps n inputs to their features, (n, k), each row of length 1.
-        training_features: F, (N, k).
-        targets: (N, C).
-    """
-
-    features: InputFeatures
-    training_features: Float[Tensor, "N k"] | None
-    targets: Float[Tensor, "N C"] | None
-
-    @property
-    def rounding(self) -> float:
-        """That of features in float32: another place of a point in its block of points gives other last digits."""
-        return 8 * torch.finfo(torch.float32).eps
-
-    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
-        """Split into blocks of one size."""
-        return list(X.split(FEATURE_BLOCK))
-
-    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return the features along the eigenvectors."""
-        return self.features(X).to(self.vectors) @ self.vectors
-
-    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
-        """Return noise * sum_j b_j^2 / (v_j + noise)."""
-        return self.noise * (coordinates.square() / (self.values + self.noise)).sum(1)
-
-    def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
-        """Return noise * sum_j b_j(X) b_j(Y) / (v_j + noise)."""
-        left = self.coordinates(X)
-        right = left if X is Y else self.coordinates(Y)
-        return self.noise * (left / (self.values + self.noise)) @ right.T
-
-    def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
-        """Divide residuals by 1 - h, h the leverage of each point.
+        Equation (5.12) of Rasmussen & Williams (2006), with the hyperparameters as they are: residuals are divided by
+        the diagonal of (K + noise)^-1, or by 1 - h with h the leverage of each point.
 
         Raises:
             ValueError: The process was read from a file, which does not hold the training features.
         """
-        if self.training_features is None or self.targets is None:
+        if not len(self.targets):
             raise ValueError(
                 "predictions of the training points from each other need their features: a process that was read "
                 "from a file has none. Fit it again."
             )
-        residuals, variances = [], []
-        blocks = zip(self.training_features.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True)
-        for features, targets in blocks:
+        if not isinstance(self.kernel, InputFeatures):
+            inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
+            residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]
+            variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
+            return self.targets - residuals, variances
+        means, spreads = [], []
+        for features, targets in zip(
+            self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True
+        ):
             b = features.to(self.vectors) @ self.vectors
             share = (b.square() / (self.values + self.noise)).sum(1)  # h
-            residuals.append((targets - b @ self.weights) / (1 - share)[:, None])
-            variances.append(self.noise * share / (1 - share))
-        return self.targets - torch.cat(residuals), torch.cat(variances)
+            means.append(targets - (targets - b @ self.weights) / (1 - share)[:, None])
+            spreads.append(self.noise * share / (1 - share))
+        return torch.cat(means), torch.cat(spreads)
 
 
 def centred_labels(labels: Int[Tensor, " N"], num_classes: int) -> Float[Tensor, "N C"]:
@@ -286,9 +400,7 @@ def centred_labels(labels: Int[Tensor, " N"], num_classes: int) -> Float[Tensor,
     return torch.nn.functional.one_hot(labels.long(), num_classes).to(torch.float64) - 1 / num_classes
 
 
-def condition_exactly(
-    kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]
-) -> ExactLabelProcess:
+def condition_exactly(kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]) -> LabelProcess:
     """Condition a process on N points through their kernel matrix, with the most likely noise and outputscale."""
     values, vectors = torch.linalg.eigh(kernel.gram(X))
     rounding = len(X) * kernel.rounding(X) * float(values[-1])
@@ -296,12 +408,12 @@ def condition_exactly(
     projections = vectors.T @ targets
     numbers = most_likely(Spectrum(values, projections, 0.0, len(X)), kernel.rounding(X))
     weights = projections / (values + numbers["noise"])[:, None]
-    return ExactLabelProcess(values, vectors, weights, **numbers, kernel=kernel, inputs=X, targets=targets)
+    return LabelProcess(kernel, X, targets, values, vectors, weights, **numbers)
 
 
 def condition_on_features(
     features: InputFeatures, training_features: Float[Tensor, "N k"], targets: Float[Tensor, "N C"]
-) -> SketchedLabelProcess:
+) -> LabelProcess:
     """Condition a process on N points through k features of each, with the most likely noise and outputscale.
 
     Args:
@@ -327,9 +439,7 @@ def condition_on_features(
     )
     numbers = most_likely(Spectrum(values, projections, float(unexplained), N))
     weights = along / (values + numbers["noise"])[:, None]
-    return SketchedLabelProcess(
-        values, vectors, weights, **numbers, features=features, training_features=training_features, targets=targets
-    )
+    return LabelProcess(features, training_features, targets, values, vectors, weights, **numbers)
 
 
 @dataclass(frozen=True)
@@ -368,17 +478,12 @@ class LabelSettings:
         validate_integer(self.seed, "seed")
         if self.power is not None:
             validate_count(self.power, "power")
-        if isinstance(self.features, str):
-            if self.features != "exact":
-                raise ValueError(f"features must be a number, 'exact' or None: got {self.features!r}.")
-        elif self.features is not None:
+        if isinstance(self.features, str) and self.features != "exact":
+            raise ValueError(f"features must be a number, 'exact' or None: got {self.features!r}.")
+        if self.features not in (None, "exact"):
             validate_count(self.features, "features")
         if self.inputs_kernel not in ("rbf", None):
             raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
-
-    def exponent(self, default: int) -> int:
-        """Return the power of the kernel."""
-        return default if self.power is None else int(self.power)
 
     def num_nodes(self, num_outputs: int) -> int:
         """Return the number of nodes for a network with C outputs."""
@@ -386,14 +491,11 @@ class LabelSettings:
 
     def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
         """Return the number of features of each of N conditioning points; None for the kernel matrix itself."""
-        if self.features == "exact":
-            return None
         if self.features is not None:
-            return int(self.features)
+            return None if self.features == "exact" else int(self.features)
         N = len(X)
-        if N > EXACT_POINTS or N**2 * kernel.combined.multiplications_per_pair(X[:1]) > 2 * EXACT_MULTIPLICATIONS:
-            return NUM_FEATURES
-        return None
+        cost = N**2 * kernel.combined.multiplications_per_pair(X[:1])
+        return NUM_FEATURES if N > EXACT_POINTS or cost > 2 * EXACT_MULTIPLICATIONS else None
 
 
 def fit_labels(
@@ -416,18 +518,13 @@ def fit_labels(
     own = points.to(trajectory.device)
     X = trajectory.inputs[own].to(points.device)
     targets = centred_labels(labels[own], trajectory.num_outputs).to(points.device)
-    lengthscale = _lengthscale(trajectory, settings.inputs_kernel)
-    kernel = LabelKernel(nodes, lengthscale, options, settings.seed, settings.exponent(EXACT_POWER))
+    has_distances = settings.inputs_kernel is not None and trajectory.inputs.is_floating_point()
+    lengthscale = median_lengthscale(trajectory.inputs) if has_distances else None
+    power = EXACT_POWER if settings.power is None else int(settings.power)
+    kernel = LabelKernel(nodes, lengthscale, options, settings.seed, power)
     num_features = settings.num_features(kernel, X)
     if num_features is None:
         return condition_exactly(kernel, float_inputs(X, torch.float64), targets)
-    power = settings.exponent(SKETCHED_POWER)
+    power = SKETCHED_POWER if settings.power is None else int(settings.power)
     features = InputFeatures(nodes, num_features, settings.seed, lengthscale, options, power)
     return condition_on_features(features, features(X), targets)
-
-
-def _lengthscale(trajectory: Trajectory, inputs_kernel: InputsKernel) -> float | None:
-    """Return the lengthscale of the kernel on the inputs; None without one: integers have no distances."""
-    if inputs_kernel is None or not trajectory.inputs.is_floating_point():
-        return None
-    return median_lengthscale(trajectory.inputs)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log, pi
 from typing import Any, Literal, Unpack, final
 
@@ -11,18 +12,21 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
+from epk_gp.core.checks import validate_count, validate_number, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.show import tracked
+from epk_gp.core.plans import posterior_points
+from epk_gp.core.show import progress_bar, tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, PriorMean, make_mean, parse_coupling
-from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
+from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, gram_scale
+from epk_gp.kernels.blocks import BlockCache, KernelConfig, block
+from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
+from epk_gp.kernels.values import normalized_block, point_blocks
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_endpoint
 
@@ -66,9 +70,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             (`epk_gp.gram.sketch.nodes_trajectory`), with one evaluation at each: what makes maps of many points
             cheap. None for all steps, by the rule; with nodes there is no other rule.
         normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
-        noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
-            variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
-            whose variances are known. A number for outputs="trace".
+        noise: Initial noise variance, relative to the kernel's mean diagonal, to be learned. Not used with
+            targets="dirichlet", whose variances are known.
         options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
 
     Threads may share a process that none of them changes (`fit`); GPyTorch's own predictions, `gp(x)`, are made by one
@@ -83,7 +86,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         trajectory: The run; with nodes, `kernel.trajectory` is the run of these.
 
     Raises:
-        TypeError: `points` are not indices, `noise` is of another kind, or an option is not known.
+        TypeError: `points` are not indices, `noise` is not a number, or an option is not known.
         ValueError: An argument has an unknown value, `points` are out of range or repeated, targets="dirichlet" is
             asked for without class labels, or there are nodes and a rule.
     """
@@ -101,7 +104,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         path: WeightPath = straight(),
         nodes: int | None = None,
         normalize: Literal["cosine", "mean_diagonal"] = "mean_diagonal",
-        noise: float | Float[Tensor, "N C"] = 1e-2,
+        noise: float = 1e-2,
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
@@ -112,7 +115,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         N = len(train_indices)
         if normalize not in ("cosine", "mean_diagonal"):
             raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
-        _validate_noise(noise, (N, C), targets)
+        validate_number(noise, "noise")
+        if not NOISE_FLOOR < noise < float("inf"):
+            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
         if nodes is not None and rule != gauss_legendre(4):
             raise ValueError(
@@ -120,8 +125,6 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 "one of them out."
             )
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
-        if isinstance(noise, Tensor):
-            variances = noise.detach().to(y)
         likelihood = coupling.likelihood(variances)
         structure = coupling.structure
         gram_bytes = 8 * structure.num_matrices * (structure.rows_per_point * N) ** 2
@@ -138,7 +141,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             **options,
         )
         if by_gram:  # whose diagonal it has
-            kernel.scale = gram_scale(kernel.config, x)
+            kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
         self.trajectory = trajectory
         self.points = train_indices
@@ -150,7 +153,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         self._residual_is_zero = mean == "network" and targets == "network"
         self.to(device=trajectory.device, dtype=torch.float64)
         self.covar_module.outputscale = torch.ones_like(self.covar_module.outputscale)
-        if not isinstance(noise, Tensor) and variances is None:
+        if variances is None:
             self.likelihood.noise = torch.full_like(self.likelihood.noise, noise)
         self.eval()
 
@@ -195,21 +198,19 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Change the targets, as GPyTorch does; the training points stay those of `points`.
 
         Args:
-            inputs: None, or the training points as they are.
+            inputs: None.
             targets: As `train_targets`.
             strict: Whether GPyTorch demands the targets' shape, dtype and device.
 
         Raises:
-            ValueError: The inputs are other points.
+            ValueError: There are inputs.
             RuntimeError: The targets are not as `strict` demands.
         """
         if inputs is not None:
-            given, (own,) = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), self.train_inputs
-            if len(given) != 1 or given[0].shape != own.shape or not torch.equal(given[0].to(own), own):
-                raise ValueError(
-                    "the training points of a LogitGP must stay those of gp.points: got others. Make a new process, "
-                    "LogitGP(trajectory, points=...)."
-                )
+            raise ValueError(
+                "the training points of a LogitGP must stay those of gp.points: got inputs. Make a new process, "
+                "LogitGP(trajectory, points=...)."
+            )
         super().set_train_data(targets=targets, strict=strict)
         self._residual_is_zero = self._residual_is_zero and targets is None
 
@@ -290,8 +291,65 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.reshape(len(X_test), -1).to(self.train_inputs[0]))
-        with torch.no_grad():
-            return posterior_at(self.factorization(), self.prior_mean, x, block_size=block_size, progress=progress)
+        return self.posterior_at(x, block_size=block_size, progress=progress)
+
+    def posterior_at(
+        self, x: Shaped[Tensor, "n columns"], *, block_size: int | None = None, progress: bool = False
+    ) -> LogitPosterior:
+        """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
+
+        Section 4.2, Bell et al. (2023), with equations (2.25) and (2.26) of Rasmussen & Williams (2006):
+
+            mean(x) = m(x) + k(x)^T (K + noise)^-1 (y - m),   cov(x) = K(x, x) - k(x)^T (K + noise)^-1 k(x)
+
+        Args:
+            x: (n, D + 1), usually test copies.
+            block_size: Points at a time; from the kernel's memory budget by default.
+            progress: Show a progress bar.
+
+        Raises:
+            TypeError, ValueError: As `logit_posterior`.
+        """
+        if block_size is not None:
+            validate_count(block_size, "block_size")
+        coupling, structure = self.coupling, self.coupling.structure
+        config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
+        means, covariances = [], []
+        with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
+            factor, weights = self.factorize()
+            own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
+            rows_per_point = structure.num_matrices * structure.rows_per_point
+            budget = config.options.memory_budget
+            size = posterior_points(budget, factor.element_size(), rows_per_point, factor.shape[-1])
+            largest_variance = 0.0
+            for number, rows in enumerate(x.split(size if block_size is None else int(block_size))):
+                first = number * (size if block_size is None else int(block_size))
+                blocks, norms = point_blocks(config, rows, first=first)
+                prior = coupling.covariances(self._scale()[:, None, None] * blocks)
+                largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
+                mean_update, covariance_update = self._updates(config, rows, (norms, own_norms), factor, weights)
+                means.append(self.prior_mean(rows) + mean_update)
+                covariances.append(prior - covariance_update)
+                bar.update(len(rows))
+        tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
+        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
+
+    def _updates(
+        self,
+        config: KernelConfig,
+        x: Tensor,
+        norms: tuple[Tensor | None, Tensor | None],
+        factor: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
+
+        The large arrays live in this function only: those of one block of test points are freed before the next.
+        """
+        cross = normalized_block(config, x, self.train_inputs[0], norms).mul_(self._scale()[:, None, None])
+        updates = (cross @ _by_matrix(weights, len(cross))).mT.reshape(len(weights), -1)  # (B, n R)
+        V = torch.linalg.solve_triangular(factor, cross.mT, upper=False)  # (K, N R, n R)
+        return self.coupling.from_rows(updates), self.coupling.point_blocks_of_gram(V, len(x))
 
     def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
         """Evaluate the prior mean at points with or without the copy column."""
@@ -307,14 +365,32 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         variances = self._rows(noise) if noise.numel() > 1 else noise.reshape(1, 1)
         return variances.expand(self.target_rows().shape)
 
-    def factorization(self) -> Factorization:
-        """Factorise the covariance of the observations, with the hyperparameters as they are."""
-        outputscale = self.covar_module.outputscale.reshape(-1)
-        gram, factor = self._gram(), outputscale[:, None, None]
-        covariance = gram * factor if torch.is_grad_enabled() else gram.mul_(factor)
+    def factorize(self) -> tuple[Float[Tensor, "K rows rows"], Float[Tensor, "B rows"]]:
+        """Factorise the covariance of the observations, with the hyperparameters as they are.
+
+        Returns:
+            The lower Cholesky factors of scale * K + noise, one per output or one for all of them, and the weights
+            (scale * K + noise)^-1 (targets - mean), arranged as `OutputCoupling` says.
+
+        Raises:
+            ValueError: The covariance is not positive definite; no jitter is added.
+        """
+        gram, scale = self._gram(), self.covar_module.outputscale.reshape(-1)[:, None, None]
+        covariance = gram * scale if torch.is_grad_enabled() else gram.mul_(scale)
         covariance.diagonal(dim1=-2, dim2=-1).add_(self.noise_rows()[: len(covariance)])
-        scale = outputscale / self.kernel.scale
-        return factorize(self.kernel.config, self.coupling, scale, self.train_inputs[0], covariance, self._residual())
+        factor, info = torch.linalg.cholesky_ex(covariance)
+        if info.any():
+            raise ValueError(
+                f"the observations' covariance must be positive definite in {covariance.dtype}: Cholesky stopped at "
+                f"row {int(info.max())} of {covariance.shape[-1]}. Raise the noise, or condition on fewer points."
+            )
+        residual = self._residual()
+        return factor, torch.cholesky_solve(_by_matrix(residual, len(factor)), factor).mT.reshape(residual.shape)
+
+    def _scale(self) -> Tensor:
+        """Return what kernel values without a scale are multiplied by, one number per matrix."""
+        scale: Tensor = self.covar_module.outputscale.reshape(-1) / self.kernel.scale
+        return scale
 
     def _rows(self, values: Tensor) -> Tensor:
         """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (B, rows)."""
@@ -368,17 +444,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return loss / rows
 
 
-def _validate_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetKind) -> None:
-    if not isinstance(noise, Tensor):
-        validate_number(noise, f"noise, if it is not a tensor {shape} of known variances,")
-        if not NOISE_FLOOR < noise < float("inf"):
-            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
-        return
-    validate_tensor(noise, "noise", floating=True)
-    if targets == "dirichlet":
-        raise ValueError("noise must not be given with targets='dirichlet': the transformed labels bring their own.")
-    if noise.shape != shape:
-        raise ValueError(f"noise must be one variance per point and output {shape}: got shape {tuple(noise.shape)}.")
+def _by_matrix(rows: Tensor, num_matrices: int) -> Tensor:
+    """Arrange B vectors of rows as the columns of right-hand sides, (K, rows, B / K)."""
+    return rows.reshape(num_matrices, -1, rows.shape[-1]).mT
 
 
 def validate_gp(gp: object) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 from epk_gp.core.losses import apply_head
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.kernels.blocks import KernelConfig
-from epk_gp.kernels.output_structure import OutputStructure
+from epk_gp.kernels.blocks import KernelConfig, OutputStructure
 from epk_gp.kernels.tagging import as_points, requires_graph, tag_points
 
 Coupling = Literal["full", "independent", "trace"]
@@ -158,65 +157,35 @@ class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  
 
     Args:
         noise: Variances of the n training points and C outputs, (n, C), positive.
-
-    Raises:
-        ValueError: A variance is not positive and finite.
     """
 
     def __init__(self, noise: Float[Tensor, "n C"]) -> None:
         super(_GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
-        _validate_variances(noise)
         self.register_buffer("noise", noise, persistent=False)
 
     def marginal(
-        self,
-        function_dist: MultitaskMultivariateNormal,
-        *params: Any,
-        noise: Float[Tensor, "*b n C"] | None = None,
-        **kwargs: Any,
+        self, function_dist: MultitaskMultivariateNormal, *params: Any, **kwargs: Any
     ) -> MultitaskMultivariateNormal:
-        """Add the noise to the covariance.
-
-        Args:
-            function_dist: Latent values of n points and C outputs.
-            params: Ignored: GPyTorch passes the inputs here.
-            noise: Variances to use instead of those of the training points.
-            kwargs: Ignored.
+        """Add the noise to the covariance of the latent values at the training points.
 
         Raises:
-            ValueError: The points are not as many as the training points, and no `noise` is given for them.
+            ValueError: The points are not as many as the training points.
         """
-        is_interleaved, shape = function_dist._interleaved, function_dist.event_shape
-        covariance = function_dist.lazy_covariance_matrix.evaluate_kernel()
-        noisy = covariance + self._shaped_noise_covar(shape, interleaved=is_interleaved, noise=noise)
+        is_interleaved = function_dist._interleaved
+        noise = self._shaped_noise_covar(function_dist.event_shape, interleaved=is_interleaved)
+        noisy = function_dist.lazy_covariance_matrix.evaluate_kernel() + noise
         return MultitaskMultivariateNormal(function_dist.mean, noisy, interleaved=is_interleaved)
 
     def _shaped_noise_covar(
-        self,
-        shape: torch.Size,
-        add_noise: bool | None = True,
-        interleaved: bool = True,
-        *params: Any,
-        noise: Tensor | None = None,
-        **kwargs: Any,
+        self, shape: torch.Size, add_noise: bool | None = True, interleaved: bool = True, *params: Any, **kwargs: Any
     ) -> LinearOperator:
         """Return the noise as a diagonal of n * C, for the base class."""
-        if noise is not None:
-            _validate_variances(noise)
-        variances: Tensor = self.noise if noise is None else noise
-        if variances.shape[-2:] != shape[-2:]:
+        if self.noise.shape != shape[-2:]:
             raise ValueError(
-                f"the noise must have one variance per point and class {tuple(shape[-2:])}: got shape "
-                f"{tuple(variances.shape)}. Pass noise= for points that are not the training points, or use the latent "
-                "distribution."
+                f"the noise is known of {tuple(self.noise.shape)} points and classes only: got points of shape "
+                f"{tuple(shape[-2:])}. Use the latent distribution for others."
             )
-        return DiagLinearOperator((variances if interleaved else variances.mT).flatten(-2))
-
-
-def _validate_variances(noise: Tensor) -> None:
-    invalid = noise[~((noise > 0) & torch.isfinite(noise))]
-    if len(invalid):
-        raise ValueError(f"noise variances must be positive and finite: got {invalid[0].item()}.")
+        return DiagLinearOperator((self.noise if interleaved else self.noise.mT).flatten(-2))
 
 
 @final

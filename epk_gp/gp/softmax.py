@@ -3,114 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
-from torch.quasirandom import SobolEngine
 
 from epk_gp.core.checks import (
     validate_count,
     validate_generator,
-    validate_integer,
     validate_number,
-    validate_positive,
 )
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
-
-_SOBOL_CELL = 2.0**-30  # width of the grid that torch's Sobol points lie on
-
-
-@final
-@dataclass(frozen=True)
-class MonteCarlo:
-    """Independent samples: the error falls as 1 / sqrt(number)."""
-
-    def standard_normals(
-        self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
-    ) -> Float[Tensor, "samples dimension"]:
-        """Sample independent vectors.
-
-        Args:
-            num_samples: Number of vectors.
-            dimension: Of a vector.
-            generator: Source of the samples, on the device of `reference`; torch's global one by default.
-            reference: A tensor of the dtype and on the device of the result.
-        """
-        return torch.randn(num_samples, dimension, generator=generator, dtype=reference.dtype, device=reference.device)
-
-    def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
-        """Estimate the error of the mean: the samples' standard deviation by the square root of their number."""
-        return samples.std(dim=-2).div(sqrt(samples.shape[-2]))
-
-
-@final
-@dataclass(frozen=True)
-class QuasiMonteCarlo:
-    """Sobol points, scrambled independently in every group: unbiased, and the spread of the groups estimates the error.
-
-    Owen (1997): for smooth integrands the error falls almost as 1 / number^(3/2) within a group.
-
-    Attributes:
-        groups: Independent scramblings, at least 2. Each has num_samples / groups points, best a power of 2.
-    """
-
-    groups: int = 16
-
-    def __post_init__(self) -> None:
-        """Raise if the groups give no error estimate.
-
-        Raises:
-            TypeError: The number of groups is not a whole number.
-            ValueError: There are fewer than 2 groups.
-        """
-        validate_integer(self.groups, "groups")
-        if self.groups < 2:
-            raise ValueError(f"a standard error needs at least 2 scramblings: got groups={self.groups}.")
-
-    def standard_normals(
-        self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
-    ) -> Float[Tensor, "samples dimension"]:
-        """Map scrambled Sobol points, group after group, to normal quantiles; the generator is on the CPU.
-
-        Raises:
-            ValueError: The groups do not divide the number of samples.
-        """
-        if num_samples % self.groups:
-            raise ValueError(
-                f"the number of samples must be a multiple of the scramblings: got num_samples={num_samples} for "
-                f"groups={self.groups}."
-            )
-        seeds = torch.randint(2**31, (self.groups,), generator=generator).tolist()
-        size = num_samples // self.groups
-        points = torch.cat(
-            [SobolEngine(dimension, scramble=True, seed=seed).draw(size, dtype=torch.float64) for seed in seeds]
-        )
-        centred = points + _SOBOL_CELL / 2  # the middle of a grid cell: the normal quantile of 0 is minus infinity
-        normals: Tensor = torch.special.ndtri(centred).to(reference)
-        return normals
-
-    def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
-        """Divide the standard deviation of the groups' means by the square root of the number of groups."""
-        means: Tensor = samples.unflatten(-2, (self.groups, -1)).mean(-2)
-        return means.std(dim=-2).div(sqrt(self.groups))
-
-
-SamplingMethod = MonteCarlo | QuasiMonteCarlo  # how standard normals are sampled, and what the error of their mean is
-
-
-def validate_method(method: object) -> None:
-    """Raise if standard normals cannot be sampled by this.
-
-    Raises:
-        TypeError: `method` is neither `MonteCarlo()` nor `QuasiMonteCarlo(groups)`.
-    """
-    if not isinstance(method, SamplingMethod):
-        raise TypeError(f"method must be MonteCarlo() or QuasiMonteCarlo(groups): got {method!r}.")
-
 
 # Bytes of a chunk of points. Measured for 1024 samples at 4000 points, 3 outputs, float64: 0.50 s in chunks of 64 MB,
 # 0.48 in chunks of 4 MB, 0.61 of 0.25 MB, 0.57 of 1 GB.
@@ -166,13 +71,11 @@ def softmax_uncertainty(
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
     *,
-    method: SamplingMethod = MonteCarlo(),
     quantiles: Sequence[float] = (),
-    temperature: float = 1.0,
 ) -> SoftmaxUncertainty:
     """Push a Gaussian over logits through the softmax.
 
-    Section 4.2, Bell et al. (2023): p = softmax((mean + covariance^(1/2) eps) / T) with eps ~ N(0, I_C). All points use
+    Section 4.2, Bell et al. (2023): p = softmax(mean + covariance^(1/2) eps) with eps ~ N(0, I_C). All points use
     the same eps: the result at a point does not depend on the other points, maps are smooth, and the Monte Carlo errors
     of different points are correlated. The outputs must be logits: those of a network that was trained on another
     loss than cross entropy, as of `MeanSquaredError`, are not, and their softmax is no class probability.
@@ -181,29 +84,22 @@ def softmax_uncertainty(
         posterior: Mean (n, C) and covariance (n, C, C), positive semi-definite to rounding.
         num_samples: Samples per point.
         generator: Source of the samples, on the posterior's device; torch's global one by default.
-        method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         quantiles: Levels in [0, 1] at which quantiles of the probability are returned.
-        temperature: T, which divides the logits.
 
     Returns:
         Moments and entropies with the standard error of the mean.
 
     Raises:
-        TypeError: `posterior`, `generator`, `num_samples`, `method` or `quantiles` is of the wrong kind.
-        ValueError: There are fewer than 2 samples, a level lies outside [0, 1], the temperature is not positive and
-            finite, values are not finite, or a covariance is not symmetric or has a negative eigenvalue beyond
-            rounding.
+        TypeError: `posterior`, `generator`, `num_samples` or `quantiles` is of the wrong kind.
+        ValueError: There are fewer than 2 samples, a level lies outside [0, 1], values are not finite, or a covariance
+            is not symmetric or has a negative eigenvalue beyond rounding.
     """
     validate_posterior(posterior)
-    _validate_sampling(num_samples, generator, method)
-    validate_positive(temperature, "temperature")
+    _validate_sampling(num_samples, generator)
     levels = _parse_levels(quantiles)
     root, max_clipped = symmetric_root(posterior)
-    eps = method.standard_normals(num_samples, posterior.mean.shape[1], generator, posterior.mean)
-    mean, root = posterior.mean / temperature, root / temperature
-    if max(float(part.abs().max()) for part in (mean, root) if part.numel()) > torch.finfo(mean.dtype).max ** 0.5:
-        raise ValueError(f"temperature must be so large that logits divided by it stay finite: got {temperature}.")
-    return _uncertainty(mean, root, eps, method, levels, max_clipped)
+    eps = _standard_normals(num_samples, generator, posterior.mean)
+    return _uncertainty(posterior.mean, root, eps, levels, max_clipped)
 
 
 def isotropic_softmax_uncertainty(
@@ -211,8 +107,6 @@ def isotropic_softmax_uncertainty(
     variance: Float[Tensor, " n"],
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
-    *,
-    method: SamplingMethod = MonteCarlo(),
 ) -> SoftmaxUncertainty:
     """Push independent logits of one variance through the softmax: `softmax_uncertainty` without C x C covariances.
 
@@ -221,26 +115,21 @@ def isotropic_softmax_uncertainty(
         variance: Of each logit of a point.
         num_samples: Samples per point.
         generator: As in `softmax_uncertainty`.
-        method: As there.
 
     Raises:
         TypeError, ValueError: As there, or a variance is negative.
     """
-    _validate_sampling(num_samples, generator, method)
+    _validate_sampling(num_samples, generator)
     if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
         raise ValueError("means must be finite, and variances finite and not negative: some are not.")
-    eps = method.standard_normals(num_samples, mean.shape[1], generator, mean)
-    return _uncertainty(mean, variance.sqrt()[:, None, None], eps, method, mean.new_zeros(0), 0.0)
+    eps = _standard_normals(num_samples, generator, mean)
+    return _uncertainty(mean, variance.sqrt()[:, None, None], eps, mean.new_zeros(0), 0.0)
 
 
-def _uncertainty(
-    mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
-) -> SoftmaxUncertainty:
+def _uncertainty(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor, max_clipped: float) -> SoftmaxUncertainty:
     """Estimate in chunks of points; roots are symmetric matrices (n, C, C) or standard deviations (n, 1, 1)."""
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
-    chunks = [
-        _moments(mu, A, eps, method, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)
-    ]
+    chunks = [_moments(mu, A, eps, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)]
     p, std, error, entropy, expected_entropy, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return SoftmaxUncertainty(
         mean=p,
@@ -254,10 +143,14 @@ def _uncertainty(
     )
 
 
-def _validate_sampling(num_samples: int, generator: torch.Generator | None, method: SamplingMethod) -> None:
+def _standard_normals(num_samples: int, generator: torch.Generator | None, mean: Tensor) -> Tensor:
+    """Sample standard normals, (samples, C)."""
+    return torch.randn(num_samples, mean.shape[1], generator=generator, dtype=mean.dtype, device=mean.device)
+
+
+def _validate_sampling(num_samples: int, generator: torch.Generator | None) -> None:
     validate_generator(generator)
     validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
-    validate_method(method)
 
 
 def _parse_levels(quantiles: object) -> Tensor:
@@ -272,7 +165,7 @@ def _parse_levels(quantiles: object) -> Tensor:
     return torch.tensor(levels, dtype=torch.float64)
 
 
-def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor) -> tuple[Tensor, ...]:
+def _moments(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor) -> tuple[Tensor, ...]:
     """Average differences from the softmax of the mean over the samples: they are exactly zero without variance."""
     centre = torch.softmax(mean, dim=-1)  # (n, C)
     deviations = eps @ root if root.shape[-1] == eps.shape[-1] else eps * root  # (n, S, C); the root is symmetric
@@ -286,7 +179,7 @@ def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, le
     return (
         p_mean,
         std,
-        method.standard_error(shift),
+        shift.std(dim=1) / sqrt(len(eps)),
         torch.special.entr(p_mean).sum(-1),
         entropy_of_centre + entropy_shift,
         torch.quantile(p, levels, dim=1).movedim(0, 1) if len(levels) else p.new_zeros(len(p), 0, p.shape[2]),

@@ -1,21 +1,26 @@
-"""The trained network beside a Gaussian process on the labels of its training points, which judges it."""
+"""The trained network beside a Gaussian process on its training labels, which judges it; and the files of both."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
+from safetensors.torch import save
+from sklearn.base import BaseEstimator, ClassifierMixin
 from torch import Tensor, nn
 
 from epk_gp.core.checks import validate_count
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.step import content_key
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
+from epk_gp.core.options import MEMORY_BUDGET, ComputeOptions, SupportsSubmit
+from epk_gp.core.step import Step, content_key, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.gp.data import (
+    NodesWithoutData,
     class_inputs,
     class_labels,
     class_names,
@@ -25,9 +30,15 @@ from epk_gp.gp.data import (
     like_inputs,
     training_labels,
 )
-from epk_gp.gp.label_process import InputsKernel, LabelProcess, LabelSettings, fit_labels
+from epk_gp.gp.label_process import (
+    InputFeatures,
+    InputsKernel,
+    LabelKernel,
+    LabelProcess,
+    LabelSettings,
+    fit_labels,
+)
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.saved_classifier import SavedClassifier, damage_named, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import (
     ClassUncertainty,
@@ -38,38 +49,50 @@ from epk_gp.gp.stacking import (
     stack_logits,
 )
 from epk_gp.kernels.blocks import BlockCache
-from epk_gp.quadrature.paths import WeightPath, straight
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.quadrature.paths import WeightPath, chords, straight
+from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
+from epk_gp.storage.files import (
+    MAX_JSON_BYTES,
+    atomic_write,
+    checksum,
+    checksum_file,
+    checksum_json,
+    checksummed_json,
+    load_tensors,
+    read_bytes,
+    read_checksummed_json,
+)
+from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path")
-_UNSUPPORTED = ("checkpoint", "accumulate")
-_OPTIONS = ("memory_budget", "progress", "executor")
+
+FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 1
+DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
+_ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
+_NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
+_DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
 
 
-@dataclass(frozen=True, eq=False)
-class _Judgement:
+class _Judgement(NamedTuple):
     """What network and process say of n points: logits and mean (n, C), and the process's variance (n,)."""
 
-    logits: Float[Tensor, "n C"]
-    mean: Float[Tensor, "n C"]
-    variance: Float[Tensor, " n"]
-
-    def __getitem__(self, rows: Int64[Tensor, " m"]) -> "_Judgement":
-        return _Judgement(self.logits[rows], self.mean[rows], self.variance[rows])
+    logits: Tensor
+    mean: Tensor
+    variance: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Fitted:
+class _Fitted(NamedTuple):
     """The run, settings and names of classes that the last `fit` used, which `set_params` does not change."""
 
     trajectory: Trajectory
     settings: LabelSettings
-    classes: object
+    classes: Any
 
 
 @final
-class UncertainClassifier:
+class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """A trained network beside a Gaussian process on the labels of all its training points.
 
     The process has one kernel for all classes, a power of the cosine of the path kernel's trace times an RBF kernel on
@@ -108,7 +131,9 @@ class UncertainClassifier:
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
         path: Which the nodes lie on: `straight()` steps, or `chords(every=k)`.
-        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
+        memory_budget: Bytes for everything but the points and the result (`ComputeOptions`).
+        progress: Show a progress bar.
+        executor: Whose workers compute (`ComputeOptions`).
 
     Attributes:
         classes_: The names of the classes, or 0 .. C - 1.
@@ -116,8 +141,6 @@ class UncertainClassifier:
         stacking_: The weights a_1 and a_2.
         conformity_scores_: Of the second half of the validation points, ascending.
     """
-
-    _estimator_type = "classifier"
 
     def __init__(
         self,
@@ -131,7 +154,9 @@ class UncertainClassifier:
         seed: int = 0,
         power: int | None = None,
         path: WeightPath = straight(),
-        **options: Unpack[ComputeSettings],
+        memory_budget: int = MEMORY_BUDGET,
+        progress: bool = False,
+        executor: SupportsSubmit | None = None,
     ) -> None:
         validate_trajectory(trajectory)
         self.trajectory = trajectory
@@ -143,8 +168,10 @@ class UncertainClassifier:
         self.seed = seed
         self.power = power
         self.path = path
-        self.options = options
-        parse_options("UncertainClassifier", _UNSUPPORTED, **options)
+        self.memory_budget = memory_budget
+        self.progress = progress
+        self.executor = executor
+        ComputeOptions(memory_budget, progress, executor=executor)  # raises where they cannot be used
         self._cache = BlockCache(_CACHE_BYTES)
 
     def fit(self, X: object, y: object) -> "UncertainClassifier":
@@ -162,7 +189,7 @@ class UncertainClassifier:
         """
         trajectory = self.trajectory
         labels = training_labels(trajectory, "UncertainClassifier")
-        settings = self._settings()
+        settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
         settings.validate()
         points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
@@ -174,7 +201,7 @@ class UncertainClassifier:
                 "points out of the training."
             )
         count_seen(held_out, trajectory)
-        options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
+        options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         process = fit_labels(trajectory, labels, settings, points.to(held_out.device), options)
         judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
@@ -182,7 +209,7 @@ class UncertainClassifier:
         own = labels[points].to(process.values.device)
         alone = most_likely_temperature(process.leave_one_out()[0], own, unknown=1)
         stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first], alone, len(own))
-        probability = torch.softmax(_stacked(stacking, judged[second]), dim=1)
+        probability = torch.softmax(_stacked(stacking, _Judgement(*(part[second] for part in judged))), dim=1)
         self._cache = BlockCache(_CACHE_BYTES)
         self._fitted = _Fitted(trajectory, settings, self.classes)
         self.classes_: np.ndarray = names
@@ -277,13 +304,59 @@ class UncertainClassifier:
             OSError: The folder cannot be written.
             RuntimeError: The classifier is not fitted.
         """
-        self._check_is_fitted()
-        fitted = self._fitted
-        names = None if fitted.classes is None else self.classes_.tolist()
-        posterior = self._posterior(fitted.trajectory.inputs[:NUM_FINGERPRINT_POINTS])
-        scores = self.conformity_scores_
-        saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, scores, posterior, names)
-        write_classifier(folder, saved, fitted.trajectory)
+        self._require_fitted()
+        place, (trajectory, settings, classes), process = Path(folder), self._fitted, self.process_
+        place.mkdir(parents=True, exist_ok=True)
+        if any(place.iterdir()):
+            raise FileExistsError(f"folder must be a new or empty folder: {place} holds something. Choose another.")
+        kernel, nodes, model = process.kernel, process.kernel.nodes, trajectory.model
+        probes, statistics = trajectory.inputs[:NUM_FINGERPRINT_POINTS], nodes.statistics
+        first_statistics = None if statistics is None else statistics[0]
+        tensors = {
+            "states": torch.stack([nodes.states[s] for s in range(len(nodes.states))]),
+            "probe_inputs": probes,
+            "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
+            "probe": fingerprint_outputs(model, nodes.states[0], probes, first_statistics),
+            "values": process.values,
+            "vectors": process.vectors,
+            "weights": process.weights,
+            "scores": self.conformity_scores_,
+            "posterior": self._said(probes),
+        }
+        if statistics is not None:
+            tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
+        if isinstance(kernel, LabelKernel):
+            tensors |= {"inputs": process.training, "process_targets": process.targets}
+        tensors |= {f"constant.{name}": value for name, value in model.frozen_state().items()}
+        tensors |= model.signature.stored_tensors()
+        content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+        of_settings = {name: value for name, value in asdict(settings).items() if name != "path"}
+        if settings.path.every != 1:
+            of_settings["chords_every"] = settings.path.every
+        of_process: dict[str, Any] = {name: getattr(process, name) for name in _NUMBERS}
+        of_process["kind"] = "exact" if isinstance(kernel, LabelKernel) else "sketched"
+        described: dict[str, Any] = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "run": run_header(
+                model,
+                trajectory.loss,
+                nodes.update_rule,
+                num_points=trajectory.num_points,
+                num_outputs=trajectory.num_outputs,
+                data_digest=trajectory.data_digest,
+            ),
+            "digest": nodes.digest,
+            "step_size": nodes.steps[0].lr,
+            "settings": of_settings,
+            "process": of_process | {"lengthscale": kernel.lengthscale, "power": kernel.power},
+            "stacking": asdict(self.stacking_),
+            "classes": None if classes is None else self.classes_.tolist(),
+            "tensor_bytes": len(content),
+        }
+        atomic_write(place / TENSORS, content)
+        described["tensor_blake2b"] = checksum(content, checksum_json(described))
+        atomic_write(place / DESCRIPTION, checksummed_json(described))
 
     @classmethod
     def load(
@@ -300,49 +373,48 @@ class UncertainClassifier:
             FileNotFoundError: The folder holds no classifier.
             ValueError: A file is damaged, or the network is another one.
         """
-        saved, trajectory = read_classifier(folder, net, output)
-        settings = saved.settings
-        model = cls(
-            trajectory,
-            nodes=settings.nodes,
-            features=settings.features,
-            inputs_kernel=settings.inputs_kernel,
-            classes=saved.classes,
-            seed=settings.seed,
-            power=settings.power,
-            path=settings.path,
-        )
-        model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
-        model._fitted = _Fitted(trajectory, settings, saved.classes)
-        with damage_named(folder):
-            model.classes_ = class_names(saved.classes, trajectory.num_outputs)
-            saved.validate_posterior(model._posterior(trajectory.inputs))
-        return model
+        description, data = _read_files(Path(folder))
+        header = dict(description.run)
+        with _damage_named(folder):
+            scores = data["scores"]
+            is_finite = data["states"].isfinite().all() and scores.isfinite().all()
+            if not (is_finite and scores.ndim == 1 and len(scores) and (scores.diff() >= 0).all()):
+                raise TypeError("a state or score is not finite, or the scores are not ascending")
+            probes = {**data, "inputs": data["probe_inputs"]}
+        model = recorded_model(header, probes, net, output)
+        with _damage_named(folder):
+            nodes = _read_nodes(description, header, data, model)
+            of_settings = dict(description.settings)
+            every = of_settings.pop("chords_every")
+            settings = LabelSettings(**of_settings, path=straight() if every == 1 else chords(every))
+            classifier = cls(nodes, classes=description.classes, **vars(settings))
+            classifier._fitted = _Fitted(nodes, settings, description.classes)
+            classifier.process_ = _read_process(description.process, data, nodes, settings.seed)
+            classifier.stacking_ = Stacking(**description.stacking)  # type: ignore[arg-type]  # numbers
+            classifier.conformity_scores_ = scores
+            classifier.classes_ = class_names(description.classes, nodes.num_outputs)
+            classifier._validate_said(data["posterior"])
+        return classifier
 
-    def _posterior(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
+    def _said(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
         """Return mean and variance of the logits, by which a stored classifier is recognised."""
         posterior = self.logit_posterior(X)
         return torch.cat([posterior.mean, posterior.covariance[:, 0, :1]], dim=1).cpu()
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the arguments that the classifier was made with, as scikit-learn asks for them."""
-        return {name: getattr(self, name) for name in _PARAMETERS} | self.options
+    def _validate_said(self, stored: Tensor) -> None:
+        """Raise if the classifier does not say what it said when it was saved, up to the rounding of its dtype.
 
-    def set_params(self, **params: Any) -> "UncertainClassifier":
-        """Change arguments; they take effect in the next `fit`.
-
-        Raises:
-            ValueError: There is no such argument.
+        Means are compared with the largest mean, variances with the largest and, for rounding, with the prior one.
         """
-        known = self.get_params().keys() | set(_OPTIONS)
-        for name, value in params.items():
-            if name not in known:
-                raise ValueError(f"a parameter must be one of {sorted(known)}: got {name!r}.")
-            if name in _OPTIONS:
-                self.options[name] = value  # type: ignore[literal-required]  # one of its fields
-            else:
-                setattr(self, name, value)
-        return self
+        process, actual = self.process_, self._said(self._fitted.trajectory.inputs)
+        is_double = isinstance(process.kernel, LabelKernel) and process.training.dtype == torch.float64
+        eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
+        size = stored.abs().amax(0)
+        size[:-1] = size[:-1].max()
+        limit = eps**_ROUNDING_POWER * size
+        limit[-1] += 8 * eps * self.stacking_.process**2 * process.outputscale
+        if actual.shape != stored.shape or not ((actual - stored).abs() <= limit).all():
+            raise TypeError("its tensors do not give the logits that were stored with them")
 
     def __sklearn_clone__(self) -> "UncertainClassifier":
         return UncertainClassifier(**self.get_params())
@@ -350,24 +422,7 @@ class UncertainClassifier:
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "conformity_scores_")
 
-    def __sklearn_tags__(self) -> Any:
-        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags  # noqa: PLC0415  only scikit-learn asks
-
-        return Tags(
-            estimator_type="classifier",
-            target_tags=TargetTags(required=True),
-            classifier_tags=ClassifierTags(),
-            input_tags=InputTags(two_d_array=True, three_d_array=True),
-        )
-
-    def __repr__(self) -> str:
-        changed = {name: value for name, value in self.get_params().items() if name not in ("trajectory", "points")}
-        return f"UncertainClassifier({self.trajectory!r}, {', '.join(f'{k}={v!r}' for k, v in changed.items())})"
-
-    def _settings(self) -> LabelSettings:
-        return LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
-
-    def _check_is_fitted(self) -> None:
+    def _require_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
             raise RuntimeError(
                 "the classifier must be fitted before it is asked: call fit(X, y) with validation points that the "
@@ -376,7 +431,7 @@ class UncertainClassifier:
 
     def _judged(self, X: object) -> _Judgement:
         """Evaluate network and process, once for the same points."""
-        self._check_is_fitted()
+        self._require_fitted()
         trajectory = self._fitted.trajectory
         points = class_inputs(trajectory, X)
         C, key = trajectory.num_outputs, content_key(points)
@@ -406,3 +461,112 @@ def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n .
         logits = network_outputs(trajectory, points).to(torch.float64)
         mean, variance = process.predict(points)
     return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
+
+
+class _Settings(Record):
+    """`LabelSettings`; chords by their length."""
+
+    nodes: Positive | None
+    features: Positive | Literal["exact"] | None
+    inputs_kernel: Literal["rbf"] | None
+    seed: int
+    power: Positive | None
+    chords_every: Positive = 1
+
+
+class _Process(Record):
+    """The numbers of a process."""
+
+    kind: Literal["exact", "sketched"]
+    noise: float
+    outputscale: float
+    negative_log_likelihood: float
+    lengthscale: float | None
+    power: Positive
+
+
+class _Description(Record):
+    """What the JSON file holds."""
+
+    format: str
+    version: int
+    run: RunDescription
+    digest: str
+    step_size: float
+    settings: _Settings
+    process: _Process
+    stacking: dict[str, int | float]
+    classes: list[Any] | None
+    tensor_bytes: Count
+    tensor_blake2b: str
+
+
+@contextmanager
+def _damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what tensors of a wrong kind raise into one clear error."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{Path(folder) / DESCRIPTION} {_DAMAGED} ({reason})") from error
+
+
+def _read_process(description: _Process, data: Mapping[str, Tensor], nodes: Trajectory, seed: int) -> LabelProcess:
+    values, vectors, weights = data["values"], data["vectors"], data["weights"]
+    numbers = {name: getattr(description, name) for name in _NUMBERS}
+    options = ComputeOptions()
+    if description.kind == "exact":
+        kernel = LabelKernel(nodes, description.lengthscale, options, seed, description.power)
+        return LabelProcess(kernel, data["inputs"], data["process_targets"], values, vectors, weights, **numbers)
+    features = InputFeatures(nodes, len(vectors), seed, description.lengthscale, options, description.power)
+    none = vectors.new_zeros(0, len(vectors)), weights.new_zeros(0, nodes.num_outputs)
+    return LabelProcess(features, *none, values, vectors, weights, **numbers)
+
+
+def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
+    """Read both files, checked against their checksums."""
+    file, tensors = folder / DESCRIPTION, folder / TENSORS
+    if not file.is_file():
+        raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
+    message = f"{file} {_DAMAGED}"
+    entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+    if entries.get("format") != FORMAT:
+        raise ValueError(message)
+    if entries.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
+            "of epk_gp that wrote it."
+        )
+    description = validated(_Description, entries, message)
+    del entries["tensor_blake2b"]
+    size = description.tensor_bytes
+    if checksum_file(tensors, size, str(tensors), checksum_json(entries)) != description.tensor_blake2b:
+        raise ValueError(
+            f"{tensors} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
+            "from a copy."
+        )
+    return description, load_tensors(read_bytes(tensors, size, str(tensors)), str(tensors))
+
+
+def _read_nodes(
+    description: _Description, header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel
+) -> Trajectory:
+    """Build the run of nodes; its training data are a few points, by which the network is recognised."""
+    states, length = tuple(data["states"]), description.step_size
+    coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
+    trajectory = NodesWithoutData(
+        model=model,
+        inputs=data["probe_inputs"],
+        targets=data["targets"],
+        loss=recorded_loss(header, None),
+        update_rule=header["law"]["name"],
+        states=states,
+        updates=(coefficients,) * (len(states) - 1),
+        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(len(states) - 1)),
+        num_outputs=header["num_outputs"],
+        digest=description.digest,
+        data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
+        statistics=tuple(data["statistics"]) if "statistics" in data else None,
+    )
+    validate_forward_function(trajectory, data["probe"])
+    return trajectory

@@ -1,22 +1,145 @@
-"""Blocks of a GPyTorch kernel between sets of tagged points, and batches of them; each is computed once."""
+"""Blocks of a GPyTorch kernel between sets of tagged points, of what is made of the C x C block of two points.
+
+Each block is computed once.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral
 from threading import RLock
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_count
+from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import summed_block_points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import PathSketch
-from epk_gp.kernels.output_structure import OutputStructure, diagonals
+from epk_gp.gram.sketch import PathSketch, trace_coefficients
 from epk_gp.kernels.tagging import as_points, as_set_pairs, distinct_points, same_points
+
+Kind = Literal["full", "independent", "trace", "sum"]
+Outputs = Kind | int
+
+# What is made of each of n blocks K(x_i, x_i), as an equation of `torch.einsum`.
+_EQUATIONS: dict[str, str] = {"full": "ncd->ncd", "independent": "ncc->nc", "trace": "ncc->n", "sum": "ncd->n"}
+
+
+@dataclass(frozen=True)
+class OutputStructure:
+    """What a kernel makes of the C x C block K(x, x') of two points.
+
+    Between N and M points a kernel is K matrices of (N * R) x (M * R) numbers. Rows are point-major: row i * R + k is
+    output k of point i.
+
+    Attributes:
+        kind: "full" - all of the block, one matrix with C rows per point; "independent" - its diagonal, one matrix per
+            output; "trace" - one scalar kernel, sum_c K(x, x')[c, c]; "sum" - the scalar kernel of the sum of the
+            outputs, sum_{c, d} K(x, x')[c, d].
+        num_outputs: C, the network's outputs.
+    """
+
+    kind: Kind
+    num_outputs: int
+
+    @property
+    def rows_per_point(self) -> int:
+        """R, the rows of a matrix that belong to one point."""
+        return self.num_outputs if self.kind == "full" else 1
+
+    @property
+    def num_matrices(self) -> int:
+        """K, the matrices between two sets of points."""
+        return self.num_outputs if self.kind == "independent" else 1
+
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Compute the matrices between N and M points, (K, N * R, M * R)."""
+        if self.kind == "independent":
+            return kernel.block_per_class(a, b, options)
+        if self.kind == "trace":
+            return kernel.trace_block(a, b, options)[None]
+        if self.kind == "full":
+            block = kernel.block(a, b, options)
+            return block.reshape(1, block.shape[0] * block.shape[1], -1)
+        size = summed_block_points(options.memory_budget, self.num_outputs, len(b))
+        return torch.cat([kernel.block(rows, b, options).sum((1, 3)) for rows in _split_rows(a, size)])[None]
+
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return what the structure makes of each of n blocks K(x_i, x_i)."""
+        R = self.rows_per_point
+        return torch.einsum(_EQUATIONS[self.kind], blocks).reshape(len(blocks), self.num_matrices, R, R)
+
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return the sums of outputs whose gradients are sketched, at each node.
+
+        Args:
+            run: The run whose steps are the nodes.
+            classes: Those of the structure's K matrices that are wanted.
+            seed: Draws signs of the outputs, whose average over nodes gives the trace.
+        """
+        if self.kind == "trace":
+            return trace_coefficients(run, seed)
+        every = torch.eye(self.num_outputs, dtype=torch.float64)
+        rows = {"full": every, "independent": every[classes.cpu()], "sum": torch.ones_like(every[:1])}[self.kind]
+        return rows.expand(run.num_steps, -1, -1)
+
+    def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
+        """Return the diagonals, (K, n * R), of the matrices between n points and themselves."""
+        return diagonals(self.reduce_blocks(blocks))
+
+
+def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, Int[Tensor, "*batch"]]:
+    """Return the structure that a kernel's argument `outputs` asks for, and the matrices that the kernel takes of it.
+
+    Args:
+        outputs: "full", "independent", "trace", "sum" or a class index; see `EPKKernel`.
+        num_outputs: C.
+
+    Returns:
+        The structure, and the index of a matrix for every element of the kernel's batch: 0 .. C - 1 for "independent"
+        (batch shape [C]), the class index or 0 else (batch shape []).
+
+    Raises:
+        TypeError: `outputs` is neither a string nor an integer.
+        ValueError: `outputs` is an unknown string, or no class of the network has that index.
+    """
+    given: object = outputs  # NumPy's integers count too
+    message = f"outputs must be one of {list(_EQUATIONS)} or a class index: got {outputs!r}."
+    if isinstance(given, bool) or not isinstance(given, Integral | str):
+        raise TypeError(message)
+    if isinstance(outputs, str):
+        if outputs not in _EQUATIONS:
+            raise ValueError(message)
+        matrices = torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
+        return OutputStructure(outputs, num_outputs), matrices
+    if not 0 <= outputs < num_outputs:
+        raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
+    return OutputStructure("independent", num_outputs), torch.tensor(int(outputs))
+
+
+def diagonals(blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "K rows"]:
+    """Join the diagonals of R x R blocks, one per point and matrix, to the diagonals of the K matrices, (K, n * R)."""
+    return blocks.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1)
+
+
+def _split_rows(a: Points, size: int) -> Iterator[Points]:
+    if size >= len(a):
+        yield a  # the same object: a block of points with themselves is computed at half the cost
+        return
+    for start in range(0, len(a), size):
+        rows = slice(start, start + size)
+        yield Points(a.X[rows], a.is_train if isinstance(a.is_train, bool) else a.is_train[rows])
 
 
 class BlockCache:
@@ -178,22 +301,36 @@ def diagonal_blocks(config: KernelConfig, x: Shaped[Tensor, "n columns"]) -> Flo
     return config.computed("diagonal", content_key(x), x, compute)
 
 
+def set_pairs(
+    config: KernelConfig,
+    x: Shaped[Tensor, "*b n columns"],
+    y: Shaped[Tensor, "*c m columns"],
+    matrices: Int64[Tensor, "*d"],
+) -> SetPairs:
+    """Return the pairs of sets of a batch, and what each asks of the outputs.
+
+    Args:
+        config: The kernel.
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1); b and c broadcast to d.
+        matrices: Which of the structure's K matrices each pair has.
+    """
+    kind = config.structure.kind
+    classes = matrices.flatten() if kind == "independent" else None
+    pairs = as_set_pairs(config.trajectory, x, y, matrices.shape)
+    return replace(pairs, classes=classes, is_summed=kind == "sum", is_traced=kind == "trace")
+
+
 def _pairs_of_sets(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
-    """Evaluate one output's kernel between the sets of each element of a batch, and no other output's: (*d, n, m)."""
+    """Evaluate each pair of sets of a batch by itself, (*d, n R, m R): the layer Jacobians of a point are shared."""
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
 
     def compute() -> Tensor:
-        pairs = replace(as_set_pairs(config.trajectory, x, y, batch), classes=matrices.expand(batch).flatten())
-        return config.path_kernel.pairs_block(pairs, config.options)
+        values = config.path_kernel.pairs_block(set_pairs(config, x, y, matrices.expand(batch)), config.options)
+        return values.permute(0, 2, 1, 4, 3).flatten(1, 2).flatten(2)
 
     values = config.computed("pairs", content_key(x, y, matrices), x, compute)
-    return values.reshape(*batch, x.shape[-2], y.shape[-2])
-
-
-# Points on each side of the blocks that a batch of small blocks is joined into. Measured for 256 pairs of sets of 2
-# points and a network of 200,000 weights: 3.8 s with 16, 1.8 with 64, 1.6 with 128, 2.0 with 256, 3.0 with 512. Small
-# networks are 2 times faster with 64, but each block reads every weight state of a run on disk: few blocks are better.
-PAIR_POINTS = 256
+    return values.reshape(*batch, *values.shape[1:])
 
 
 def batch_of_blocks(
@@ -215,27 +352,17 @@ def batch_of_blocks(
         missing.
     """
     x, y = distinct_points(x, y)
-    if _every_set_has_its_matrix(config, x, y, matrices):
+    P, Q = (z.shape[:-2].numel() for z in (x, y))
+    if x.shape[-2] == 1 and same_points(x, y):
+        blocks = config.structure.reduce_blocks(diagonal_blocks(config, x.reshape(P, -1)))
+        return _select(blocks.reshape(*x.shape[:-2], *blocks.shape[1:]), matrices, 2)
+    if min(P, Q) > 1 or _every_set_has_its_matrix(config, x, y, matrices):
         return _pairs_of_sets(config, x, y, matrices)
-    return _select(_every_matrix(config, x, y), matrices, 2)
-
-
-def _every_matrix(config: KernelConfig, x: Tensor, y: Tensor) -> Tensor:
-    """Evaluate all K matrices of each element of a batch, (*d, K, n R, m R)."""
+    # one set against many sets is one block against one long set
+    joint = block(config, x.reshape(P * x.shape[-2], -1), y.reshape(Q * y.shape[-2], -1))
+    by_sets = joint.unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)  # (P, Q, K, n R, m R)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    n, m = x.shape[-2], y.shape[-2]
-    P, Q = x.shape[:-2].numel(), y.shape[:-2].numel()
-    if P == 1 or Q == 1:  # one set against many sets is one block against one long set
-        joint = block(config, x.reshape(P * n, -1), y.reshape(Q * m, -1))
-        K, R = joint.shape[0], config.structure.rows_per_point
-        parts = joint.reshape(K, P, n * R, Q, m * R).permute(1, 3, 0, 2, 4)
-        return parts.reshape(*batch, K, n * R, m * R)
-    left, right = (z.expand(*batch, *z.shape[-2:]).flatten(0, -3) for z in (x, y))
-    if n == 1 and same_points(left, right):
-        blocks = config.structure.reduce_blocks(diagonal_blocks(config, left.flatten(0, 1)))
-    else:
-        blocks = _paired_blocks(config, left, right)
-    return blocks.reshape(*batch, *blocks.shape[1:])
+    return _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices, 2)
 
 
 def batch_of_diagonals(
@@ -244,28 +371,14 @@ def batch_of_diagonals(
     y: Shaped[Tensor, "*c n columns"],
     matrices: Int64[Tensor, "*k"],
 ) -> Float[Tensor, "*d rows"]:
-    """Evaluate only the diagonals of `batch_of_blocks`.
-
-    Args:
-        config: The kernel.
-        x: (*b, n, D + 1).
-        y: (*c, n, D + 1), usually the same points.
-        matrices: (*k).
-
-    Returns:
-        (*d, n * R).
-    """
+    """Evaluate only the diagonals of `batch_of_blocks`, (*d, n * R); y usually are the same points."""
     x, y = distinct_points(x, y)
-    R, n = config.structure.rows_per_point, x.shape[-2]
-    if same_points(x, y):
-        batch = x.shape[:-2]
-        diagonal = config.structure.diagonal(diagonal_blocks(config, x.reshape(-1, x.shape[-1])))
-    else:
-        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        single_points = (z.expand(*batch, *z.shape[-2:]).reshape(-1, 1, z.shape[-1]) for z in (x, y))
-        diagonal = diagonals(_paired_blocks(config, *single_points))
-    K = diagonal.shape[0]
-    return _select(diagonal.reshape(K, -1, n * R).movedim(0, 1).reshape(*batch, K, n * R), matrices, 1)
+    if not same_points(x, y):  # every point is a set of its own
+        values = _pairs_of_sets(config, x.unsqueeze(-2), y.unsqueeze(-2), matrices[..., None])
+        return values.diagonal(dim1=-2, dim2=-1).flatten(-2)
+    diagonal = config.structure.diagonal(diagonal_blocks(config, x.reshape(-1, x.shape[-1])))
+    by_sets = diagonal.unflatten(1, (x.shape[:-2].numel(), -1)).movedim(0, 1)
+    return _select(by_sets.reshape(*x.shape[:-2], *by_sets.shape[1:]), matrices, 1)
 
 
 def _select(values: Tensor, matrices: Tensor, value_ndim: int) -> Tensor:
@@ -284,20 +397,3 @@ def _every_set_has_its_matrix(config: KernelConfig, x: Tensor, y: Tensor, matric
         return False
     batch = torch.broadcast_shapes(*sides, matrices.shape)
     return all(batch == torch.broadcast_shapes(side, [1] * len(batch)) for side in sides)
-
-
-def _paired_blocks(config: KernelConfig, x: Tensor, y: Tensor) -> Tensor:
-    """Evaluate the blocks of x_p against y_p for P pairs of sets, (P, K, n R, m R).
-
-    A group of pairs is computed as one block of which only the diagonal blocks are kept. Layer Jacobians, which cost
-    most, are computed once per point; the size of a group bounds the products that are thrown away.
-    """
-    P, n, m, R = x.shape[0], x.shape[-2], y.shape[-2], config.structure.rows_per_point
-    group = max(1, PAIR_POINTS // max(n, m))
-    parts = []
-    for start in range(0, P, group):
-        u, v = x[start : start + group], y[start : start + group]
-        g = u.shape[0]
-        joint = block(config, u.flatten(0, 1), v.flatten(0, 1)).reshape(-1, g, n * R, g, m * R)
-        parts.append(joint.diagonal(dim1=1, dim2=3).movedim(-1, 0))
-    return torch.cat(parts)

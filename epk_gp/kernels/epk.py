@@ -1,27 +1,24 @@
 """The exact path kernel as a GPyTorch kernel."""
 
 from collections.abc import Iterator, Sequence
-from numbers import Real
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, cast, final
 
 import gpytorch
-import numpy as np
 import torch
 from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_positive
+from epk_gp.core.checks import validate_count, validate_integer, validate_positive
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import NUM_NODES
-from epk_gp.kernels.blocks import BlockCache, KernelConfig, block, diagonal_blocks
-from epk_gp.kernels.output_structure import Outputs, parse_outputs
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, validate_path_of_nodes
+from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, diagonal_blocks, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
-from epk_gp.kernels.values import kernel_sketch, kernel_values, mean_square_length, sketched_values
+from epk_gp.kernels.values import kernel_values, sketched_values, square_lengths
 from epk_gp.quadrature.paths import WeightPath, path_identity, require_integrable, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
@@ -32,47 +29,13 @@ Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 NORMALIZATION_POINTS = 1000
 
 
-def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], normalize: Normalization) -> float:
-    """Return what a kernel's values are divided by.
-
-    Args:
-        config: The kernel, not normalized.
-        matrices: Indices of its matrices that count.
-        normalize: None and "cosine" for 1; a positive number for itself; "mean_diagonal" for the mean diagonal of these
-            matrices over at most `NORMALIZATION_POINTS` evenly spaced training copies.
-
-    Raises:
-        TypeError: `normalize` is not None, a string or a number.
-        ValueError: `normalize` is another string or not positive and finite, or the mean diagonal is not positive.
-    """
-    if normalize is None or config.is_cosine:
-        return 1.0
-    if normalize == "mean_diagonal":
-        return _validated(_mean_diagonal(config, matrices))
-    message = f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}."
-    if isinstance(normalize, str):
-        raise ValueError(message)
-    given: object = normalize  # NumPy's numbers count too
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(message)
-    validate_positive(normalize, "normalize")
-    return float(normalize)
-
-
-def gram_scale(config: KernelConfig, x: Shaped[Tensor, "n columns"]) -> float:
-    """Return the mean diagonal of all matrices between points, from the matrices, which the kernel's cache then keeps.
-
-    Args:
-        config: The kernel, not normalized.
-        x: The points.
+def mean_diagonal(diagonal: Float[Tensor, "..."]) -> float:
+    """Return what a kernel's values are divided by for a mean diagonal of 1.
 
     Raises:
         ValueError: The mean diagonal is not positive.
     """
-    return _validated(float(block(config, x, x).diagonal(dim1=-2, dim2=-1).mean()))
-
-
-def _validated(scale: float) -> float:
+    scale = float(diagonal.mean())
     if not scale > 0:
         raise ValueError(
             f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
@@ -81,15 +44,15 @@ def _validated(scale: float) -> float:
     return scale
 
 
-def _mean_diagonal(config: KernelConfig, matrices: Tensor) -> float:
-    """Average the diagonals on evenly spaced training copies, in float64."""
+def _training_diagonal(config: KernelConfig, matrices: Tensor) -> Tensor:
+    """Evaluate the diagonals on evenly spaced training copies, in float64."""
     inputs = config.trajectory.inputs
     count = min(len(inputs), NORMALIZATION_POINTS)
     indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
     x = train_copy(inputs[indices].reshape(count, -1).to(torch.float64))
     if config.sketch is not None:
-        return mean_square_length(config, x, matrices)
-    return float(config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()].mean())
+        return square_lengths(config, x, matrices)
+    return config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()]
 
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -153,10 +116,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         scale: What all values are divided by; 1.0 without normalization and for cosines.
 
     Raises:
-        TypeError: `outputs`, `rule`, `path`, `normalize` or `active_dims` is of the wrong kind, or an option is
-            unknown.
-        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, or
-            `active_dims` are not as many columns as the points need.
+        TypeError: `outputs`, `rule`, `path` or `normalize` is of the wrong kind, or an option is unknown.
+        ValueError: `outputs`, `head` or `normalize` is not known, or the class does not exist.
     """
 
     def __init__(
@@ -182,23 +143,38 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         require_integrable(path, "EPKKernel")
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
-        columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
-        super().__init__(batch_shape=matrices.shape, active_dims=columns)
-        self.outputs = outputs if isinstance(outputs, str) else int(outputs)
+        is_named = normalize is None or isinstance(normalize, str)
+        if not is_named:
+            validate_positive(normalize, "normalize, if it is not None, 'cosine' or 'mean_diagonal',")
+        elif normalize not in (None, "cosine", "mean_diagonal"):
+            known = "None, 'cosine', 'mean_diagonal' or a positive number"
+            raise ValueError(f"normalize must be {known}: got {normalize!r}.")
         if nodes is not None and features is None:
-            raise ValueError(
-                f"nodes needs features=, whose sketches are taken at them: got nodes={nodes} without features. For a "
-                "kernel at few nodes without sketches, use nodes_trajectory."
+            raise ValueError(f"nodes needs features=, whose sketches are taken at them: got nodes={nodes} alone.")
+        super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
+        self.outputs = outputs if isinstance(outputs, str) else int(outputs)
+        sketch = None
+        if features is not None:
+            validate_count(features, "features")
+            if nodes is not None:
+                validate_count(nodes, "nodes")
+            validate_integer(seed, "seed")
+            validate_path_of_nodes(path_kernel.path)
+            num_nodes = NUM_NODES if nodes is None else int(nodes)
+            every = torch.eye(trajectory.num_outputs, dtype=torch.float64).expand(num_nodes, -1, -1)
+            sketch = PathSketch(
+                trajectory, num_nodes, path_kernel.head, every, int(features), int(seed), path_kernel.path
             )
-        sketch = kernel_sketch(path_kernel, features, NUM_NODES if nodes is None else nodes, seed)
-        is_cosine = isinstance(normalize, str) and normalize == "cosine"
+        is_cosine = normalize == "cosine"
         cache = BlockCache(cache_bytes)
         self.config = KernelConfig(path_kernel, structure, compute_options, cache, is_cosine, sketch)
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
         self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)
         self.to(trajectory.device)
-        self.scale = normalization_scale(self.config, matrices, normalize)
+        self.scale = 1.0 if is_named else float(cast(float, normalize))
+        if normalize == "mean_diagonal":
+            self.scale = mean_diagonal(_training_diagonal(self.config, matrices))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -242,17 +218,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
-        points = (x1,) if x2 is None or x2 is x1 else (x1, x2)
-        tagged = [
-            tag_points(
-                self.trajectory, x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x)
-            )
-            for x in points
-        ]
+        points = [x1] if x2 is None or x2 is x1 else [x1, x2]
+        if self.active_dims is not None:
+            points = [x.index_select(-1, self.active_dims) for x in points]
+        tagged = [tag_points(self.trajectory, x) for x in points]
         validate_batches(self._matrices.shape, *points)
-        if self.config.is_cosine and self.active_dims is not None:  # GPyTorch forgets them if `forward` fails
-            for x in tagged:
-                self._values(x.detach(), diag=True)
         if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
             x1, x2 = tagged
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
@@ -329,26 +299,3 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             return sketched_values(self.config, x1, x2, self._matrices.to(x1.device), self.scale, diag=diag)
         values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
         return values if self.scale == 1 else values / self.scale
-
-    def _active_columns(self, x: Tensor) -> Tensor:
-        """Select the columns that the kernel uses, as GPyTorch does."""
-        if x.ndim and int(self.active_dims.max()) >= x.shape[-1]:
-            raise ValueError(
-                f"active_dims must be columns of the points, 0..{x.shape[-1] - 1}: got {self.active_dims.tolist()}."
-            )
-        return x.index_select(-1, self.active_dims)
-
-
-def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:
-    columns = active_dims.tolist() if isinstance(active_dims, Tensor | np.ndarray) else active_dims
-    if not isinstance(columns, Sequence) or isinstance(columns, str):
-        raise TypeError(f"active_dims must be a list of columns: got {active_dims!r}.")
-    for column in columns:
-        validate_count(column, "a column in active_dims", minimum=0)
-    D = torch.Size(trajectory.input_shape).numel()
-    if len(columns) not in (D, D + 1):
-        raise ValueError(
-            f"active_dims must be {D + 1} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
-            f"column, or {D} without it: got {len(columns)}."
-        )
-    return tuple(int(column) for column in columns)

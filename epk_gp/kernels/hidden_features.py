@@ -50,8 +50,6 @@ class HiddenFeaturesKernel(Kernel):  # type: ignore[misc]  # gpytorch ships no t
             or all training points have the same features.
     """
 
-    has_lengthscale = False
-
     def __init__(
         self,
         trajectory: Trajectory,
@@ -81,11 +79,6 @@ class HiddenFeaturesKernel(Kernel):  # type: ignore[misc]  # gpytorch ships no t
     @batch_shape.setter
     def batch_shape(self, shape: torch.Size) -> None:
         """Change nothing: GPyTorch sets the base kernel's as well, when it expands a kernel or indexes it."""
-
-    @property
-    def is_stationary(self) -> bool:
-        """False: the network lies between points and features."""
-        return False
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Count the rows per point, as the base kernel does."""
@@ -130,40 +123,32 @@ class HiddenFeatures:
 
     Threads may share it. GPyTorch deep-copies a kernel whenever it is indexed; a deep copy of this is itself.
 
-    Args:
-        trajectory: The run.
-        layer: As in `HiddenFeaturesKernel`.
-        cache_bytes: Limit for the features that are kept.
-
     Attributes:
         trajectory: The run.
-        layer: Name of the layer.
-        takes_input: Whether the features are the layer's input; its output else.
+        layer: Name of the layer whose output the features are; None for the input of the linear layer called last.
         scale: What features are divided by.
     """
 
     def __init__(self, trajectory: Trajectory, layer: str | None, cache_bytes: int) -> None:
-        self.trajectory = trajectory
-        self.takes_input = layer is None
-        self.layer = _last_linear(trajectory) if layer is None else _parse_layer(trajectory, layer)
-        self.scale = 1.0
+        names = [name for name, _ in trajectory.model.module.named_modules() if name]
+        if layer is not None and layer not in names:
+            raise ValueError(f"layer must be None, or a module of the network, one of {names}: got {layer!r}.")
+        self.trajectory, self.layer, self.scale = trajectory, layer, 1.0
         self._cache = BlockCache(cache_bytes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HiddenFeatures":
         return self
 
     def of_rows(self, x: Shaped[Tensor, "*b n columns"]) -> Float[Tensor, "*b n F"]:
-        """Evaluate the features of rows of flattened inputs, with or without a copy column.
+        """Evaluate the features of rows of flattened inputs, with or without a copy column, divided by the scale.
 
         Raises:
             TypeError, ValueError: The network cannot take the points.
         """
         x = tag_points(self.trajectory, x)
-        X = as_points(self.trajectory, x.reshape(-1, x.shape[-1])).X
-        features = self(X)
-        return (
-            torch.unflatten(features.to(x.dtype) if x.is_floating_point() else features, 0, x.shape[:-1]) / self.scale
-        )
+        features = self(as_points(self.trajectory, x.reshape(-1, x.shape[-1])).X)
+        features = features.to(x.dtype) if x.is_floating_point() else features
+        return torch.unflatten(features, 0, x.shape[:-1]) / self.scale
 
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n F"]:
         """Evaluate the features of inputs in the network's own shape, as they are: not divided by the scale."""
@@ -174,25 +159,26 @@ class HiddenFeatures:
             return self._cache.computed(content_key(own), lambda: self._evaluate(own))
 
     def _evaluate(self, X: Tensor) -> Tensor:
-        original, features = self.trajectory.model_for(X), list[object]()
-        model = original.converted(original.spec)  # threads do not share its hook
-        module = model.module.get_submodule(self.layer)
-        if self.takes_input:
-            module.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
-        else:
-            module.register_forward_hook(lambda _, inputs, output: features.append(output))
+        original, last = self.trajectory.model_for(X), list[object]()
+        model = original.converted(original.spec)  # threads do not share its hooks
+
+        def keep(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            last[:] = [inputs[0] if self.layer is None else output]
+
+        for name, module in model.module.named_modules():
+            if name == self.layer or (self.layer is None and isinstance(module, nn.Linear)):
+                module.register_forward_hook(keep)
         weights = self.trajectory.weights(-1).items()
         model.returned({name: value.to(model.spec.device, model.spec.dtype) for name, value in weights}, X)
-        found = features[-1] if features else None
-        what = f"the {'input' if self.takes_input else 'output'} of {self.layer!r}"
-        if not isinstance(found, Tensor):
-            raise TypeError(f"{what} must be a tensor: got {type(found).__name__}. Name another layer.")
-        if len(found) != len(X):
-            raise ValueError(
-                f"{what} must have one row per input: got shape {tuple(found.shape)} for {len(X)} inputs. Name another "
-                "layer."
-            )
-        return found.flatten(1)
+        where = "the input of the linear layer called last" if self.layer is None else f"the output of {self.layer!r}"
+        if not last:
+            raise ValueError(f"the network must have {where}: it calls none. Name a layer that it calls.")
+        (features,) = last
+        if not isinstance(features, Tensor):
+            raise TypeError(f"{where} must be a tensor: got {type(features).__name__}. Name another layer.")
+        if len(features) != len(X):
+            raise ValueError(f"{where} must have one row for each of {len(X)} inputs: got {tuple(features.shape)}.")
+        return features.flatten(1)
 
 
 def _typical_distance(features: Tensor) -> float:
@@ -204,29 +190,3 @@ def _typical_distance(features: Tensor) -> float:
             "Pass normalize=False, or name another layer."
         )
     return math.sqrt(squared)
-
-
-def _parse_layer(trajectory: Trajectory, layer: object) -> str:
-    names = [name for name, _ in trajectory.model.module.named_modules() if name]
-    if not isinstance(layer, str):
-        raise TypeError(f"layer must be the name of a module, or None: got {type(layer).__name__}.")
-    if layer not in names:
-        raise ValueError(f"layer must be a module of the network, one of {names}: got {layer!r}.")
-    return layer
-
-
-def _last_linear(trajectory: Trajectory) -> str:
-    """Find the linear layer that is called last."""
-    model = trajectory.model.converted(trajectory.model.spec)
-    called = list[str]()
-    for name, module in model.module.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: called.append(name))
-    with torch.no_grad():
-        model.returned(trajectory.weights(-1), trajectory.inputs[:1].to(trajectory.device))
-    if not called:
-        raise ValueError(
-            "the network must have a linear layer, whose input the features are: it calls none. Name a layer, one of "
-            f"{[name for name, _ in model.module.named_modules() if name]}."
-        )
-    return called[-1]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Bool, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_tensor
@@ -48,61 +48,24 @@ def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
 test_copy.__test__ = False  # type: ignore[attr-defined]  # pytest: a function of this package, not a test
 
 
-def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"], Bool[Tensor, "*n"]]:
-    """Undo `train_copy` and `test_copy`.
-
-    Args:
-        x: (..., D + 1), the last column 1 for a training copy and 0 for a test copy.
-
-    Returns:
-        The inputs (..., D), and (...) True for training copies.
-
-    Raises:
-        TypeError: `x` is not a tensor, or its entries are complex or Boolean.
-        ValueError: There is no input column, a value is not finite, or the copy column holds anything but 0 and 1.
-    """
-    _validate_kind(x)
-    if x.ndim < 2 or x.shape[-1] < 2:
-        raise ValueError(
-            f"points must have shape (..., n, D + 1) with D >= 1: got {tuple(x.shape)}. Make them with train_copy or "
-            "test_copy."
-        )
-    X, column = x[..., :-1], x[..., -1]
-    _validate_finite(X)
-    is_train = column == 1
-    invalid = ~(is_train | (column == 0))  # includes NaN
-    if invalid.any():
-        row = tuple(invalid.nonzero()[0].tolist())
-        where = row[0] if len(row) == 1 else row
-        raise ValueError(
-            f"the last column must be exactly 0 (test copy) or 1 (training copy): got {column[row].item()} in row "
-            f"{where}. Make points with train_copy or test_copy, and leave their last column as it is."
-        )
-    return X, is_train
-
-
 def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     X = inputs if isinstance(inputs, Tensor) else pack_inputs(inputs, "inputs")[0]
     if not isinstance(inputs, Tensor) and X.dtype == torch.bool:
         X = X.to(torch.uint8)
-    _validate_kind(X)
+    _validate_entries(X)
     if X.ndim < 2:
         shape = f"shape {tuple(X.shape)}" if X.ndim else "a scalar"
         raise ValueError(
             f"inputs must have shape (n, ...), one row per point: got {shape}. A single point is X[None], n points of "
             "one number each are X[:, None]."
         )
-    _validate_finite(X)
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 
-def _validate_kind(X: Tensor) -> None:
+def _validate_entries(X: Tensor) -> None:
     validate_tensor(X, "inputs")
     if X.is_complex() or X.dtype == torch.bool:
         raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
-
-
-def _validate_finite(X: Tensor) -> None:
     finite = torch.isfinite(X.detach())
     if not finite.all():
         entry = tuple((~finite).nonzero()[0].tolist())
@@ -130,14 +93,10 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
         raise TypeError(
             f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
         )
-    if is_transformed(x):
+    if is_transformed(x) or fwAD.unpack_dual(x).tangent is not None:
         raise TypeError(
-            "points must be plain tensors: got one inside a transformation of torch.func, as grad, vmap and jvp make "
-            "it. Differentiate with torch.autograd.grad, and pass batches of points as one tensor."
-        )
-    if fwAD.unpack_dual(x).tangent is not None:
-        raise TypeError(
-            "points must have no forward-mode tangent: got a dual tensor. Differentiate with torch.autograd.grad."
+            "points must be plain tensors: got one inside a transformation of torch.func, or with a forward-mode "
+            "tangent. Differentiate with torch.autograd.grad, and pass batches of points as one tensor."
         )
     D, is_floating = torch.Size(trajectory.input_shape).numel(), trajectory.inputs.is_floating_point()
     if x.ndim < 2 or x.shape[-1] not in (D, D + 1):
@@ -148,17 +107,23 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
         )
     if not x.shape[-2]:
         raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
+    validate_tensor(x, "inputs")
     if not is_floating and requires_graph(x):
         raise ValueError(
             f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
             "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
         )
     has_copy_column = x.shape[-1] == D + 1
+    _validate_entries(x[..., :D])
     if has_copy_column:
-        split_copy(x)
-    else:
-        _validate_kind(x)
-        _validate_finite(x)
+        column = x[..., -1]
+        invalid = (column != 0) & (column != 1)  # includes NaN
+        if invalid.any():
+            row = tuple(invalid.nonzero()[0].tolist())
+            raise ValueError(
+                f"the last column must be exactly 0 (test copy) or 1 (training copy): got {column[row].item()} in row "
+                f"{row[0] if len(row) == 1 else row}. Make points with train_copy or test_copy, and leave it as it is."
+            )
     if is_floating and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
     return x if has_copy_column else torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
@@ -177,13 +142,12 @@ def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) ->
     try:
         torch.broadcast_shapes(*(x.shape[:-2] for x in points), batch_shape)
     except RuntimeError as error:
-        got = f"got points of shape {' and '.join(str(tuple(x.shape)) for x in points)}."
-        if len(batch_shape):
-            raise ValueError(
-                f"batches of points must broadcast with the kernel's batch {tuple(batch_shape)}, one matrix per class: "
-                f"{got} Put a dimension of size 1 before the points, as x.unsqueeze(-3) does."
-            ) from error
-        raise ValueError(f"batches of points must broadcast with each other: {got}") from error
+        shapes = " and ".join(str(tuple(x.shape)) for x in points)
+        others = f"the kernel's batch {tuple(batch_shape)}, one matrix per class" if len(batch_shape) else "each other"
+        raise ValueError(
+            f"batches of points must broadcast with {others}: got points of shape {shapes}. Put a dimension of size 1 "
+            "before the points, as x.unsqueeze(-3) does."
+        ) from error
 
 
 def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
@@ -196,7 +160,7 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
     Raises:
         ValueError: An entry has a fractional part where the network takes integers.
     """
-    X, is_train = split_copy(x)
+    X, is_train = x[..., :-1], x[..., -1] == 1
     X = X.reshape(-1, *trajectory.input_shape)
     if not trajectory.inputs.is_floating_point() and X.is_floating_point():
         integers = X.to(trajectory.inputs.dtype)

@@ -1,4 +1,4 @@
-"""Scores against retraining: rank correlations, subsets, brittleness and wrong labels, each with its spread."""
+"""Scores against retraining: rank correlations with their spread, and subsets."""
 
 from typing import Any
 
@@ -9,10 +9,8 @@ from weighted_loops import CLASSES, POINTS, WeightedLoop
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import (
-    brittleness,
     datamodeling_score,
     leave_one_out,
-    mislabel_detection,
     random_subsets,
     rank_agreement,
 )
@@ -60,37 +58,12 @@ def test_scores_that_are_the_outcomes_slopes_have_a_datamodeling_score_of_one(ru
     assert datamodeling_score(epk.influence(run, LOOP.test_points).values[:, 0], subsets, outcomes).mean > 0.7
 
 
-def test_brittleness_trains_without_the_samples_of_the_largest_scores(run: epk.Trajectory) -> None:
-    predicted = epk.network_outputs(run, LOOP.test_points).argmax(dim=1)
-    scores = epk.influence(run, LOOP.test_points, classes=predicted).values[:, 0]
-    found = brittleness(run, LOOP.test_points, scores, (1, POINTS - 1))
-    weights = torch.ones(POINTS, dtype=torch.float64)
-    weights[scores[1].topk(POINTS - 1).indices] = 0
-    assert bool(found.changed[1, 1]) == bool(LOOP.outputs(weights)[1].argmax() != predicted[1])
-    assert found.changed.shape == (2, 3)
-    assert found.shares[1] == found.changed[1].double().mean()
-    assert found.standard_errors.shape == (2,)
-
-
-def test_scores_of_wrong_labels_are_judged_with_their_spread() -> None:
-    wrong = torch.arange(40) < 10
-    auroc, spread = mislabel_detection(wrong.double() + torch.randn(40, dtype=torch.float64) / 10, wrong)
-    assert auroc > 0.99
-    assert spread < 0.02
-    _, wide = mislabel_detection(torch.randn(40, dtype=torch.float64), wrong)
-    assert wide > 0.05
-
-
 SCORES = torch.zeros(3, POINTS, dtype=torch.float64)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "sample": (lambda run: leave_one_out(run, LOOP.test_points, samples=torch.tensor([12])), ValueError, r"in 0\.\.11"),
     "share": (lambda run: random_subsets(10, 2, share=0.01), ValueError, "share must keep some of 10 samples"),
     "shapes": (lambda run: rank_agreement(SCORES, SCORES[:2]), ValueError, "the same shape"),
     "subsets": (lambda run: datamodeling_score(SCORES, SCORES[:, :5], SCORES), ValueError, "must fit: got"),
-    "counts": (lambda run: brittleness(run, LOOP.test_points, SCORES, (0,)), ValueError, "whole numbers in 1"),
-    "all_right": (
-        lambda run: mislabel_detection(torch.zeros(4), torch.zeros(4, dtype=torch.bool)), ValueError, "all alike",
-    ),
 }  # fmt: skip
 
 

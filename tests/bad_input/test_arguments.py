@@ -43,7 +43,6 @@ WRONG_TYPES = {
     "kernel_of_a_list": (lambda t: epk.EPKKernel(t)([[1.0] * 5]), "points must be a torch.Tensor: got list. Make them"),
     "kernel_with_a_list": (lambda t: epk.EPKKernel(t)(T, [[1.0] * 5]), "points must be a torch.Tensor: got list"),
     "train_copy_of_a_list": (lambda t: epk.train_copy([[1.0]]), "inputs must be a torch.Tensor: got list. Convert it"),
-    "split_copy_of_a_list": (lambda t: epk.split_copy([[1.0]]), "inputs must be a torch.Tensor: got list"),
     "state_a_text": (lambda t: t.weights("a"), "state must be a whole number: got 'a'"),
     "zeroing_nothing": (lambda t: zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
 }

@@ -1,4 +1,4 @@
-"""Known noise per point and output, alone and in a process."""
+"""Known noise per point and output."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.utils.warnings import GPInputWarning
 
-from epk_gp.gp.models import LogitGP
 from epk_gp.gp.output_coupling import MultitaskFixedNoiseGaussianLikelihood
 from gp_cases import C
 
@@ -38,25 +37,5 @@ def test_fixed_noise_serves_samples_and_expectations():
 def test_fixed_noise_refuses_points_it_does_not_know():
     likelihood = MultitaskFixedNoiseGaussianLikelihood(torch.ones(4, C))
     latent = MultitaskMultivariateNormal(torch.zeros(2, C), torch.eye(2 * C))
-    with pytest.raises(
-        ValueError, match=r"one variance per point and class \(2, 3\): got shape \(4, 3\)\. Pass noise="
-    ):
+    with pytest.raises(ValueError, match=r"known of \(4, 3\) points and classes only: got points of shape \(2, 3\)"):
         likelihood(latent)
-    assert torch.equal(likelihood(latent, noise=torch.full((2, C), 0.5)).variance, torch.full((2, C), 1.5))
-    for value in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            MultitaskFixedNoiseGaussianLikelihood(torch.full((2, C), value))
-
-
-def test_known_noise_stays_and_bad_noise_is_refused(case, unchecked):
-    noise = torch.rand(7, C, dtype=torch.float64) + 0.1
-    gp = LogitGP(case.trajectory, noise=noise)
-    assert gp.fit(steps=5)[-1] < gp.fit(steps=1)[0] + 1
-    assert torch.equal(gp.likelihood.noise, noise)
-    assert not any("noise" in name for name, _ in gp.named_parameters())
-    with pytest.raises(ValueError, match=r"one variance per point and output \(7, 3\): got shape \(3, 7\)"):
-        LogitGP(case.trajectory, noise=noise.mT)
-    with pytest.raises(ValueError, match="must be positive and finite: got -1"):
-        LogitGP(case.trajectory, noise=-torch.ones(7, C))
-    with pytest.raises(ValueError, match="must not be given with targets='dirichlet'"):
-        LogitGP(case.trajectory, targets="dirichlet", noise=noise)

@@ -88,10 +88,6 @@ def test_intervals_are_quantiles_of_a_normal_distribution(run):
     lower, upper = prediction.interval(0.8)
     torch.testing.assert_close(normal.cdf(upper) - normal.cdf(lower), torch.full((3, 1), 0.8, dtype=torch.float64))
     torch.testing.assert_close(upper + lower, 2 * prediction.mean)
-    torch.testing.assert_close(prediction.quantile(0.5), prediction.mean)
-    y = torch.stack([lower - 1e-9, prediction.mean, upper + 1e-9]).diagonal(dim1=0, dim2=1).mT
-    assert prediction.coverage(y, 0.8).item() == pytest.approx(1 / 3)
-    torch.testing.assert_close(prediction.log_density(y[:, 0]), normal.log_prob(y))
 
 
 def test_leaving_one_out_predicts_as_a_process_without_the_point(run):
@@ -117,22 +113,8 @@ def test_targets_of_one_output_may_be_flat(run):
     assert predict_targets(conditioned(flat), run.inputs[:2]).mean.shape == (2, 1)
 
 
-def test_known_noise_of_the_training_points_says_nothing_about_others(run):
-    variances = torch.linspace(0.1, 0.5, ROWS, dtype=torch.float64)[:, None]
-    gp, X = conditioned(run, noise=variances), run.inputs[:2] + 1
-    with pytest.raises(ValueError, match="noise must be given for a process whose points have noise variances"):
-        predict_targets(gp, X)
-    found = predict_targets(gp, X, torch.tensor([[0.2], [0.4]], dtype=torch.float64))
-    torch.testing.assert_close(found.variance - found.latent_variance, torch.tensor([[0.2], [0.4]]).double())
-    left_out = leave_one_out_targets(gp)
-    torch.testing.assert_close(left_out.variance - left_out.latent_variance, variances)
-    with pytest.raises(ValueError, match=r"noise must be one variance per point and output \(2, 1\), none negative"):
-        predict_targets(gp, X, -torch.ones(2, 1).double())
-
-
-def test_observations_and_levels_of_another_kind_are_refused(run, two_outputs):
-    prediction = predict_targets(conditioned(two_outputs), run.inputs)
-    with pytest.raises(ValueError, match=r"y must have one value per point and output \(12, 2\): got shape \(12, 1\)"):
-        prediction.coverage(run.targets)
+def test_what_has_no_prediction_is_refused(run, trajectory):
+    with pytest.raises(ValueError, match="must have one noise variance for all points"):
+        predict_targets(epk.LogitGP(trajectory, targets="dirichlet"), trajectory.inputs)
     with pytest.raises(ValueError, match="level must lie between 0 and 1: got 1.0"):
-        prediction.interval(1.0)
+        predict_targets(conditioned(run), run.inputs).interval(1.0)

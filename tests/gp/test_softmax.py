@@ -6,7 +6,7 @@ from scipy import integrate, special, stats
 
 from epk_gp.gp import softmax
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.softmax import MonteCarlo, QuasiMonteCarlo, isotropic_softmax_uncertainty, softmax_uncertainty
+from epk_gp.gp.softmax import isotropic_softmax_uncertainty, softmax_uncertainty
 
 
 def make_posterior(n=6, C=4, scale=1.0):
@@ -49,42 +49,11 @@ def test_two_classes_agree_with_the_logistic_normal_integral(generator):
         assert estimate.entropy[i] == pytest.approx(special.entr(mean) + special.entr(1 - mean), abs=3e-3)
 
 
-def test_sobol_normals_have_the_moments_of_normals(generator):
-    reference = torch.zeros((), dtype=torch.float64)
-    eps = QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, generator, reference)
-    assert eps.shape == (4 * 4096, 3)
-    assert torch.isfinite(eps).all()
-    torch.testing.assert_close(eps.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-3)
-    torch.testing.assert_close(eps.mT.cov(), torch.eye(3, dtype=torch.float64), rtol=0, atol=5e-3)
-    one, again = (
-        QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, torch.Generator().manual_seed(0), reference) for _ in range(2)
-    )
-    assert torch.equal(one, again)
-    groups = QuasiMonteCarlo(4).standard_error(eps)
-    assert (groups < 0.2 * MonteCarlo().standard_error(eps)).all()
-
-
-def test_sobol_points_beat_independent_samples_and_report_their_error(generator):
-    """The reported error is the one made: both against a long run, root mean square over points and classes."""
-    posterior = make_posterior(n=40, C=3)
-    truth = softmax_uncertainty(posterior, 2**17, generator, method=QuasiMonteCarlo(16)).mean
-    made, reported = {}, {}
-    for name, method in {"plain": MonteCarlo(), "sobol": QuasiMonteCarlo(16)}.items():
-        u = softmax_uncertainty(posterior, 4096, generator, method=method)
-        made[name] = float((u.mean - truth).square().mean().sqrt())
-        reported[name] = float(u.standard_error.square().mean().sqrt())
-        assert 0.3 < made[name] / reported[name] < 3
-    assert made["sobol"] < 0.2 * made["plain"]
-    # negative control: the error that independent samples would have
-    plain_error = softmax_uncertainty(posterior, 4096, generator, method=QuasiMonteCarlo(16)).std / 4096**0.5
-    assert float(plain_error.square().mean().sqrt()) > 5 * made["sobol"]
-
-
 def test_quantiles_are_those_of_the_logistic_normal(generator):
     """Two classes: the quantile of expit(d) is expit of the Gaussian's quantile."""
     posterior = make_posterior(n=5, C=2)
     levels = [0.05, 0.5, 0.9]
-    u = softmax_uncertainty(posterior, 2**15, generator, method=QuasiMonteCarlo(8), quantiles=levels)
+    u = softmax_uncertainty(posterior, 2**17, generator, quantiles=levels)
     assert u.quantiles.shape == (3, 5, 2)
     assert softmax_uncertainty(posterior, 10).quantiles.shape == (0, 5, 2)
     mu = posterior.mean[:, 0] - posterior.mean[:, 1]
@@ -92,17 +61,7 @@ def test_quantiles_are_those_of_the_logistic_normal(generator):
     sigma = (K[:, 0, 0] + K[:, 1, 1] - 2 * K[:, 0, 1]).sqrt()
     for level, quantile in zip(levels, u.quantiles, strict=True):
         expected = torch.sigmoid(mu + sigma * float(stats.norm.ppf(level)))
-        torch.testing.assert_close(quantile[:, 0], expected, rtol=0, atol=3e-3)
-
-
-def test_a_temperature_divides_the_logits(generator):
-    posterior = make_posterior()
-    hot = softmax_uncertainty(posterior, 500, torch.Generator().manual_seed(1), temperature=2.0)
-    divided = LogitPosterior(posterior.mean / 2, posterior.covariance / 4)
-    expected = softmax_uncertainty(divided, 500, torch.Generator().manual_seed(1))
-    torch.testing.assert_close(hot.mean, expected.mean)
-    torch.testing.assert_close(hot.std, expected.std)
-    assert (hot.entropy > softmax_uncertainty(posterior, 500, torch.Generator().manual_seed(1)).entropy).all()
+        torch.testing.assert_close(quantile[:, 0], expected, rtol=0, atol=6e-3)
 
 
 def test_only_the_diagonal_of_the_covariance_gives_another_answer(generator):
@@ -191,17 +150,8 @@ def test_input_without_a_meaning_is_refused(unchecked):
     posterior = make_posterior()
     with pytest.raises(ValueError, match="num_samples, for a standard deviation, must be at least 2: got 1"):
         softmax_uncertainty(posterior, 1)
-    for temperature in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="temperature must be positive and finite"):
-            softmax_uncertainty(posterior, temperature=temperature)
     with pytest.raises(ValueError, match=r"quantiles must be levels in \[0, 1\]: got \[0.5, 1.5\]"):
         softmax_uncertainty(posterior, quantiles=[0.5, 1.5])
-    with pytest.raises(ValueError, match="multiple of the scramblings: got num_samples=100 for groups=16"):
-        softmax_uncertainty(posterior, 100, method=QuasiMonteCarlo())
-    with pytest.raises(ValueError, match="at least 2 scramblings: got groups=1"):
-        QuasiMonteCarlo(1)
-    with pytest.raises(TypeError, match="method must be MonteCarlo"):
-        softmax_uncertainty(posterior, 100, method="sobol")
     skew = posterior.covariance.clone()
     skew[2, 0, 1] += 0.1
     with pytest.raises(ValueError, match=r"must be symmetric: the one of point 2 is off by 0\.1"):

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 import epk_gp as epk
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.saved_classifier import nodes_of
 from epk_gp.gp.stacking import Stacking, conformal_sets, stack_logits
 from epk_gp.gram.sketch import nodes_trajectory
 
@@ -205,16 +204,12 @@ def test_a_saved_classifier_says_the_same(model, points, tmp_path):
 
 def test_the_kernel_is_squared_where_it_is_exact_and_to_the_power_that_is_asked_for(run, points, tmp_path):
     """Of a sketch the default is the kernel itself; a saved process keeps its power."""
-
-    def kernel_of(model):
-        return model.process_.kernel if hasattr(model.process_, "kernel") else model.process_.features
-
     for features, power, expected in (("exact", None, 2), ("exact", 1, 1), (64, None, 1), (64, 3, 3)):
         model = epk.UncertainClassifier(run, nodes=2, features=features, power=power).fit(*gaussians(20, 1))
         folder = tmp_path / f"{features}-{power}"
         model.save(folder)
         read = epk.UncertainClassifier.load(folder, make_net())
-        assert kernel_of(model).power == kernel_of(read).power == expected
+        assert model.process_.kernel.power == read.process_.kernel.power == expected
         assert read.power == power
         assert_close(read.predict_proba(points[0]), model.predict_proba(points[0]), rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="power must be"):
@@ -329,9 +324,9 @@ def test_a_classifier_follows_chords(features, run, points, tmp_path):
     """Its process is that of nodes on them, also after it was saved; straight steps give another."""
     asked = {"nodes": 4, "features": features}
     model = epk.UncertainClassifier(run, path=epk.chords(10), **asked).fit(*gaussians(20, 1))
-    assert nodes_of(model.process_).digest == nodes_trajectory(run, 4, path=epk.chords(10)).digest
+    assert model.process_.kernel.nodes.digest == nodes_trajectory(run, 4, path=epk.chords(10)).digest
     straight = epk.UncertainClassifier(run, **asked).fit(*gaussians(20, 1))
-    assert nodes_of(straight.process_).digest == nodes_trajectory(run, 4).digest
+    assert straight.process_.kernel.nodes.digest == nodes_trajectory(run, 4).digest
     p = model.predict_proba(points[0])
     assert not torch.equal(p, straight.predict_proba(points[0]))
     for name, fitted in (("chords", model), ("straight", straight)):

@@ -106,7 +106,7 @@ def test_points_without_a_label_are_left_out():
     with pytest.raises(ValueError, match="the label of training point 5 is -100, which the loss leaves out"):
         epk.label_errors(run, nodes=3, points=[4, 5, 6])
     model = epk.UncertainClassifier(run, nodes=3).fit(torch.randn(20, 3).double(), torch.arange(20) % 3)
-    assert len(model.process_.inputs) == 23
+    assert len(model.process_.training) == 23
 
 
 def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
@@ -124,7 +124,7 @@ def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
             optimizer.step()
     run = recorder.trajectory
     model = epk.UncertainClassifier(run, nodes=2).fit(held_out, y[12:32])
-    assert sorted(model.process_.inputs.flatten().tolist()) == trained.tolist()
+    assert sorted(model.process_.training.flatten().tolist()) == trained.tolist()
     assert sorted(epk.label_errors(run, nodes=2).indices.tolist()) == trained.tolist()
     with pytest.raises(ValueError, match="has not seen: 12 of 20 are training points"):
         epk.UncertainClassifier(run, nodes=2).fit(torch.arange(20)[:, None], y[:20])

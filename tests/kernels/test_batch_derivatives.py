@@ -14,9 +14,9 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.kernels.derivatives import is_gradient_joint
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.kernels.values import is_gradient_joint
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed
 
@@ -147,16 +147,6 @@ def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajector
     assert count.calls == one.calls
 
 
-def test_repeated_points_are_evaluated_once_for_their_values_also_where_a_gradient_is_wanted(trajectory, work):
-    kernel, y = kernel_of(trajectory, "trace", cache_bytes=0), mixed(4)
-    x = mixed(3)
-    with work() as once:
-        kernel.forward(x, y)
-    with work() as repeated:
-        kernel.forward(x.repeat(5, 1, 1).requires_grad_(), y)
-    assert repeated.rows == once.rows
-
-
 @pytest.mark.parametrize("outputs", MODES)
 @pytest.mark.parametrize("diag", [False, True])
 def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
@@ -244,15 +234,6 @@ def test_small_blocks_have_the_same_values_and_derivatives(trajectory, monkeypat
             assert_close(in_blocks, whole, 1e4)
 
 
-def test_a_graph_can_be_used_twice(trajectory):
-    x = mixed(C, 3).requires_grad_()
-    values = kernel_of(trajectory).forward(x, x).sum()
-    first, second = (torch.autograd.grad(values, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    values.backward()
-    assert torch.equal(x.grad, first)
-
-
 def test_threads_get_the_gradients_of_one_thread(trajectory):
     kernel, inputs = kernel_of(trajectory, cache_bytes=0), [mixed(C, 2) for _ in range(4)]
 
@@ -288,13 +269,6 @@ def joined(trajectory):
     expected = learned.detach().requires_grad_(), fixed.clone().requires_grad_()
     gradients = torch.autograd.grad(kernel_of(trajectory, "trace").forward(*expected).sum(), expected)
     return learned, joint, K, gradients
-
-
-def test_the_gradient_of_learned_points_is_not_touched_by_the_others(joined):
-    learned, _, K, (expected, _) = joined
-    assert_close(torch.autograd.grad(K, learned, retain_graph=True)[0], expected, 1e4)
-    K.backward()
-    assert_close(learned.grad, expected, 1e4)
 
 
 def test_the_gradient_of_a_joint_tensor_is_whole_if_it_is_what_is_asked_for(joined):

@@ -63,13 +63,6 @@ def test_a_batch_of_single_points_costs_one_diagonal(trajectory, counter):
     assert counter.points == 50
 
 
-def test_a_batch_of_small_sets_computes_each_point_twice_at_most(trajectory, counter):
-    x = mixed(200, 3)
-    EPKKernel(trajectory)(x).to_dense()
-    assert counter.points == 2 * 200 * 3
-    assert len(counter.calls) == 3
-
-
 def test_a_batch_against_shared_points_is_one_block(trajectory, counter):
     x, y = mixed(20, 2), mixed(5).expand(20, 5, D + 1)
     EPKKernel(trajectory)(x, y).to_dense()

@@ -14,7 +14,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
-from kernel_cases import MODES, assert_close, make_run, mixed, path_kernel_block, reduced
+from kernel_cases import MODES, assert_close, mixed, path_kernel_block, reduced
 
 NO_DIRECTION = r"normalize='cosine' needs k\(x, x\) > 0 at every point: got 0 at point 1"
 
@@ -165,19 +165,6 @@ def test_a_point_without_a_direction_is_named(outputs):
     EPKKernel(run, outputs, normalize="mean_diagonal")(test_copy(x)).to_dense()
 
 
-def test_a_point_without_a_direction_leaves_active_dims_as_they_were():
-    """GPyTorch forgets them when `forward` fails: the points are checked before."""
-    kernel = EPKKernel(dead_run(), "trace", normalize="cosine", active_dims=[1, 2, 3])
-    good, bad = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
-    bad[1, 1:3] = 0.0
-    expected = kernel(good).to_dense()
-    for call in (lambda: kernel(bad), lambda: kernel(good, bad), lambda: (kernel * gpytorch.kernels.RBFKernel())(bad)):
-        with pytest.raises(ValueError, match=NO_DIRECTION):
-            call().to_dense()
-    assert kernel.active_dims.tolist() == [1, 2, 3]
-    assert torch.equal(kernel(good).to_dense(), expected)
-
-
 def test_copies_pickles_and_texts_of_a_kernel_of_cosines_stay_one(trajectory):
     kernel, x = EPKKernel(trajectory, "independent", normalize="cosine"), mixed(4)
     assert "normalize='cosine'" in repr(kernel)
@@ -202,15 +189,3 @@ def test_gpytorchs_operators_compose_cosines_with_other_kernels(trajectory, outp
         assert_close(joint.double()(x, y).to_dense(), expected(x, y))
         assert_close(joint(x).to_dense(), expected(x, x))
         assert_close(joint(x, diag=True), expected(x, x).diagonal())
-
-
-def test_a_mean_diagonal_of_one_is_no_cosine(trajectory):
-    """The negative control."""
-    x = mixed(5)
-    K = EPKKernel(trajectory, "trace", normalize="mean_diagonal")(x).to_dense()
-    assert (K.diagonal() - 1).abs().max() > 1e-2
-
-
-def test_an_unknown_normalization_is_refused(unchecked):
-    with pytest.raises(ValueError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
-        EPKKernel(make_run(), normalize="cosines")

@@ -213,7 +213,7 @@ def test_a_forward_mode_tangent_is_refused_and_not_lost(is_cached):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         for call in (lambda: kernel.forward(dual, x), lambda: kernel.forward(x, dual), lambda: mean(dual)):
-            with pytest.raises(TypeError, match="points must have no forward-mode tangent: got a dual tensor"):
+            with pytest.raises(TypeError, match="points must be plain tensors: got one .* with a forward-mode tangent"):
                 call()
 
 
