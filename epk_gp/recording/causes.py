@@ -174,11 +174,6 @@ class StepCheck:
     statistics_error: float = 0.0
     without_gradient: Set[str] = frozenset()
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether the gradient is that of recorded forward passes, not of the network in evaluation mode."""
-        return bool(self.step.passes)
-
     @cached_property
     def clipped(self) -> Float[Tensor, " P"]:
         """The recomputed gradient after the stated clipping."""

@@ -291,7 +291,7 @@ def _gradient_of(
     """
     model, error, step = setup.model, 0.0, check.step
     spec = TensorSpec(dtype or state.dtype, state.device)
-    if check.is_replayed:
+    if check.step.passes:
         replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
         for data in passes_of(step, setup.training_data):
             replayed = replay.gradient(state, data)
@@ -322,7 +322,7 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
         return True
     if not _is_repeatable(setup, check):
         return False
-    if state.dtype != torch.float64 and not check.is_replayed:
+    if state.dtype != torch.float64 and not check.step.passes:
         other, _ = _gradient_of(setup, check, state, torch.float64)
     else:
         moved = torch.cat([move_by_rounding(state[:P], torch.finfo(state.dtype).eps), state[P:]])
@@ -332,7 +332,7 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     """Return whether a replayed gradient comes out the same again; random numbers from elsewhere than torch do not."""
-    if not check.is_replayed:
+    if not check.step.passes:
         return True
     again, _ = _gradient_of(setup, check, check.state)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
@@ -349,8 +349,7 @@ _NUM_SUSPECTS = 4  # of the intervals, those that are farthest from linear
 # network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
 # difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
 # coarse one.
-_FINE_CHANGE, _MEDIUM_CHANGE, _COARSE_CHANGE = 1e-7, 1e-4, 3e-3
-_TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.1
+_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a right derivative
 
 # Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
 _HALVINGS = {torch.float64: 40, torch.float32: 8}
@@ -430,12 +429,15 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
             "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
             "precision in forward)"
         )
-    lost = _lost_precision(model, segment, size, X)
-    if lost is not None:
-        return (
-            f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of their "
-            "size (autocast, or a cast in forward)"
-        )
+    if segment.model.spec != model.spec:
+        params = {name: value.to(model.spec.dtype) for name, value in segment.params(segment.w).items()}
+        with torch.no_grad():
+            lost = float((model(params, X).double() - segment.outputs(0.0)).abs().max()) / size
+        if lost > _LOST_PRECISION:
+            return (
+                f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
+                "their size (autocast, or a cast in forward)"
+            )
     jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps * size)
     if jump is not None:
         return (
@@ -477,20 +479,14 @@ def _derivative_error(segment: _Segment, size: float, own_dtype: torch.dtype) ->
     V = torch.randn(_NUM_COMBINATIONS, *f.shape, generator=generator, dtype=torch.float64).to(f)
     slopes = [_slopes(segment, V, t) for t in _POSITIONS]
 
-    def median_error(change: float) -> float:  # one of the positions may lie at a kink
-        errors = [
-            _relative_error(segment, V, t, slope, change * size) for t, slope in zip(_POSITIONS, slopes, strict=True)
-        ]
-        return float(torch.tensor(errors).median())
-
-    if f.dtype != torch.float64:
-        error = median_error(_COARSE_CHANGE)
-        return error if error > _COARSE_TOLERANCE else None
-    error = median_error(_FINE_CHANGE)
-    if error <= _TOLERANCE or own_dtype == torch.float64:
-        return error if error > _TOLERANCE else None
-    wider = median_error(_MEDIUM_CHANGE)
-    return wider if wider > min(error / 10, 10 * _TOLERANCE) else None
+    checks = [_FINE] if own_dtype == torch.float64 else [_FINE, _MEDIUM]
+    for change, tolerance in checks if f.dtype == torch.float64 else [_COARSE]:
+        pairs = zip(_POSITIONS, slopes, strict=True)
+        errors = [_relative_error(segment, V, t, slope, change * size) for t, slope in pairs]
+        error = float(torch.tensor(errors).median())  # one of the positions may lie at a kink
+        if error <= tolerance:
+            return None
+    return error
 
 
 def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
@@ -522,17 +518,6 @@ def _relative_error(
     rounding = 64 * torch.finfo(V.dtype).eps * _size(segment) * scale / h
     error = float((difference - slope).norm()) - rounding
     return max(error, 0.0) / max(float(slope.norm()), float(difference.norm()), 1e-300)
-
-
-def _lost_precision(model: FunctionalModel, segment: _Segment, size: float, X: Tensor) -> float | None:
-    """Return by how much the outputs in the weights' own dtype are off, if that is more than float32 loses."""
-    if segment.model.spec == model.spec:
-        return None
-    with torch.no_grad():
-        params = {name: value.to(model.spec.dtype) for name, value in segment.params(segment.w).items()}
-        own = model(params, X).double()
-    lost = float((own - segment.outputs(0.0)).abs().max()) / size
-    return lost if lost > _LOST_PRECISION else None
 
 
 def _largest_jump(segment: _Segment, rounding: float) -> float | None:

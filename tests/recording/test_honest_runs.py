@@ -1,5 +1,6 @@
 """Runs that are what they claim to be, however unusual: none is refused, and the kernel machine is exact."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,51 +21,22 @@ from checked_loops import (
 from loops import mlp
 
 
-class Scheduled(Loop):
-    def after(self, step):
-        self.optimizer.param_groups[0]["lr"] *= 0.9
+def loop_with(base: type[Loop] = Loop, **parts: Any) -> type[Loop]:
+    """Return a loop with other parts; `net` makes its network."""
+    if "net" in parts:
+        make = parts.pop("net")
+        parts["make_net"] = lambda self: make()
+    return type("Honest", (base,), parts)
 
 
-class ClippingThatDoesNotAct(Loop):
-    def gradients(self, step):
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1e6)
+def changing(**options: Any) -> type[Loop]:
+    """Return a loop that changes options of the optimizer after the first steps."""
+    return loop_with(before=lambda self, step: step == 2 and self.optimizer.param_groups[0].update(options))
 
 
-class SwitchedOffDropout(Loop):
-    def make_net(self):
-        return nn.Sequential(mlp(), nn.Dropout(0.0))
-
-
-class Switched(Loop):
-    """An option of the optimizer is changed after the first steps."""
-
-    options: tuple[str, Any] = ("lr", 0.1)
-
-    def before(self, step):
-        if step == 2:
-            self.optimizer.param_groups[0].update([self.options])
-
-
-class MomentumLate(Switched):
-    options = ("momentum", 0.9)
-
-
-class DecayLate(Switched):
-    options = ("weight_decay", 0.1)
-
-
-class MaximizeLate(Switched):
-    options = ("maximize", True)
-
-
-class RateChangedBeforeTheStep(Loop):
-    def between(self, step):
-        self.optimizer.param_groups[0].update(lr=0.2)
-
-
-class LayerFrozenLate(Loop):
-    def before(self, step):
-        self.net[0].requires_grad_(step < 2)
+def clipped(clip: Callable[..., Any], bound: float) -> type[Loop]:
+    """Return a loop with clipping that nobody stated."""
+    return loop_with(gradients=lambda self, step: clip(self.net.parameters(), bound))
 
 
 class MomentumForgotten(Loop):
@@ -77,78 +49,34 @@ class MomentumForgotten(Loop):
             self.optimizer.state.clear()
 
 
-class CountingCalls(Loop):
-    """A buffer that changes and does not matter."""
-
-    def make_net(self):
-        return Counting()
-
-
-class RandomInTraining(Loop):
-    """Dropout by torch's function, which no module shows."""
-
-    def make_net(self):
-        return FunctionalDropout().double()
-
-
-class RandomAttention(Loop):
-    def make_net(self):
-        return Attentive().double()
-
-
-class DropoutSwitchedOnLate(DropoutInEvaluationMode):
-    def before(self, step):
-        self.net.train(step == 2)
-
-
-class StatisticsByHand(Loop):
-    """A normalisation by the batch that is written out, and has no statistics to move."""
-
-    def make_net(self):
-        return HandMadeNorm()
-
-
-class ClippedByNorm(Loop):
-    """Clipping that nobody stated."""
-
-    def gradients(self, step):
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1e-2)
-
-
-class ClippedByValue(Loop):
-    def gradients(self, step):
-        nn.utils.clip_grad_value_(self.net.parameters(), 1e-2)
-
-
-class Augmented(Loop):
-    def inputs(self, step, rows):
-        return self.X[rows] + 0.1 * torch.randn(len(rows), 4).double()
-
-
-class EditedInPlace(Loop):
-    """The loop's data change; the recorder has those that it was given, and rows as seen."""
-
-    def before(self, step):
-        if step == 2:
-            self.X.mul_(1.1)
-
-
-class AnnealedOutputs(Loop):
-    """A buffer of the network's own that moves, and that the outputs depend on."""
-
-    def make_net(self):
-        return Annealed()
-
-
-HONEST = [RandomInTraining, RandomAttention, DropoutSwitchedOnLate, StatisticsByHand, ClippedByNorm, ClippedByValue]
-HONEST += [Augmented, EditedInPlace, AnnealedOutputs]
-HONEST += [Loop, Regression, Scheduled, ClippingThatDoesNotAct, DropoutInEvaluationMode, SwitchedOffDropout]
-HONEST += [MomentumLate, DecayLate, MaximizeLate, RateChangedBeforeTheStep, LayerFrozenLate, MomentumForgotten]
-HONEST += [CountingCalls]
+HONEST = {
+    "plain": Loop,
+    "regression": Regression,
+    "scheduled": loop_with(after=lambda self, step: self.optimizer.param_groups[0].update(lr=0.1 * 0.9**step)),
+    "momentum_late": changing(momentum=0.9),
+    "decay_late": changing(weight_decay=0.1),
+    "maximize_late": changing(maximize=True),
+    "rate_changed_before_the_step": loop_with(between=lambda self, step: self.optimizer.param_groups[0].update(lr=0.2)),
+    "layer_frozen_late": loop_with(before=lambda self, step: self.net[0].requires_grad_(step < 2)),
+    "momentum_forgotten": MomentumForgotten,
+    "clipping_that_does_not_act": clipped(nn.utils.clip_grad_norm_, 1e6),
+    "clipped_by_norm": clipped(nn.utils.clip_grad_norm_, 1e-2),
+    "clipped_by_value": clipped(nn.utils.clip_grad_value_, 1e-2),
+    "dropout_in_evaluation_mode": DropoutInEvaluationMode,
+    "dropout_switched_on_late": loop_with(DropoutInEvaluationMode, before=lambda self, step: self.net.train(step == 2)),
+    "dropout_of_nothing": loop_with(net=lambda: nn.Sequential(mlp(), nn.Dropout(0.0))),
+    "dropout_that_no_module_shows": loop_with(net=lambda: FunctionalDropout().double()),
+    "dropout_of_attention": loop_with(net=lambda: Attentive().double()),
+    "normalisation_by_hand": loop_with(net=HandMadeNorm),
+    "buffer_that_does_not_matter": loop_with(net=Counting),
+    "buffer_that_scales_outputs": loop_with(net=Annealed),
+    "augmented": loop_with(inputs=lambda self, step, rows: self.X[rows] + 0.1 * torch.randn(len(rows), 4).double()),
+    "data_edited_in_place": loop_with(before=lambda self, step: self.X.mul_(1.1) if step == 2 else None),
+}
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("honest", HONEST)
+@pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST.keys())
 def test_an_honest_run_passes_and_is_explained(honest):
     loop = honest()
     trajectory = loop.run().trajectory

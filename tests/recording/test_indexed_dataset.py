@@ -1,4 +1,4 @@
-"""Batches that say which rows they hold, from a DataLoader and under Lightning."""
+"""Batches that say which rows they hold, from a DataLoader."""
 
 import pytest
 import torch
@@ -74,67 +74,3 @@ def test_a_dataset_without_numbers_is_refused():
 
     with pytest.raises(TypeError, match="items by index: got Stream"):
         IndexedDataset(Stream())
-
-
-@pytest.fixture
-def lightning():
-    return pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
-
-
-def module_of(lightning, net, make_optimizer, scale=1.0):
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, number):
-            _, (inputs, labels) = batch
-            return scale * F.cross_entropy(self.net(inputs), labels)
-
-        def configure_optimizers(self):
-            return make_optimizer(self.net.parameters())
-
-    return Module()
-
-
-def trainer_of(lightning, callback, **options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet["enable_model_summary"] = False
-    return lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **quiet, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning")
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [({}, 6), ({"gradient_clip_val": 0.05}, 6), ({"accumulate_grad_batches": 2}, 4)],
-    ids=["plain", "clipped", "accumulated"],
-)
-def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path):
-    from epk_gp.recording.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
-
-    X, y = data
-    callback = RecorderCallback(net, X, y, folder=tmp_path / "run")
-    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
-    module = module_of(lightning, net, lambda p: torch.optim.Adam(p, lr=0.01))
-    with pytest.raises(RuntimeError, match="training has not started"):
-        _ = callback.trajectory
-    trainer_of(lightning, callback, **options).fit(module, loader)
-    assert callback.trajectory.num_steps == steps
-    loaded = epk.load_trajectory(tmp_path / "run", net)
-    parts = epk.attribute(loaded, X[:5] + 0.1)
-    assert float((parts.total - parts.network).abs().max()) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning")
-def test_another_loss_under_lightning_is_found(lightning, data, net, tmp_path):
-    from epk_gp.recording.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
-
-    X, y = data
-    callback = RecorderCallback(net, X, y)
-    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10)
-    module = module_of(lightning, net, lambda p: torch.optim.SGD(p, lr=0.1), scale=2.0)
-    with pytest.raises(epk.StepMismatchError, match="step 0"):
-        trainer_of(lightning, callback).fit(module, loader)
-    assert callback.trajectory.num_steps == 0
