@@ -462,7 +462,7 @@ def _parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
     """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
     if not isinstance(weight, Tensor):
         validate_number(weight, f"step {index}: weight")
-    factor = torch.as_tensor(weight).detach().cpu().double()
+    factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
     if factor.ndim and factor.shape != (num_rows,):
         raise ValueError(
             f"step {index}: weight must be a number or have one entry per row of the batch: got shape "

@@ -127,7 +127,8 @@ FAULTS = {
         announce=lambda self, recorder, rows, step: recorder.batch(rows + 1),
     ),
     "batch_said_to_be_all": fault(
-        "other indices than those given", announce=lambda self, recorder, rows, step: recorder.batch(None)
+        "no call of the network on the batch's rows was seen",
+        announce=lambda self, recorder, rows, step: recorder.batch(None),
     ),
     "no_zero_grad": fault("gradients left over from an earlier backward", zero=lambda self, step: None),
     "weights_edited_between_steps": fault("they were changed in between", before=edit_weights),
