@@ -227,7 +227,7 @@ class StepObserver:
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
-        self._statistics: Tensor | None = None  # after the last pass; they may move in no other way
+        self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
 
     @property
     def num_announced(self) -> int:
@@ -294,8 +294,8 @@ class StepObserver:
         self._waiting, self._calls = [], []
         self._report(made)
 
-    def statistics(self, index: int) -> Float[Tensor, " Q"] | None:
-        """Return the present moving statistics; None for a network without them.
+    def statistics(self, index: int) -> Float[Tensor, " Q"]:
+        """Return the present moving statistics.
 
         Args:
             index: Number of the step, for the error message.
@@ -303,8 +303,8 @@ class StepObserver:
         Raises:
             StepMismatchError: They were changed in another way than by a forward pass.
         """
-        present = self.setup.statistics()
-        if present is not None and (self._statistics is None or not torch.equal(present, self._statistics)):
+        present = self.setup.model.statistics_of(self.setup.net)
+        if not torch.equal(present, self._statistics):
             raise StepMismatchError(
                 f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
                 "changed in another way. Leave them as they are, and call the network itself, net(X), not its parts or "

@@ -125,7 +125,7 @@ class PassRecords:
         lr: float,
         announced: Sequence[AnnouncedBatch],
         start: Float[Tensor, " P"],
-        statistics: tuple[Tensor, Tensor] | None,
+        statistics: tuple[Tensor, Tensor],
     ) -> Step:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
@@ -181,7 +181,7 @@ class PassRecords:
         forward: CapturedForward,
         rows: Int64[Tensor, " n"],
         c: Tensor,
-        statistics: tuple[Tensor, Tensor] | None,
+        statistics: tuple[Tensor, Tensor],
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
@@ -209,8 +209,8 @@ class PassRecords:
             targets=targets,
             random_state=forward.random_state,
             device_random_state=forward.device_random_state,
-            statistics=None if statistics is None or torch.equal(before, statistics[0]) else before,
-            statistics_after=None if statistics is None or torch.equal(after, statistics[1]) else after,
+            statistics=None if torch.equal(before, statistics[0]) else before,
+            statistics_after=None if torch.equal(after, statistics[1]) else after,
             autocast=forward.autocast,
             memory_order=forward.memory_order if is_random else None,
         )

@@ -347,10 +347,9 @@ class Recorder:
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
                 "Lower the learning rate."
             )
-        statistics = self._observer.statistics(index)
-        around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
-        step = self._passes.step(index, made.lr, made.announced, last.end, around)
-        before, after = around or (end[:0], end[:0])
+        after = self._observer.statistics(index)
+        before = after if last.statistics is None else last.statistics
+        step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         if is_exact:
@@ -366,7 +365,7 @@ class Recorder:
                 self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
-        self._history.append(replace(step, groups=made.groups), end, update, statistics)
+        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
         if self._commits is not None and not self._in_until:
             self._commits.complete_iteration()
 
