@@ -32,7 +32,7 @@ CAPABILITIES = {
     "how results show themselves": ("core/show.py",),
     "recording a loop": ("recording/*.py",),
     "checking recorded steps": (
-        "recording/*check.py", "recording/causes.py", "recording/derivative_probe.py", "recording/validation.py",
+        "recording/check.py", "recording/causes.py",
         "recording/passes.py",
     ),
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),

@@ -20,7 +20,7 @@ from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
-from epk_gp.recording.mode_check import draw_from
+from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
 
 Network = nn.Module | Callable[[int, int], nn.Module]

@@ -42,8 +42,13 @@ def make_net(seed=1, dtype=torch.float64, **options):
     return Convolutions(**options).to(dtype)
 
 
-def record(net, graph=None, steps=3, *, batch=LABELLED, optimizer=None, call=None, **options):
-    """Record a loop on the labelled nodes; `call` stands for the network's call."""
+def at_labelled_nodes(out, y):
+    return F.cross_entropy(out[LABELLED], y[LABELLED])
+
+
+def record(net, graph=None, steps=3, *, batch=LABELLED, weight=1.0, optimizer=None, call=None,
+           loss_of=at_labelled_nodes, **options):  # fmt: skip
+    """Record a loop on the labelled nodes; `call` stands for the network's call, `loss_of` for the loop's loss."""
     x, edges, y = make_graph() if graph is None else graph
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.5) if optimizer is None else optimizer
     with epk.Recorder(net, optimizer, epk.Graph(x, edges), y, **options) as recorder:
@@ -51,7 +56,7 @@ def record(net, graph=None, steps=3, *, batch=LABELLED, optimizer=None, call=Non
         for step in recorder.until(steps):
             optimizer.zero_grad()
             out = net(x, edges) if call is None else call(net, x, edges, step)
-            F.cross_entropy(out[LABELLED], y[LABELLED]).backward()
-            recorder.batch(batch)
+            loss_of(out, y).backward()
+            recorder.batch(batch, weight=weight)
             optimizer.step()
     return recorder.trajectory

@@ -112,13 +112,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float, list[dict[str, A
 # What a loop may change in their groups: name and value.
 CHANGES: dict[str, list[tuple[str, Any]]] = {
     "SGD": [("momentum", 0.4), ("dampening", 0.4), ("weight_decay", 0.1), ("maximize", True), ("nesterov", True)],
-    "Adam": [
-        ("betas", (0.9, 0.5)),
-        ("betas", (0.5, 0.999)),
-        ("eps", 0.05),
-        ("weight_decay", 0.1),
-        ("amsgrad", False),
-    ],
+    "Adam": [("betas", (0.9, 0.5)), ("betas", (0.5, 0.999)), ("eps", 0.05), ("weight_decay", 0.1), ("amsgrad", False)],
     "AdamW": [("betas", (0.9, 0.5)), ("eps", 0.05), ("weight_decay", 0.5), ("amsgrad", False), ("maximize", True)],
     "RMSprop": [("alpha", 0.5), ("eps", 0.05), ("momentum", 0.4), ("weight_decay", 0.1)],
     "Adagrad": [("eps", 0.1), ("lr_decay", 0.5), ("weight_decay", 0.1)],

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,9 @@ class Program:
     of_average: bool = False
 
     def __str__(self) -> str:
-        names = (
-            "function",
-            "chosen",
-            "by",
-            "truncate",
-            "stored",
-            "files",
-            "executor",
-            "checkpoint",
-            "path",
-            "head",
-            "resumes",
-            "of_average",
-        )
-        own = ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) not in (None, False))
+        left_out = ("theme", "loop", "question", "draw", "sample_weights")
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        own = ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, False, "straight"))
         weights = f" weights={self.sample_weights}" if self.question == "retrain" else ""
         return f"[{self.theme}] {self.question}{weights} ({own}) of {self.loop}"
 
@@ -191,11 +179,7 @@ class Program:
                 result = epk.reconstruct(trajectory, X, head=head, **options)
                 return result.outputs, result
             case "attribute" | "averaged":
-                paths = {
-                    "straight": epk.straight(),
-                    "chords": epk.chords(4),
-                    "layerwise": epk.layerwise(2),
-                }
+                paths = {"straight": epk.straight(), "chords": epk.chords(4), "layerwise": epk.layerwise(2)}
                 result = epk.attribute(trajectory, X, head=head, path=paths[self.path], **options)
                 return torch.cat([result.samples, result.decay[:, :, None], result.total[:, :, None]], dim=2), result
             case "gram":

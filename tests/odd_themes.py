@@ -83,11 +83,8 @@ def plant_nothing(program: Program) -> None:
 def plant_options(program: Program) -> None:
     draw, loop = program.draw, program.loop
     name, value = draw.choice(CHANGES[loop.optimizers[0]])
-    if name == "nesterov":
-        loop.options = ({"momentum": 0.9},)
-    if name == "dampening":
-        loop.options = ({"momentum": 0.9},)
-    if name == "momentum" and loop.optimizers[0] == "RMSprop":  # torch makes the buffer at the first step only
+    makes_buffer = name == "momentum" and loop.optimizers[0] == "RMSprop"  # torch makes it at the first step only
+    if name in ("nesterov", "dampening") or makes_buffer:
         loop.options = ({"momentum": 0.9},)
     if name == "amsgrad":
         loop.options = ({"amsgrad": True},)
@@ -103,9 +100,7 @@ def plant_options(program: Program) -> None:
 
 def plant_groups(program: Program) -> None:
     draw, loop = program.draw, program.loop
-    loop.net_kind = draw.choice(["mlp", "mlp", "layer_norm", "convolution_"])
-    if loop.net_kind == "convolution_":
-        loop.net_kind = "mlp"
+    loop.net_kind = draw.choice(["mlp", "mlp", "layer_norm", "mlp"])
     if draw.random() < 0.8:
         loop.group_added = draw.randint(1, loop.steps - 2)
         if draw.random() < 0.5:
@@ -252,33 +247,17 @@ PLANT: dict[str, Callable[[Program], None]] = {
 }
 THEMES = tuple(PLANT)
 
-ROWS = {
-    "options changed in the loop, groups added, steps before the recording, clipping": (
-        "options",
-        "groups",
-        "before",
-        "clipping",
-    ),
-    "forward passes without a loss, parametrizations, straight-through estimators, mixtures of all": (
-        "passes",
-        "loaded",
-        "parametrization",
-        "estimator",
-        "rarities",
-        "mixture",
-    ),
-    "folders trained again, partial sums of other jobs, states that were left out": (
-        "swapped",
-        "partial_sums",
-        "thinned",
-    ),
-    "wrong indices under normalisation and noise, functions that mix rows, divergence": (
-        "indices",
-        "function",
-        "divergence",
-    ),
+ROWS: dict[str, tuple[str, ...]] = {
+    "options changed in the loop, groups added, steps before the recording, clipping":
+        ("options", "groups", "before", "clipping"),
+    "forward passes without a loss, parametrizations, straight-through estimators, mixtures of all":
+        ("passes", "loaded", "parametrization", "estimator", "rarities", "mixture"),
+    "folders trained again, partial sums of other jobs, states that were left out":
+        ("swapped", "partial_sums", "thinned"),
+    "wrong indices under normalisation and noise, functions that mix rows, divergence":
+        ("indices", "function", "divergence"),
     "nothing odd": ("sound",),
-}
+}  # fmt: skip
 
 
 def count_outcomes(themes: tuple[str, ...], count: int, first: int = 0) -> tuple[Counter[str], list[str]]:

@@ -14,7 +14,7 @@ from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import learning_rate, rule_for
 from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
-from epk_gp.recording.optimizer import states_before
+from epk_gp.recording.observer import states_before
 
 TENSOR = torch.tensor(0.01)
 COMMON: dict[str, dict[str, Any]] = {
@@ -138,7 +138,8 @@ def recorded(
     for batch in steps:
         net.zero_grad()
         F.cross_entropy(net(X[batch]), y[batch]).backward()
-        before = states_before(list(optimizers), parameters, rule.needs_before)
+        owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+        before = {n: states_before(owners[id(p)], {n: p}, rule.needs_before)[n] for n, p in parameters.items()}
         weights = {name: p.detach().clone() for name, p in parameters.items()}
         for optimizer in optimizers:
             optimizer.step()

@@ -243,8 +243,8 @@ def add(run, passes, batch=None, generator=None):
 
 def finish(run):
     run.commits.commit()
-    run.commits.mark_complete()
-    run.commits.close()
+    run.commits.writer.mark_complete()
+    run.commits.writer.close()
 
 
 def write_by_hand(path, seed=0, num_steps=6, **options):

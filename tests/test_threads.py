@@ -20,8 +20,7 @@ from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.kernels.blocks import BlockCache
-from epk_gp.recording import mode_check as own_random_numbers
-from epk_gp.recording.mode_check import draw_from
+from epk_gp.recording.passes import draw_from
 from helpers import make_case
 
 
@@ -313,48 +312,5 @@ def test_random_numbers_of_ones_own_are_those_of_the_global_generator() -> None:
     before = torch.get_rng_state()
     with draw_from(torch.Generator().manual_seed(3)):
         found = build()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("missing", ["_overloadname", "_schema"])
-def test_random_numbers_of_ones_own_need_no_private_name_of_torch(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Without:
-        """An operation without one of its attributes."""
-
-        def __init__(self, func: Any) -> None:
-            self.func = func
-
-        def __getattr__(self, name: str) -> Any:
-            if name == missing:
-                raise AttributeError(name)
-            return getattr(self.func, name)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.func(*args, **kwargs)
-
-    def draw() -> list[Tensor]:
-        return [
-            torch.rand(3),
-            torch.randint(2, 9, (4,)),
-            torch.randperm(5),
-            torch.zeros(3).normal_(),
-            torch.rand(2) + 1,
-        ]
-
-    dispatch = own_random_numbers._Redirection.__torch_dispatch__
-    monkeypatch.setattr(
-        own_random_numbers._Redirection,
-        "__torch_dispatch__",
-        lambda self, func, *rest: dispatch(self, Without(func), *rest),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        expected = draw()
-    before = torch.get_rng_state()
-    with draw_from(torch.Generator().manual_seed(3)):
-        found = draw()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,7 +1,8 @@
 """Record a training run, and check that each of its steps is the step that the update rule predicts.
 
-The files, from the lowest: `clipping`, `tensor_arena` (memory), `announced_batch`, `validation` (arguments), `setup`
-(all that is stated of a run before its first step), `diagnosis` (why a step is another one), `step_check`, `history`
-(the recorded steps), `commits` (when they are written), `recorder`; then `epoch_sampler` and `train` (the common loop),
-`indexed_dataset`, and `lightning` (a callback, which needs the extra `lightning`).
+The files, from the lowest: `causes` (targets that do not fit; why a step is another one), `setup` (all that is stated
+of a run before its first step, checked), `observer` (hooks: forward passes, announced batches, steps of optimizers),
+`passes` (what of a forward pass is recorded), `check` (of a step, and of the network along it), `history` (the recorded
+steps, and when they are written), `recorder`; then `train`, the common loop, and callbacks: `lightning`, `huggingface`.
+Start with `Recorder._record_step`. Of the package only `core`, `optimizers` and `storage` are imported.
 """

@@ -1,47 +1,60 @@
-"""The check of one step.
+"""The check of one step: is the change of the weights the one that the update rule predicts? And which are checked.
 
-Is the change of the weights the one that the update rule predicts? And which steps are checked.
+Along some steps the network is probed: is autograd's derivative the derivative of the outputs? A path integral of
+gradients is the change of the outputs only where it is. It is not for straight-through estimators, stop-gradients and
+gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed in less precision
+than the weights have.
 """
 
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
+from epk_gp.core.gradients import (
+    CANCELLATION_FACTOR,
+    batch_gradient,
+    largest_entry,
+    move_by_rounding,
+    relative_rounding,
+    statistics_error,
+    step_tolerance,
+)
+from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.step import Step
+from epk_gp.core.replay import TrainingReplay, passes_of
+from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
-    NO_UPDATE,
+    CLIP_ROUNDING,
+    EPSILON,
+    Clip,
+    ClipNorm,
+    ClipValue,
     UpdateCoefficients,
     largest_entry,
     move_by_rounding,
     predict_step,
-    relative_rounding,
+    rounded_bound,
     scale_gradient,
-    stack_coefficients,
-    step_tolerance,
 )
 from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
-from epk_gp.recording.optimizer import OptimizerPart
-from epk_gp.recording.setup import TrainingSetup, inferred_clip, looks_clipped
+from epk_gp.recording.observer import ObservedStep
+from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
 # long. Shorter ones pay for more than that: some milliseconds of checks are worth their time in any loop.
 _SHARE, _SHORTEST_STEP, _OF_SHORT_STEPS = 0.15, 0.02, 0.005
 _SMALLEST_SHARE = 0.01  # for checks, where recording without checks takes all the time that it may
-_FIRST_STEPS = 3  # always checked; the cheapest one tells what a check costs once everything is loaded
-_MEMORY = 0.1  # weight of the last step in the mean length of a step
+_FIRST_STEPS = 3  # always checked
 
 
-@dataclass(eq=False)
 class CheckSchedule:
     """Chooses the steps that are checked: one in a fixed number, or as many as fit into a share of the loop's time.
 
@@ -54,248 +67,153 @@ class CheckSchedule:
         num_checked: Steps checked so far.
     """
 
-    every: int | None
-    device: torch.device
-    num_checked: int = 0
-    _first: int | None = None  # the first step of this recording
-    _next: int = 0
-    _costs: list[float] = field(default_factory=list)
-    _debt: float = 0.0  # seconds of checks that the steps since have not paid for; below 0 if they paid for more
-    _checked: float = 0.0  # seconds of checks in the present step
-    _last_cost: float = 0.0  # seconds of the last check
-    _loop: float = 0.0  # seconds of the present step outside of the recorder
-    _own: float = 0.0  # and inside
-    _mean_loop: float = 0.0
-    _mean_own: float = 0.0
-    _num_closed: int = 0
-    _depth: int = 0
-    _since: float | None = None  # when the recorder was entered or left last
+    def __init__(self, every: int | None, device: torch.device) -> None:
+        self.every, self.device, self.num_checked = every, device, 0
+        self._first: int | None = None  # the first step of this recording
+        self._next = 0
+        self._loop = self._own = self._checks = 0.0  # seconds outside of the recorder, inside, and in checks
+        self._left: float | None = None  # when the recorder was left last
+        self._num_steps = 0
+        self._gain = _SHARE * _SHORTEST_STEP  # seconds of checks that a step pays for
+        self._debt = 0.0  # seconds of checks that no step has paid for
+        self._cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Count the time inside as the recorder's, and the time outside as the loop's."""
-        if not self._depth and self._since is not None:
-            self._loop += self.now() - self._since
-        began, self._depth = self.now(), self._depth + 1
+        began = self.now()
+        self._loop += 0.0 if self._left is None else began - self._left
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
-                self._since = self.now()
-                self._own += self._since - began
+            self._left = self.now()
+            self._own += self._left - began
 
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Count the time inside as that of a check, which the steps that follow pay for."""
         began = self.now()
         yield
-        self._last_cost = self.now() - began
-        self._checked += self._last_cost
+        self._cost = self.now() - began
+        self._checks += self._cost
 
     def now(self) -> float:
         """Return the time in seconds that checks are measured by."""
         return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
     def begin_step(self) -> None:
-        """Close the account of the step before.
-
-        That of the first step is left out: it pays for all that is loaded and made once.
-        """
-        loop, own, checked = self._loop, self._own - self._checked, self._checked
-        self._loop = self._own = self._checked = 0.0
-        self._num_closed += 1
-        if self._num_closed <= 3:  # nothing, the first step, the second step
-            self._mean_loop, self._mean_own = loop, own if self._num_closed == 3 else 0.0
-            return
-        self._mean_loop += _MEMORY * (loop - self._mean_loop)
-        self._mean_own += _MEMORY * (own - self._mean_own)
-        self._debt = max(-min(self._costs, default=0.0), self._debt + checked - self._gain())
-
-    def _gain(self) -> float:
-        """Return the seconds of checks that a step pays for."""
-        length = max(self._mean_loop, _SHORTEST_STEP)
-        extra = _OF_SHORT_STEPS * (1 - self._mean_loop / length if self._mean_loop < length else 0.0)
-        return max(_SHARE * length - self._mean_own, _SMALLEST_SHARE * length) + extra
+        """Settle the account of the steps before; the first is left out, for it loads and makes what all need."""
+        self._num_steps += 1
+        if self._num_steps <= 2:
+            self._loop = self._own = self._checks = 0.0
+        count = max(1, self._num_steps - 2)
+        loop, own = self._loop / count, (self._own - self._checks) / count
+        length = max(loop, _SHORTEST_STEP)
+        self._gain = max(_SHARE * length - own, _SMALLEST_SHARE * length) + _OF_SHORT_STEPS * (1 - loop / length)
+        self._debt = self._checks - (self._num_steps - 2) * self._gain
 
     def is_due(self, index: int) -> bool:
-        """Return whether the gradient of a step is recomputed."""
-        if self._first is None:
-            self._first = index
+        """Return whether the gradient of a step is recomputed.
+
+        Of each block of `every` steps it is one that a hash of the block's number chooses, the first one of the first
+        block: no loop can have a period that avoids all checks.
+        """
+        self._first = index if self._first is None else self._first
         if index == self._first:
             return True
         if self.every is not None:
-            return is_recomputed(index, self.every)
+            block, place = divmod(index, self.every)
+            return place == (_hash_of(block) % self.every if block else 0)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
     def steps_that_pay(self) -> int:
         """Return the number of steps that pay for a check like the last one; 0 where checks have fixed places."""
-        return 0 if self.every is not None else math.ceil(self._last_cost / self._gain())
+        return 0 if self.every is not None else math.ceil(self._cost / self._gain)
 
     def add(self, index: int) -> None:
         """Count the check of a step, and choose the next one.
 
-        A hash chooses within a range whose mean is the number of steps that pay for the checks so far, so that no loop
-        can have a period that avoids all checks.
+        A hash chooses within a range whose mean is the number of steps that pay for the checks so far.
         """
         self.num_checked += 1
-        if len(self._costs) < _FIRST_STEPS:
-            self._costs.append(self._checked)
-        steps = max(1, math.ceil((min(self._costs) + self._debt) / self._gain()))
+        self._smallest_cost = min(self._smallest_cost, self._cost)
+        steps = max(1, math.ceil((self._smallest_cost + self._debt) / self._gain))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)
-
-
-def is_recomputed(index: int, every: int) -> bool:
-    """Return whether the gradient of a step is recomputed: of one step in each block of `every` consecutive ones.
-
-    In the first block it is the first step; in the others a hash of the block's number chooses, so that no loop can
-    have a period that avoids all of them.
-    """
-    block, place = divmod(index, every)
-    return place == (_hash_of(block) % every if block else 0)
 
 
 def _hash_of(number: int) -> int:
     return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest())
 
 
-def step_gradient(
-    setup: TrainingSetup,
-    step: Step,
-    state: Float[Tensor, " PQ"],
-    end_statistics: Float[Tensor, " Q"],
-    dtype: torch.dtype | None = None,
-) -> tuple[Float[Tensor, " P"], float]:
-    """Return the gradient of a step's loss in the precision of the training, and the error of its moving statistics.
+def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
+    """Return whether a step's record takes its exact gradient: where it is clipped, or looks like that.
+
+    Clipping leaves a gradient whose norm, or whose largest entry, is the bound. Bounds are chosen by people: three
+    digits are enough for them, and by chance a norm is as close to such a number once in some thousand steps.
+    """
+    used, clip = observed.made.gradient, setup.clip
+    rounding = 8 * torch.finfo(used.dtype).eps
+    norm, largest = torch.stack([torch.linalg.vector_norm(used), largest_entry(used)]).tolist()
+    # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
+    for size, short in ((norm, EPSILON + rounding * norm), (largest, rounding * largest)):
+        if 0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size:
+            return True
+    return clip is not None and clip.may_have_clipped(used)
+
+
+def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
+    """Return the clipping that makes of a gradient the one that was used, if its bound has at most three digits.
 
     Args:
-        setup: The training.
-        step: The step.
-        state: The weights before it, then the moving statistics.
-        end_statistics: The moving statistics after it.
-        dtype: Another dtype for passes that draw no random numbers and use no automatic mixed precision.
+        used: The gradient that the optimizer used.
+        gradient: The gradient of the loss.
     """
-    spec = TensorSpec(state.dtype if dtype is None else dtype, state.device)
-    model = setup.model if spec == setup.model.spec else setup.model.converted(spec)
-    passes = passes_of(step, setup.training_data)
-    state = state.to(spec.dtype)
-    if not step.passes:
-        (data,) = passes
-        with disable_fused_attention():
-            return batch_gradient(model, state, spec.cast(data.X), data.y, setup.loss, data.c), 0.0
-    replay = TrainingReplay(setup.model, setup.loss, spec)
-    total, error = torch.zeros_like(state[: setup.model.num_weights]), 0.0
-    for data in passes:
-        replayed = replay.gradient(state, data)
-        total += replayed.gradient
-        after = data.forward.statistics_after
-        after = end_statistics if after is None else after
-        error = max(error, statistics_error(replayed.statistics, after, setup.model.spec.dtype))
-    return total, error
+    if not torch.isfinite(used).all() or not used.any():
+        return None
+    norm, largest = float(torch.linalg.vector_norm(used)), float(used.abs().max())
+    for clip in (ClipNorm(rounded_bound(norm)), ClipValue(rounded_bound(largest))):
+        predicted = gradient * clip.factor(gradient)
+        rounding = CLIP_ROUNDING[used.dtype == torch.float64] * largest
+        if not torch.equal(predicted, gradient) and bool(((predicted - used).abs() <= rounding).all()):
+            return clip
+    return None
 
 
-@dataclass(frozen=True, eq=False)
-class ObservedStep:
-    """A step of the optimizer as it was observed right after it.
-
-    Attributes:
-        step: Its learning rate and batch.
-        start: The weights before it.
-        end: The weights after it.
-        gradient: The gradient that the optimizer used; zero for a parameter without one.
-        without_gradient: Names of the parameters without a gradient. torch neither clips nor moves those whose gradient
-            is None; one that was frozen during the run and has a gradient of zeros moves by its momentum and decay.
-        update: The coefficients of the step, read from the optimizer, without gradient clipping.
-        momentum: The momentum buffer before the step, as the recorder follows it.
-        start_statistics: The moving statistics before the step, (Q,).
-        end_statistics: Those after it.
-        unseen: Why no forward pass was found for the step, as a clause; None if that is not known.
-    """
-
-    step: Step
-    start: Float[Tensor, " P"]
-    end: Float[Tensor, " P"]
-    gradient: Float[Tensor, " P"]
-    without_gradient: Set[str]
-    update: UpdateCoefficients
-    momentum: Float[Tensor, " P"]
-    start_statistics: Float[Tensor, " Q"]
-    end_statistics: Float[Tensor, " Q"]
-    unseen: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class CheckedStep:
-    """A step that is the predicted one.
-
-    Attributes:
-        update: The coefficients of the step, with gradient clipping.
-        momentum: The momentum buffer after the step.
-    """
-
-    update: UpdateCoefficients
-    momentum: Float[Tensor, " P"]
-
-
-def observe_step(
-    setup: TrainingSetup,
-    parts: Sequence[OptimizerPart],
-    step: Step,
-    *,
-    start: Float[Tensor, " P"],
-    end: Float[Tensor, " P"],
-    momentum: Float[Tensor, " P"],
-    statistics: tuple[Tensor, Tensor] | None = None,
-    unseen: str | None = None,
-) -> ObservedStep:
-    """Join the parts of a step that its optimizers have made.
-
-    Args:
-        setup: The training.
-        parts: What each optimizer that took part did; parameters of others did not move.
-        step: Learning rate and batch of the step.
-        start: The weights before the step.
-        end: The weights after the step.
-        momentum: The momentum buffer before the step.
-        statistics: The moving statistics before and after the step; None for a network without them.
-        unseen: Why no forward pass was found for it, as a clause.
-    """
-    model = setup.model
-    coefficients = {name: value for part in parts for name, value in part.coefficients.items()}
-    zeros = model.unflatten(torch.zeros_like(start))
-    gradients = {**zeros, **{name: value for part in parts for name, value in part.gradients.items()}}
-    moved = {name for part in parts for name in part.coefficients if name not in part.frozen}
-    return ObservedStep(
-        step=step,
-        start=start,
-        end=end,
-        gradient=model.flatten(gradients),
-        without_gradient={*model.names} - moved,
-        update=stack_coefficients([coefficients.get(name, NO_UPDATE) for name in model.names], model.sizes),
-        momentum=momentum,
-        start_statistics=start[:0] if statistics is None else statistics[0],
-        end_statistics=start[:0] if statistics is None else statistics[1],
-        unseen=unseen,
-    )
-
-
-def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
+def check_step(
+    setup: TrainingSetup, observed: ObservedStep, *, exact: bool = True
+) -> tuple[UpdateCoefficients, Float[Tensor, " P"]]:
     """Compare a step with the update rule, and the gradient that it used with the recomputed one.
 
     Both are needed: a learning rate of 0, or steps below the rounding of the weights, make any gradient fit the step,
     and a wrong one would stay in the optimizer's momentum.
 
+    Args:
+        setup: The training.
+        observed: The step.
+        exact: Whether to recompute the gradient.
+
+    Returns:
+        The coefficients of the step, with gradient clipping, and the momentum buffer after it. The buffer follows the
+        gradient that the optimizer used, as the optimizer's own buffer does.
+
     Raises:
         StepMismatchError: The step is not the predicted one, or the gradient is not that of the stated loss; the
             message names the likeliest cause.
     """
-    sizes, start = setup.model.sizes, observed.start
-    check = _with_inferred_clip(setup, _recompute(setup, observed))
-    # The buffer follows the gradient that the optimizer used, as the optimizer's own buffer does.
-    predicted, momentum = predict_step(observed.update, sizes, start, check.used, observed.momentum)
-    change = observed.end - start
-    difference = float((change - predicted).abs().max())
+    made, start, sizes = observed.made, observed.start, setup.model.sizes
+    where, rule = f"step {observed.step.index}: the change of the weights must be", f"{setup.update_rule.name}'s step"
+    predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
+    residual = (observed.end - start).sub_(predicted)
+    difference = float(largest_entry(residual))
     follows_rule = difference <= step_tolerance(start, predicted)
+    if not exact:
+        if not follows_rule and not _is_accepted(setup, observed, residual):
+            raise StepMismatchError(
+                f"{where} {rule} on the gradient that backward() left: it differs by {difference:.2e}. Another "
+                "optimizer or option is at work, or the weights were changed."
+            )
+        return made.update, momentum
+    check = _recompute(setup, observed)
     if not check.statistics_error <= 1:
         cause = changed_setting(setup.net, setup.model) or (
             "running means or variances were edited, or other rows passed the network"
@@ -304,148 +222,331 @@ def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -
             f"step {observed.step.index}: the moving statistics after a forward pass must be those that its rows give: "
             f"they differ by {check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
         )
-    if not (follows_rule and consistent_up_to_rounding(setup, check)):
-        expected, _ = predict_step(observed.update, sizes, start, check.clipped, observed.momentum)
-        if not _is_accepted(setup, observed, change - expected):
-            raise StepMismatchError(_describe_mismatch(setup, observed, check, expected, follows_rule))
-    return CheckedStep(scale_gradient(observed.update, check.clip_factor, sizes), momentum)
-
-
-def _share(observed: ObservedStep, residual: Float[Tensor, " P"]) -> float:
-    """Return the share of a step that its law does not explain."""
-    return float(residual.norm() / (observed.end - observed.start).norm().clamp(min=1e-300))
+    is_consistent = _is_consistent(setup, check)
+    if not is_consistent and setup.clip is None:
+        clip = inferred_clip(check.used, check.gradient)
+        if clip is not None:
+            check = replace(check, clip_factor=clip.factor(check.gradient))
+            is_consistent = _is_consistent(setup, check)
+    if not (follows_rule and is_consistent):
+        predicted, _ = predict_step(made.update, sizes, start, check.clipped, observed.momentum)
+        residual = observed.end - start - predicted
+        if not _is_accepted(setup, observed, residual):
+            cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=made.unseen)
+            if not _is_repeatable(setup, check):
+                cause = (
+                    "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
+                    "drawn again: draw them with torch"
+                )
+            limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
+            raise StepMismatchError(
+                f"{where} {rule} on the gradient of {setup.loss} on the given batch: it differs by "
+                f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
+                f"gradient by {float((check.used - check.clipped).abs().max()):.2e} (largest entry "
+                f"{float(check.clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
+            )
+    return scale_gradient(made.update, check.clip_factor, sizes), momentum
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
     """Return whether the run may have as large a part that its law does not explain."""
-    accepted = setup.rules.unexplained
-    return accepted is not None and _share(observed, residual) <= accepted
-
-
-def _describe_mismatch(
-    setup: TrainingSetup, observed: ObservedStep, check: StepCheck, expected: Tensor, follows_rule: bool
-) -> str:
-    residual = observed.end - observed.start - expected
-    difference, share = float(residual.abs().max()), _share(observed, residual)
-    cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=observed.unseen)
-    if not is_repeatable(setup, check):
-        cause = (
-            "the network draws random numbers from another source than torch (NumPy, Python), which cannot be drawn "
-            "again: draw them with torch"
-        )
-    accepted = setup.rules.unexplained
-    limit = "" if accepted is None else f" unexplained={accepted:g} accepts less than its share of {share:.2g}."
-    return (
-        f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "
-        f"the gradient of {setup.loss} on the given batch: it differs by {difference:.2e} (largest predicted "
-        f"change {float(expected.abs().max()):.2e}), the gradient by "
-        f"{float((check.used - check.clipped).abs().max()):.2e} (largest entry "
-        f"{float(check.clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
-    )
-
-
-def needs_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
-    """Return whether a step's record takes its exact gradient: where it is clipped, or looks like that."""
-    clip = setup.rules.clip
-    return looks_clipped(observed.gradient) or (clip is not None and clip.may_have_clipped(observed.gradient))
-
-
-def _with_inferred_clip(setup: TrainingSetup, check: StepCheck) -> StepCheck:
-    """Return a check that knows the clipping of the loop, where that shows and was not stated."""
-    if setup.rules.clip is not None or consistent_up_to_rounding(setup, check):
-        return check
-    clip = inferred_clip(check.used, check.gradient)
-    return check if clip is None else replace(check, clip_factor=clip.factor(check.gradient))
-
-
-def check_against_used_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
-    """Compare a step with the step that the update rule predicts from the gradient that the optimizer used.
-
-    Whether that is the gradient of the stated loss is not checked.
-
-    Raises:
-        StepMismatchError: The step is not the predicted one.
-    """
-    start, sizes = observed.start, setup.model.sizes
-    predicted, momentum = predict_step(observed.update, sizes, start, observed.gradient, observed.momentum)
-    residual = (observed.end - start).sub_(predicted)
-    difference = float(largest_entry(residual))
-    if not difference <= step_tolerance(start, predicted) and not _is_accepted(setup, observed, residual):
-        raise StepMismatchError(
-            f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "
-            f"the gradient that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
-            "work, or the weights were changed."
-        )
-    return CheckedStep(observed.update, momentum)
+    if setup.unexplained is None:
+        return False
+    return bool(residual.norm() <= setup.unexplained * (observed.end - observed.start).norm())
 
 
 def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     """Recompute the gradient of a step, and the factor by which the stated clipping multiplies it."""
-    step, start, clip = observed.step, observed.start, setup.rules.clip
-    state = torch.cat([start, observed.start_statistics])
-    parts_of_step = passes_of(step, setup.training_data)
-    try:
-        gradient, statistics_error = step_gradient(setup, step, state, observed.end_statistics)
-    except ValueError as error:
-        raise StepMismatchError(f"step {step.index}: {error}") from error
-    parts = setup.model.unflatten(gradient)
-    for name in observed.without_gradient:
-        parts[name].zero_()
-    is_one_shape = len({part.X.shape[1:] for part in parts_of_step}) == 1
-    return StepCheck(
-        state=state,
+    step = observed.step
+    passes = passes_of(step, setup.training_data)
+    passes = passes if len({data.X.shape[1:] for data in passes}) == 1 else passes[:1]
+    check = StepCheck(
+        state=torch.cat([observed.start, observed.start_statistics]),
         step=step,
-        used=observed.gradient,
-        gradient=gradient,
-        clip_factor=1.0 if clip is None else clip.factor(gradient),
-        X=torch.cat([part.X for part in parts_of_step]) if is_one_shape else parts_of_step[0].X,
-        y=torch.cat([part.y for part in parts_of_step]) if is_one_shape else parts_of_step[0].y,
-        c=torch.cat([part.c for part in parts_of_step]) if is_one_shape else parts_of_step[0].c,
+        used=observed.made.gradient,
+        gradient=observed.made.gradient,
+        clip_factor=1.0,
+        X=torch.cat([data.X for data in passes]),
+        y=torch.cat([data.y for data in passes]),
+        c=torch.cat([data.c for data in passes]),
         loss=setup.loss,
-        statistics_error=statistics_error,
-        without_gradient=observed.without_gradient,
+        without_gradient=observed.made.without_gradient,
     )
+    gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)
+    clip_factor = 1.0 if setup.clip is None else setup.clip.factor(gradient)
+    return replace(check, gradient=gradient, clip_factor=clip_factor, statistics_error=error)
 
 
-def consistent_up_to_rounding(setup: TrainingSetup, check: StepCheck) -> bool:
+def _gradient_of(
+    setup: TrainingSetup,
+    check: StepCheck,
+    state: Float[Tensor, " PQ"],
+    dtype: torch.dtype | None = None,
+    *,
+    end_statistics: Float[Tensor, " Q"] | None = None,
+    reverse: bool = False,
+) -> tuple[Float[Tensor, " P"], float]:
+    """Return the gradient of a step's loss at some state, and the error of its moving statistics.
+
+    It is zero for parameters that have none. Steps without recorded passes may be computed in another dtype, and with
+    their rows in reverse order.
+    """
+    model, error, step = setup.model, 0.0, check.step
+    spec = TensorSpec(dtype or state.dtype, state.device)
+    if check.step.passes:
+        replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
+        for data in passes_of(step, setup.training_data):
+            replayed = replay.gradient(state, data)
+            gradient += replayed.gradient
+            after = end_statistics if data.forward.statistics_after is None else data.forward.statistics_after
+            if after is not None:
+                error = max(error, statistics_error(replayed.statistics, after, model.spec.dtype))
+    else:
+        X, y, c = ((v.flip(0) if reverse else v) for v in (check.X, check.y, check.c))
+        with disable_fused_attention():
+            wide = model if spec == model.spec else model.converted(spec)
+            gradient = batch_gradient(wide, state.to(spec.dtype), spec.cast(X), y, setup.loss, c)
+    parts = model.unflatten(gradient)
+    for name in check.without_gradient:
+        parts[name].zero_()
+    return gradient, error
+
+
+def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     """Return whether the optimizer's gradient is the stated one, up to what its dtype can lose by cancellation.
 
     In float32 the loss by cancellation is measured: it is the difference of the recomputed gradient from the same
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    difference = (check.used - check.clipped).abs().max()
-    if difference <= relative_rounding(check.state.dtype) * check.clipped.abs().max():
+    difference, state, P = (check.used - check.clipped).abs().max(), check.state, setup.model.num_weights
+    if difference <= relative_rounding(state.dtype) * check.clipped.abs().max():
         return True
-    if not is_repeatable(setup, check):
+    if not _is_repeatable(setup, check):
         return False
-    cancelled = (check.gradient - _gradient_beside(setup, check)).abs().max()
-    return bool(difference <= CANCELLATION_FACTOR * cancelled)
+    if state.dtype != torch.float64 and not check.step.passes:
+        other, _ = _gradient_of(setup, check, state, torch.float64)
+    else:
+        moved = torch.cat([move_by_rounding(state[:P], torch.finfo(state.dtype).eps), state[P:]])
+        other, _ = _gradient_of(setup, check, moved, reverse=True)
+    return bool(difference <= CANCELLATION_FACTOR * (check.gradient - other).abs().max())
 
 
-def is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
+def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     """Return whether a replayed gradient comes out the same again; random numbers from elsewhere than torch do not."""
-    if not check.is_replayed:
+    if not check.step.passes:
         return True
-    again = step_gradient(setup, check.step, check.state, check.state[setup.model.num_weights :])[0]
+    again, _ = _gradient_of(setup, check, check.state)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
 
 
-def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
-    """Return the gradient of a step once more, as another computation would round it."""
-    gradient = _rounded_otherwise(setup, check)
-    parts = setup.model.unflatten(gradient)
-    for name in check.without_gradient:
-        parts[name].zero_()
-    return gradient
+_NUM_ROWS = 16  # rows of the batch that are looked at
+_NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
+_POSITIONS = (0.21, 0.48, 0.83)  # on the step, away from its ends, where a kink is likelier than elsewhere
+_NUM_INTERVALS = 16  # of the step, in which jumps are looked for
+_NUM_SUSPECTS = 4  # of the intervals, those that are farthest from linear
+
+# Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
+# some 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the cases measured (docs/reliability.md). A
+# network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
+# difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
+# coarse one.
+_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a right derivative
+
+# Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
+_HALVINGS = {torch.float64: 40, torch.float32: 8}
+
+# Outputs in float32 that differ from those in float64 by more than this share of their size were computed in less than
+# float32: bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
+_LOST_PRECISION = 2e-4
 
 
-def _rounded_otherwise(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
-    P, state = setup.model.num_weights, check.state
-    if state.dtype != torch.float64 and not check.is_replayed:
-        return step_gradient(setup, check.step, state, state[P:], torch.float64)[0]
-    moved = torch.cat([move_by_rounding(state[:P], torch.finfo(state.dtype).eps), state[P:]])
-    if check.is_replayed:
-        return step_gradient(setup, check.step, moved, state[P:])[0]
-    X, y, c = check.X, check.y, check.c
-    return batch_gradient(setup.model, moved, X.flip(0), y.flip(0), check.loss, c.flip(0))
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """The network along a step, at some of the batch's rows and with the moving statistics at its start."""
+
+    model: FunctionalModel
+    w: Float[Tensor, " P"]
+    d: Float[Tensor, " P"]
+    X: Shaped[Tensor, "n ..."]
+    statistics: Float[Tensor, " Q"]
+
+    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+        with torch.no_grad():
+            return self.model(self.params(self.w + t * self.d), self.X if rows is None else rows)
+
+    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]))
+
+
+class DerivativeProbe:
+    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once."""
+
+    _next = 0
+
+    def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
+        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
+
+        Args:
+            setup: The training.
+            observed: The step.
+            schedule: The account of the checks; the looks take at most half of their time.
+        """
+        index = observed.step.index
+        if index < self._next or torch.equal(observed.start, observed.end):
+            return
+        batch = observed.step.batch
+        rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
+        path = (observed.start, observed.end, observed.start_statistics)
+        with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
+            cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
+        wait = 2 * schedule.steps_that_pay() if index else 0  # layers that begin at zero hide others in step 0
+        self._next = max(4 * (index + 1) - 1, index + 1 + wait)
+        if cause is None:
+            return
+        self._next = 1 << 62
+        warn_uncertified(
+            f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
+            "contributions may not sum to the prediction, and results that do not will not be certified."
+        )
+
+
+def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
+    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may.
+
+    Args:
+        model: The recorded network.
+        path: The weights before and after the step, and the moving statistics before it.
+        X: Some rows of the batch.
+    """
+    start, end, statistics = path
+    segment = _in_float64(model, path, X) or _Segment(model, start, end - start, X, statistics)
+    size = _size(segment)
+    if not 0 < size < float("inf"):  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
+        return None
+    wrong = _derivative_error(segment, size, model.spec.dtype)
+    if wrong is not None:
+        return (
+            f"the network's derivative is not the derivative of its outputs: along the step they differ by {wrong:.1%} "
+            "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
+            "precision in forward)"
+        )
+    if segment.model.spec != model.spec:
+        params = {name: value.to(model.spec.dtype) for name, value in segment.params(segment.w).items()}
+        with torch.no_grad():
+            lost = float((model(params, X).double() - segment.outputs(0.0)).abs().max()) / size
+        if lost > _LOST_PRECISION:
+            return (
+                f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
+                "their size (autocast, or a cast in forward)"
+            )
+    jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps * size)
+    if jump is not None:
+        return (
+            f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
+            "rounding, or a training that diverges)"
+        )
+    return None
+
+
+def _in_float64(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> _Segment | None:
+    """Return the step in float64, or None where the network, or its derivative, needs its own dtype."""
+    start, end, statistics = (value.double() for value in path)
+    spec = TensorSpec(torch.float64, start.device)
+    try:
+        wide = model if model.spec == spec else model.converted(spec)
+        segment = _Segment(wide, start, end - start, spec.cast(X), statistics)
+        f = segment.outputs(0.0)
+        _slopes(segment, torch.ones_like(f)[None], 0.0)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return segment if f.dtype == torch.float64 else None
+
+
+def _size(segment: _Segment) -> float:
+    """Return the size of the outputs, and of what they are the difference of where terms cancel.
+
+    A network less its initial self has outputs near 0, whose rounding is that of its terms. It is measured: by how much
+    outputs change where weights are moved by one eps, in units of eps.
+    """
+    eps, f = torch.finfo(segment.w.dtype).eps, segment.outputs(0.0)
+    moved = replace(segment, w=move_by_rounding(segment.w, eps)).outputs(0.0)
+    return float(f.abs().max() + (moved - f).abs().max() / eps)
+
+
+def _derivative_error(segment: _Segment, size: float, own_dtype: torch.dtype) -> float | None:
+    """Return the relative difference of autograd's derivative from central differences, if it is no rounding."""
+    generator = torch.Generator().manual_seed(0)
+    f = segment.outputs(0.0)
+    V = torch.randn(_NUM_COMBINATIONS, *f.shape, generator=generator, dtype=torch.float64).to(f)
+    slopes = [_slopes(segment, V, t) for t in _POSITIONS]
+    checks = [_FINE] if own_dtype == torch.float64 else [_FINE, _MEDIUM]
+    for change, tolerance in checks if f.dtype == torch.float64 else [_COARSE]:
+        pairs = zip(_POSITIONS, slopes, strict=True)
+        errors = [_relative_error(segment, V, t, slope, change * size) for t, slope in pairs]
+        error = float(torch.tensor(errors).median())  # one of the positions may lie at a kink
+        if not error > tolerance:  # NaN is found elsewhere
+            return None
+    return error
+
+
+def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
+    """Return autograd's derivatives, along the step, of some combinations of the outputs."""
+    params = segment.params(segment.w + t * segment.d)
+    leaves = {name: params[name].detach().requires_grad_() for name in segment.model.names}
+    with torch.enable_grad():
+        f = segment.model({**params, **leaves}, segment.X)
+        if not f.requires_grad:
+            return torch.zeros_like(V[:, 0, 0])
+        pulled = [
+            torch.autograd.grad(f, [*leaves.values()], v, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for v in V
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in parts]) @ segment.d for parts in pulled])
+
+
+def _relative_error(
+    segment: _Segment, V: Float[Tensor, "r n C"], t: float, slope: Float[Tensor, " r"], change: float
+) -> float:
+    """Return the distance of slopes from a central difference over some change of the outputs, less its rounding."""
+    scale = float(V.norm())  # of the combinations of outputs of size 1
+    w = segment.w + t * segment.d
+    reach = (1e-3 * w.abs().max() + 1e-6) / segment.d.abs().max()  # weights may move by a thousandth of their size
+    h = min(change * scale / max(float(slope.norm()), 1e-300), float(reach))
+    if h * float(segment.d.abs().max()) < 1e3 * torch.finfo(V.dtype).eps * float(w.abs().max()):
+        return 0.0  # weights do not resolve the change: the training diverges
+    difference = (V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
+    rounding = 64 * torch.finfo(V.dtype).eps * _size(segment) * scale / h
+    error = float((difference - slope).norm()) - rounding
+    return max(error, 0.0) / max(float(slope.norm()), float(difference.norm()), 1e-300)
+
+
+def _largest_jump(segment: _Segment, rounding: float) -> float | None:
+    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
+
+    Intervals in which the outputs are farthest from linear are halved: at a kink the distance from the line falls with
+    the interval's length, at a jump it does not.
+    """
+    grid = [k / _NUM_INTERVALS for k in range(_NUM_INTERVALS + 1)]
+    F = torch.stack([segment.outputs(t) for t in grid])
+    change = F.diff(dim=0)
+    smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
+    smooth[0], smooth[-1] = change[1], change[-2]
+    distance = (change - smooth).abs().amax(dim=2)
+    largest = 0.0
+    for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
+        k, row = divmod(suspect, distance.shape[1])
+        slope, X = smooth[k, row] * _NUM_INTERVALS, segment.X[row : row + 1]
+        a, b, f_a, f_b = grid[k], grid[k + 1], F[k, row] - grid[k] * slope, F[k + 1, row] - grid[k + 1] * slope
+        jump = first = float((f_b - f_a).abs().max())
+        for _ in range(_HALVINGS[F.dtype]):
+            middle = (a + b) / 2
+            f = segment.outputs(middle, X)[0] - middle * slope
+            left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
+            a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
+            jump = max(left, right)
+            if jump < first / 4:
+                jump = 0.0
+                break
+        largest = max(largest, jump)
+    return largest if largest > rounding else None

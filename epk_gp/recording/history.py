@@ -71,6 +71,9 @@ class RunHistory:
 
     A step is hashed after it was appended: at once if it is small, else in another thread until the next one is
     appended, or until anything is asked that depends on it.
+
+    Attributes:
+        steps: Learning rate, batch and forward passes of each step; the passes lie in memory or on disk.
     """
 
     def __init__(
@@ -81,9 +84,9 @@ class RunHistory:
         statistics: Float[Tensor, " Q"] | None = None,
     ) -> None:
         """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
-        self._steps = list(steps)
-        self._results = {len(self._steps) - 1: StepResult(weights, None, statistics)}
-        self._digests = {len(self._steps) - 1: digest}
+        self.steps = list(steps)
+        self._results = {len(self.steps) - 1: StepResult(weights, None, statistics)}
+        self._digests = {len(self.steps) - 1: digest}
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[int, Future[str]] | None = None
@@ -91,12 +94,7 @@ class RunHistory:
     @property
     def num_steps(self) -> int:
         """Number of steps recorded so far."""
-        return len(self._steps)
-
-    @property
-    def steps(self) -> list[Step]:
-        """Learning rate, batch and forward passes of each step; the passes lie in memory or on disk."""
-        return self._steps
+        return len(self.steps)
 
     @property
     def last(self) -> StepResult:
@@ -139,7 +137,7 @@ class RunHistory:
             job.set_result(hashing())
         self._results[index], self._pending = result, (index, job)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
-        self._steps.append(step)
+        self.steps.append(step)
 
     def settle(self) -> None:
         """Wait until the last step is hashed."""
@@ -150,22 +148,16 @@ class RunHistory:
             self._digests[index] = job.result()
         self._pending = None
 
-    def replace_steps(self, first: int, steps: Sequence[Step]) -> None:
-        """Put steps that are on disk in the place of the same steps in memory, from number `first` on."""
-        self.steps[first : first + len(steps)] = steps
-
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""
         return [self._results[index] for index in range(first, end)]
 
-    def updates(self, count: int) -> tuple[UpdateCoefficients, ...]:
-        """Return the coefficients of the first `count` steps, of a run in memory."""
-        found = (self._results[index].update for index in range(count))
-        return tuple(update for update in found if isinstance(update, UpdateCoefficients))
-
-    def drop_steps_from(self, count: int) -> None:
-        """Drop all steps but the first `count`."""
-        del self.steps[count:]
+    def recorded(self) -> tuple[States, Updates, States | None]:
+        """Return the states, coefficients and moving statistics of a run in memory."""
+        results = self.results(-1, self.num_steps)
+        updates = tuple(r.update for r in results if isinstance(r.update, UpdateCoefficients))
+        statistics = tuple(r.statistics for r in results if r.statistics is not None)
+        return tuple(r.end for r in results), updates, statistics or None
 
     def thin(self, count: int, schema: ChunkSchema) -> None:
         """Free what a run that keeps every k-th state does not keep of its first `count` steps.
@@ -203,10 +195,13 @@ class CommitSchedule:
     A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
     of completed iterations are committed, together with the training state at the end of the last of them: from there a
     resumed run continues.
+
+    Attributes:
+        writer: Writes the run's folder.
     """
 
     def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
-        self._writer, self._limits, self._history, self._training = writer, storage, history, training
+        self.writer, self._limits, self._history, self._training = writer, storage, history, training
         self._num_completed = self._num_counted = history.num_steps
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
@@ -215,36 +210,22 @@ class CommitSchedule:
     @property
     def num_committed(self) -> int:
         """Number of steps on disk."""
-        return self._writer.chunks[-1].last
+        return self.writer.chunks[-1].last
 
-    @property
-    def digest(self) -> str:
-        """Digest of the run up to the last step on disk."""
-        return self._writer.chunks[-1].digest
 
-    @property
-    def failed(self) -> bool:
-        """Whether the last commit failed."""
-        return self._writer.failed
-
-    def stored(self) -> tuple[States, Updates]:
-        """Return the states and coefficients on disk, as far as the run holds them (`with_computed_states`)."""
-        return stored_run(self._writer.path, self._writer.schema, tuple(self._writer.chunks))
-
-    def stored_statistics(self) -> StoredStates | None:
-        """Return the moving statistics on disk; None for a network without them."""
-        schema = self._writer.schema
-        if not schema.num_statistics:
-            return None
-        return StoredStates(self._writer.path, schema, tuple(self._writer.chunks), "statistics")
+    def recorded(self) -> tuple[States, Updates, States | None]:
+        """Return the states, coefficients and moving statistics on disk, as far as the run holds them."""
+        path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
+        statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
+        return *stored_run(path, schema, chunks), statistics
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
         self._pass_bytes += sum(pass_bytes(step.passes) for step in self._history.steps[self._num_counted :])
         self._num_counted = self._num_completed
-        if self._writer.schema.thins:
-            self._history.thin(self._num_completed, self._writer.schema)
+        if self.writer.schema.thins:
+            self._history.thin(self._num_completed, self.writer.schema)
         waiting = self._num_completed - self.num_committed
         if not waiting:
             return
@@ -258,7 +239,7 @@ class CommitSchedule:
 
     def _waiting_bytes(self) -> int:
         """Return how many bytes of weights, statistics and coefficients are to be written."""
-        result, schema, first, count = self._history.last, self._writer.schema, self.num_committed, self._num_completed
+        result, schema, first, count = self._history.last, self.writer.schema, self.num_committed, self._num_completed
         update = result.update.update if isinstance(result.update, CompactUpdate) else result.update
         matrices = 0 if update is None else matrix_bytes(update)
         diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
@@ -272,24 +253,16 @@ class CommitSchedule:
         results = self._history.results(first, count)
         if results:
             updates = [r.update for r in results if r.update is not None]
-            schema, steps = self._writer.schema, self._history.steps[first:count]
+            schema, steps = self.writer.schema, self._history.steps[first:count]
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self._writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
-            self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], schema, steps))
+            self.writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
         self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
         self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)
 
     def commit_completed_only(self) -> None:
         """Drop the step of an iteration that was not completed, and commit the others."""
-        self._history.drop_steps_from(self._num_completed)
+        del self._history.steps[self._num_completed :]
         self.commit()
-
-    def mark_complete(self) -> None:
-        """Write the closing record of the run."""
-        self._writer.mark_complete()
-
-    def close(self) -> None:
-        """Release the folder."""
-        self._writer.close()

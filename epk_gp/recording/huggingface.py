@@ -1,21 +1,17 @@
 """A callback for Hugging Face's `Trainer` that records the training; it needs the extra `huggingface`."""
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_weights
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.optimizers.update_rules import ClipNorm
-from epk_gp.storage.writer import Storage
+from epk_gp.recording.setup import ClipNorm
 
 INDEX_KEY = "index"
 
@@ -24,19 +20,6 @@ def logits_of(returned: Any) -> Tensor:
     """Return the logits of a `ModelOutput`, or of a tuple that begins with them."""
     logits: Tensor = returned[0] if isinstance(returned, tuple) else returned.logits
     return logits
-
-
-@dataclass
-class _SeenBatch:
-    """A batch that the model saw.
-
-    Attributes:
-        indices: The rows of X that it holds.
-        weight: The factor of its mean loss; None for the trainer's own, one over the number of batches of the step.
-    """
-
-    indices: Tensor
-    weight: float | None = None
 
 
 class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
@@ -61,10 +44,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         *,
         loss: Loss | nn.Module = CrossEntropy(),
         output: Callable[[Any], Tensor] | None = logits_of,
-        update_rule: UpdateRule | None = None,
-        unexplained: float | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        storage: Storage = Storage(),
+        **options: Any,
     ) -> None:
         """Keep the arguments; the recorder starts with the training.
 
@@ -73,19 +53,13 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             y: Their labels.
             loss: The loss that the model or the trainer computes.
             output: Maps what the model returns to its outputs, (n, C).
-            update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
-                optimizers.
-            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
-            folder: New folder for the run; the run is kept in memory if None.
-            storage: How often steps are committed to disk, and whether they are compressed.
+            options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.
         """
         self._data: tuple[Any, Any] = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
-        self._options |= {} if output is None else {"output": output}
-        self._options |= {} if unexplained is None else {"unexplained": unexplained}
+        self._loss, self._options = as_loss(loss), {"output": output, **options}
         self._recorder: Recorder | None = None
         self._hooks: list[Any] = []
-        self._seen: list[_SeenBatch] = []  # since the last announcement
+        self._seen: list[tuple[Tensor, float | None]] = []  # rows and weights of batches since the last announcement
         self._group_size = 1  # number of batches whose gradients the next step adds
         self._num_in_epoch = 0
         self._batches_per_epoch: int | None = None
@@ -101,9 +75,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             raise RuntimeError("there must be a run: training has not started. Call trainer.train first.")
         return self._recorder.trajectory
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
         """Start the recorder.
 
         Raises:
@@ -119,42 +91,32 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
         self._batches_per_epoch = len(loader) if hasattr(loader, "__len__") else None
-        self._recorder = Recorder(model, optimizer, *self._data, clip=clip, **self._options)
+        self._recorder = Recorder(model, optimizer, *self._data, loss=self._loss, clip=clip, **self._options)
         self._recorder.__enter__()
         self._hooks = [
             model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._find_weight, with_kwargs=True),
         ]
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         """Count the batches of an epoch from 0."""
         self._num_in_epoch = 0
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
         """Find the number of batches of the next step: the last step of an epoch may have fewer."""
         self._group_size = args.gradient_accumulation_steps
         if self._batches_per_epoch is not None:
             self._group_size = max(1, min(self._group_size, self._batches_per_epoch - self._num_in_epoch))
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Announce a batch whose gradient is accumulated."""
         self._announce()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Announce the last batch before a step."""
         self._announce()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
         self._leave(None)
 
@@ -183,7 +145,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
                 f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
                 "numbers."
             )
-        self._seen.append(_SeenBatch(indices.cpu()))
+        self._seen.append((indices.cpu(), None))
         return args, kwargs
 
     def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
@@ -191,24 +153,22 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         total = kwargs.get("num_items_in_batch")
         if total is None or self._recorder is None or not (model.training and torch.is_grad_enabled()):
             return
-        batch, value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
-        loss, signature = as_loss(self._options["loss"]), self._recorder.signature
-        labels = self._data[1][batch.indices.to(self._data[1].device)]
-        weights = sample_weights(loss, labels).cpu()
-        share = 1 / (float(weights.max()) * float(total))
-        if value is None:
-            batch.weight = share
-            return
-        with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
-            losses = loss_terms(signature, loss, returned, labels.to(value.device)).cpu().double()
-        value, mean = float(value.detach()), float(losses @ weights)
-        batch.weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
+        (indices, _), value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
+        labels = self._data[1][indices.to(self._data[1].device)]
+        weights = sample_weights(self._loss, labels).cpu()
+        weight = share = 1 / (float(weights.max()) * float(total))
+        if value is not None:
+            with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
+                losses = loss_terms(self._recorder.signature, self._loss, returned, labels.to(value.device))
+            mean = float(losses.cpu().double() @ weights)
+            value = float(value.detach())
+            weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
+        self._seen[-1] = indices, weight
 
     def _announce(self) -> None:
         if self._recorder is None:
             return
-        for batch in self._seen:
-            weight = 1 / self._group_size if batch.weight is None else batch.weight
-            self._recorder.batch(batch.indices, weight=weight)
+        for indices, weight in self._seen:
+            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
         self._num_in_epoch += len(self._seen)
         self._seen = []

@@ -1,6 +1,5 @@
 """A PyTorch Lightning callback that records the training; it needs the extra `lightning`."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.losses import CrossEntropy, Loss
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
-from epk_gp.storage.writer import Storage
+from epk_gp.recording.setup import Clip, ClipNorm, ClipValue
 
 
 def first_entry(batch: Any) -> Any:
@@ -42,14 +38,9 @@ class RecorderCallback(Callback):
         y: Shaped[Tensor, "M ..."],
         *,
         indices: Callable[[Any], Any] = first_entry,
-        loss: Loss | nn.Module = CrossEntropy(),
         weight: float | Tensor | Callable[[Any], float | Tensor] | None = None,
-        update_rule: UpdateRule | None = None,
         clip: Clip | None = None,
-        output: Callable[[Any], Tensor] | None = None,
-        unexplained: float | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        storage: Storage = Storage(),
+        **options: Any,
     ) -> None:
         """Keep the arguments; the recorder starts with the training.
 
@@ -58,24 +49,16 @@ class RecorderCallback(Callback):
             X: All M training inputs, on the network's device.
             y: Their targets.
             indices: Returns the rows of X that a batch of the training data loader holds.
-            loss: The loss that `training_step` computes.
             weight: Factor in front of a batch's loss, or of each row's; or a function of the batch that returns it.
                 None stands for the trainer's own, 1 / `accumulate_grad_batches`.
-            update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
-                optimizers.
             clip: The gradient clipping before each step; None for the trainer's.
-            output: Maps what the network returns to its outputs, (n, C).
-            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
-            folder: New folder for the run; the run is kept in memory if None.
-            storage: How often steps are committed to disk, and whether they are compressed.
+            options: Further arguments of `epk_gp.Recorder`: `loss`, the one that `training_step` computes, `folder`,
+                `storage`, `output`, `update_rule`, `unexplained`.
         """
         self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
         self._data: tuple[Any, Any] = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
-        self._options |= {} if output is None else {"output": output}
-        self._options |= {} if unexplained is None else {"unexplained": unexplained}
+        self._options = options
         self._recorder: Recorder | None = None
-        self._open = False
         self._batch: Any = None  # the batch of `training_step`
         self._is_announced = False  # whether a backward pass of it was seen
 
@@ -96,12 +79,12 @@ class RecorderCallback(Callback):
         Raises:
             ValueError: `Recorder` cannot record the training.
         """
-        optimizers = trainer.optimizers
-        clip = _clip_of(trainer) if self._clip is None else self._clip
-        optimizer: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        clip, bound = self._clip, trainer.gradient_clip_val
+        if clip is None and bound:
+            clip = ClipValue(float(bound)) if trainer.gradient_clip_algorithm == "value" else ClipNorm(float(bound))
+        optimizer: Any = trainer.optimizers[0] if len(trainer.optimizers) == 1 else list(trainer.optimizers)
         self._recorder = Recorder(self._net, optimizer, *self._data, clip=clip, **self._options)
         self._recorder.__enter__()
-        self._open = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch until its backward pass."""
@@ -118,11 +101,13 @@ class RecorderCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the run."""
-        self._close(None)
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Commit what was recorded before an error."""
-        self._close(exception)
+        if self._recorder is not None:
+            self._recorder.__exit__(type(exception), exception, None)
 
     def _announce(self, trainer: Trainer) -> None:
         if self._recorder is None:
@@ -132,16 +117,3 @@ class RecorderCallback(Callback):
             weight = 1 / trainer.accumulate_grad_batches
         self._recorder.batch(self._indices(self._batch), weight=weight)
         self._is_announced = True
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._recorder is not None and self._open:
-            self._open = False
-            self._recorder.__exit__(None if error is None else type(error), error, None)
-
-
-def _clip_of(trainer: Trainer) -> Clip | None:
-    bound = trainer.gradient_clip_val
-    if not bound:
-        return None
-    by_value = trainer.gradient_clip_algorithm == "value"
-    return ClipValue(float(bound)) if by_value else ClipNorm(float(bound))

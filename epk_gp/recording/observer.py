@@ -1,6 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,16 +9,16 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.checks import is_finite
-from epk_gp.core.inputs import RecordedGraph
-from epk_gp.core.losses import Loss, loss_input, sample_weights
-from epk_gp.core.model import FunctionalModel
+from epk_gp.core.checks import as_tensor, is_finite, validate_number
+from epk_gp.core.losses import loss_input
 from epk_gp.core.signature import arguments_of_call
-from epk_gp.core.step import ForwardPass, Step
-from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.core.step import Step
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
+from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.optimizer import GroupWatch, OptimizerPart, StatesBefore, optimizer_part, states_before
 from epk_gp.recording.setup import TrainingSetup
+
+StatesBefore = Mapping[str, Mapping[str, Any]]
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
 # gradients switched on, are dropped in favour of later ones.
@@ -37,13 +37,12 @@ class CapturedForward:
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.
         autocast: The dtype of automatic mixed precision; None without it.
-        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned.
-        output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
-        position: Number of the pass since the recording began.
+        difference: In words, how the call differs from one with the recorded graph; None if it does not.
         memory_order: The dimensions of the one input from the slowest to the fastest in memory; None if that is their
             own order.
-        difference: In words, how the pass differs from one of the recorded graph; None where it does not, and for a
-            network that takes no graph.
+        position: Number of the pass since the recording began.
+        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned.
+        output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -53,71 +52,250 @@ class CapturedForward:
     statistics: Float[Tensor, " Q"]
     statistics_after: Float[Tensor, " Q"]
     autocast: torch.dtype | None
+    difference: str | None = None
+    memory_order: Tensor | None = None
+    position: int = 0
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
-    position: int = 0
-    memory_order: Tensor | None = None
-    difference: str | None = None
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
+        gradient = gradient.detach()
+        gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
+        self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
+
+    def of_nodes(self, index: int, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
+        """Return what a pass of the whole graph holds of a batch's nodes.
+
+        Args:
+            index: Number of the step, for the error message.
+            nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
+
+        Raises:
+            StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
+        """
+        if self.difference is not None:
+            raise StepMismatchError(
+                f"step {index}: the network must be called with the recorded graph: {self.difference}. Change features "
+                "and edges (DropEdge, masked features) inside the network's forward()."
+            )
+        rows, gradient = nodes.to(self.inputs.device), self.output_gradient
+        if self.outputs is None or gradient is None or len(gradient) != len(self.inputs):
+            return replace(self, inputs=self.inputs[rows])
+        is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
+        read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
+        if len(read):
+            raise StepMismatchError(
+                f"step {index}: recorder.batch() must get all nodes whose outputs the loss reads: it reads node "
+                f"{int(read[0])} ({len(read)} nodes in all), which the batch does not hold. A loss over several sets "
+                "of nodes is one batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
+            )
+        counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
+        gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
+        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows], output_gradient=gradient)
 
 
 @dataclass(eq=False)
-class _Before:
-    """The state in which a forward pass began."""
-
-    inputs: Tensor
-    random_state: Tensor
-    device_random_state: Tensor | None
-    statistics: Tensor
-    difference: str | None
-
-
-@dataclass(eq=False)
-class ForwardCapture:
-    """Hooks at a network's forward that keep what each pass depended on.
+class AnnouncedBatch:
+    """A batch whose gradient the next step of the optimizer uses.
 
     Attributes:
-        net: The user's network.
-        model: The recorded network.
-        pack: Packs what the network was called with into rows; None if it was called otherwise than on X.
-        difference: Says how a call differs from one with the recorded graph; None where it does not.
-        loss_input: What the loss takes of that which the network returned for a number of rows.
-        on_forward: Called when a pass with gradients begins.
-        waiting: Passes with gradients that no announced batch has taken.
-        count: Number of passes so far.
-        statistics: The moving statistics after the last pass; they may move in no other way.
-        unfit: Shapes of the last call with gradients that was no call on rows of X; None if there was none.
+        indices: Rows of the training data, or None for all of them in order.
+        samples: The sample of each row.
+        weight: Factor that the loop puts in front of the batch's loss, or of each row's.
+        position: Number of forward passes before the announcement.
+        forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
     """
 
-    net: nn.Module
-    model: FunctionalModel
-    pack: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
-    difference: Callable[[tuple[Any, ...], dict[str, Any]], str | None]
-    loss_input: Callable[[Any, int], Any]
-    on_forward: Callable[[], None]
-    waiting: list[CapturedForward] = field(default_factory=list)
-    count: int = 0
-    statistics: Tensor | None = None
-    unfit: str | None = None
-    _begun: list[_Before | None] = field(default_factory=list)
-    _hooks: list[Any] = field(default_factory=list)
+    indices: Int64[Tensor, " B"] | None
+    samples: Int64[Tensor, " B"]
+    weight: float | Tensor
+    position: int = 0
+    forwards: list[CapturedForward] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class MadeStep:
+    """A step that the optimizers of a loop have made together.
+
+    Attributes:
+        lr: The learning rate of the first optimizer that took part.
+        announced: The batches that were announced for it, with their forward passes.
+        gradient: The gradient that the optimizers used; zero for a parameter without one.
+        without_gradient: Names of the parameters without a gradient. torch neither clips nor moves those whose gradient
+            is None; one that was frozen during the run and has a gradient of zeros moves by its momentum and decay.
+        update: The coefficients of the step, read from the optimizers, without gradient clipping.
+        groups: The parameter groups of all optimizers; None where they are those of the step before.
+        unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+    """
+
+    lr: float
+    announced: Sequence[AnnouncedBatch]
+    gradient: Float[Tensor, " P"]
+    without_gradient: Set[str]
+    update: UpdateCoefficients
+    groups: tuple[OptimizerGroup, ...] | None
+    unseen: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedStep:
+    """A made step with its record, and the weights and moving statistics around it.
+
+    Attributes:
+        made: What the optimizers did.
+        step: Learning rate, batch and forward passes.
+        start: The weights before it.
+        end: The weights after it.
+        momentum: The momentum buffer before it, as the recorder follows it.
+        start_statistics: The moving statistics before it; of no entries for a network without them.
+        end_statistics: Those after it.
+    """
+
+    made: MadeStep
+    step: Step
+    start: Float[Tensor, " P"]
+    end: Float[Tensor, " P"]
+    momentum: Float[Tensor, " P"]
+    start_statistics: Float[Tensor, " Q"]
+    end_statistics: Float[Tensor, " Q"]
+
+
+def states_before(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
+) -> StatesBefore:
+    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+
+    Args:
+        optimizer: The optimizer that will make the step.
+        parameters: The parameters by name.
+        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
+
+    Returns:
+        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
+        where the optimizer has no state of the parameter yet.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
+        result[name] = copied if any(value is not None for value in state.values()) else {}
+    return result
+
+
+class StepObserver:
+    """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
+
+    Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
+    is complete when all have stepped, or when the loop begins something new.
+
+    Attributes:
+        num_passes: Number of forward passes so far.
+    """
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        rules: GivenRules,
+        groups: tuple[OptimizerGroup, ...],
+        weights: Callable[[], Tensor],
+        report: Callable[[MadeStep], None],
+    ) -> None:
+        """Prepare; nothing is watched before `start`.
+
+        Args:
+            setup: The training.
+            rules: The optimizers, each with the update rule that the user gave for it.
+            groups: Their parameter groups at the last recorded step.
+            weights: Returns the weights before the next step.
+            report: Called with each step.
+        """
+        self.setup, self.num_passes = setup, 0
+        self._weights, self._report, self._rules, self._last_groups = weights, report, rules, groups
+        self._optimizers = [optimizer for _, optimizer in rules]
+        self._names = {id(p): name for name, p in setup.net.named_parameters()}
+        self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
+        self._hooks: list[Any] = []
+        self._announced: list[AnnouncedBatch] = []
+        self._stepped: list[Optimizer] = []  # that have made their part of the present step
+        self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
+        self._gradients: dict[str, Tensor] = {}
+        self._moved: set[str] = set()
+        self._lr = 0.0
+        self._before: StatesBefore = {}
+        self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
+        self._waiting: list[CapturedForward] = []  # that no announced batch has taken
+        self._calls: list[str] = []  # shapes of what the network was called with
+        self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
+
+    @property
+    def num_announced(self) -> int:
+        """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
+        gradients = (p.grad for p in self._parameters() if p.grad is not None)
+        values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
+        if not all(is_finite(g) for g in values):
+            return 0  # a GradScaler skips such a step
+        return len(self._announced)
 
     def start(self) -> None:
         """Register the hooks."""
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        self._hooks = [
-            self.net.register_forward_pre_hook(before, with_kwargs=True),
-            self.net.register_forward_hook(after, with_kwargs=True),
-        ]
-        self.statistics = self.model.statistics_of(self.net)
+        net = self.setup.net
+        before, after = torch.compiler.disable(self._before_forward), torch.compiler.disable(self._after_forward)
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self._hooks.append(net.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.append(net.register_forward_hook(after, with_kwargs=True))
+        self._statistics = self.setup.model.statistics_of(net)
 
     def stop(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; what was seen is kept, for the last step may not be complete yet."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []  # the passes that wait are kept: the last step may not be complete yet
+        self._hooks = []
 
-    def statistics_now(self, index: int) -> Float[Tensor, " Q"] | None:
-        """Return the present moving statistics; None for a network without them.
+    def announce(self, indices: object, weight: object, index: int) -> None:
+        """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
+
+        Raises:
+            TypeError: The indices are not integers, or the weight is no number and no tensor.
+            ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
+        """
+        batch = None if indices is None else _parse_batch(indices, len(self.setup.X), index)
+        samples = torch.arange(len(self.setup.X)) if batch is None else batch.cpu()
+        factor = _parse_weight(weight, len(samples), index)
+        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes))
+
+    def complete(self) -> None:
+        """Report the step that the optimizers have made together, if they have made one."""
+        if not self._stepped:
+            return
+        self._assign_forwards()
+        model, unseen = self.setup.model, None
+        if not all(batch.forwards for batch in self._announced):
+            unseen = (
+                f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
+                "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
+                "and announce the rows that it saw"
+            )
+        zeros = model.unflatten(torch.zeros_like(self._weights()))
+        before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
+        made = MadeStep(
+            lr=self._lr,
+            announced=self._announced,
+            gradient=model.flatten({**zeros, **self._gradients}),
+            without_gradient={*model.names} - self._moved,
+            update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
+            groups=None if before == self._last_groups else self._last_groups,
+            unseen=unseen,
+        )
+        self._announced, self._stepped, self._coefficients, self._gradients, self._moved = [], [], {}, {}, set()
+        self._waiting, self._calls = [], []
+        self._report(made)
+
+    def statistics(self, index: int) -> Float[Tensor, " Q"]:
+        """Return the present moving statistics.
 
         Args:
             index: Number of the step, for the error message.
@@ -125,10 +303,8 @@ class ForwardCapture:
         Raises:
             StepMismatchError: They were changed in another way than by a forward pass.
         """
-        if not self.model.statistics:
-            return None
-        present = self.model.statistics_of(self.net)
-        if self.statistics is None or not torch.equal(present, self.statistics):
+        present = self.setup.model.statistics_of(self.setup.net)
+        if not torch.equal(present, self._statistics):
             raise StepMismatchError(
                 f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
                 "changed in another way. Leave them as they are, and call the network itself, net(X), not its parts or "
@@ -137,67 +313,177 @@ class ForwardCapture:
             )
         return present
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.on_forward()
-        rows = self.pack(args, kwargs)
-        if rows is None:
-            values = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            self.unfit = " and ".join(str(tuple(value.shape)) for value in values) if torch.is_grad_enabled() else None
+    def _assign_forwards(self) -> None:
+        """Find the forward passes of each announced batch, and take them from those that wait.
+
+        A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
+        many rows; or the last ones that saw as many rows together. Several batches that are announced together take the
+        last passes in their order. A batch that is announced before its forward pass takes the first one that fits. A
+        pass of a whole graph has a row for each node, whatever nodes a batch holds.
+        """
+        for batch in reversed([batch for batch in self._announced if not batch.forwards]):
+            rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
+            earlier = [forward for forward in self._waiting if forward.position <= batch.position]
+            batch.forwards = _last_with_rows(earlier, rows) or _last_with_rows(self._waiting[::-1], rows)[::-1]
+            self._waiting = [forward for forward in self._waiting if forward not in batch.forwards]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
+        rule = next(own for own, other in self._rules if other is optimizer)
+        return groups_of(optimizer, rule, self._names, of_scale=True)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
             self._begun.append(None)
             return
-        device = self.model.spec.device
-        self._begun.append(
-            _Before(
-                inputs=rows.detach().clone() if torch.is_grad_enabled() else rows[:0],
-                random_state=torch.random.get_rng_state(),
-                device_random_state=_device_random_state(device),
-                statistics=self.model.statistics_of(self.net),
-                difference=self.difference(args, kwargs) if torch.is_grad_enabled() else None,
-            )
-        )
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        self.count += 1
-        before = self._begun.pop() if self._begun else None
-        self.statistics = self.model.statistics_of(self.net)
-        if before is None or not torch.is_grad_enabled():
+        self.complete()
+        self._assign_forwards()
+        if self._announced and all(p.grad is None for p in self._parameters()):
+            # gradients were cleared without a step: a GradScaler skipped it
+            self._announced = [batch for batch in self._announced if not batch.forwards]
+        setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
+        graph, difference = model.signature.graph, None
+        if graph is not None:
+            values = arguments_of_call(list(graph.tensors), args, kwargs, setup.net.forward)
+            difference = "it was called with other arguments"
+            if values is not None:
+                difference = graph.difference(dict(zip(graph.tensors, values, strict=True)))
+        rows = model.signature.pack_call(args, kwargs, setup.net.forward) if graph is None else setup.X
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        self._calls = [*self._calls[-2:], f"one on inputs of shape {', '.join(str(tuple(v.shape)) for v in tensors)}"]
+        if rows is None:
+            self._begun.append(None)
             return
-        device = self.model.spec.device
-        drew = not torch.equal(before.random_state, torch.random.get_rng_state())
-        on_device = _device_random_state(device)
-        drew_on_device = (
-            on_device is not None
-            and before.device_random_state is not None
-            and (not torch.equal(on_device, before.device_random_state))
-        )
+        inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
         forward = CapturedForward(
-            inputs=before.inputs,
-            modes=torch.tensor([part.training for part in self.net.modules()]),
-            random_state=before.random_state if drew else None,
-            device_random_state=before.device_random_state if drew_on_device else None,
-            statistics=before.statistics,
-            statistics_after=self.statistics,
+            inputs=inputs,
+            modes=torch.tensor([part.training for part in setup.net.modules()]),
+            random_state=torch.random.get_rng_state(),
+            device_random_state=_device_random_state(device),
+            statistics=statistics,
+            statistics_after=statistics,
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
-            position=self.count,
-            memory_order=_memory_order(before.inputs) if self.model.signature.layout is None else None,
-            difference=before.difference,
+            difference=difference,
+            memory_order=_memory_order(inputs) if model.signature.layout is None else None,
         )
-        self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
-        value = self.loss_input(returned, len(before.inputs))
+        self._begun.append(forward)
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        setup = self.setup
+        self.num_passes += 1
+        self._statistics = setup.model.statistics_of(setup.net)
+        forward = self._begun.pop() if self._begun else None
+        if forward is None:
+            return
+        forward.statistics_after, forward.position = self._statistics, self.num_passes
+        if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
+            forward.random_state = None
+        before, after = forward.device_random_state, _device_random_state(setup.model.spec.device)
+        if before is not None and after is not None and torch.equal(before, after):
+            forward.device_random_state = None
+        self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
+        targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
+        value = loss_input(setup.model.signature, setup.loss, returned, targets)
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
-            source.register_hook(lambda gradient: _add_gradient(forward, gradient))
+            source.register_hook(forward.add_gradient)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        if any(stepped is optimizer for stepped in self._stepped):
+            self.complete()
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {self._names[id(p)]: p for p in held if id(p) in self._names}
+        self._before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        """Read gradients and coefficients from an optimizer, right after it has stepped.
+
+        Its groups are read now, for its options may change before others step.
+        """
+        model, rule = self.setup.model, self.setup.update_rule
+        self._groups[id(optimizer)] = self._groups_of(optimizer)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        weights = model.unflatten(self._weights())
+        for name, parameter in self.setup.net.named_parameters():
+            g = parameter.grad
+            if id(parameter) not in groups or g is None:
+                continue
+            if name not in model.names:
+                if parameter.numel():
+                    raise StepMismatchError(
+                        "a parameter that is in no optimizer when recording begins must stay untrained: "
+                        f"{name!r} is trained now. Tell the recorder that it will be, with trained=[{name!r}]."
+                    )
+                continue
+            g = g.to_dense() if g.is_sparse else g
+            before = dict(self._before.get(name, {}))
+            if WEIGHTS in rule.needs_before:
+                before[WEIGHTS] = weights[name]
+            state = optimizer.state.get(parameter, {})
+            linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
+            if parameter.requires_grad or bool(g.any()):
+                self._moved.add(name)
+                self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g
+            else:
+                linear = replace(linear, grad_scale=0.0)
+            self._coefficients[name] = linear
+        self._lr = self._lr if self._stepped else learning_rate(optimizer)
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self.complete()
 
 
-def _add_gradient(forward: CapturedForward, gradient: Tensor) -> None:
-    """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
-    gradient = gradient.detach()
-    gradient = gradient if forward.outputs is None else gradient.reshape(forward.outputs.shape)
-    known = forward.output_gradient
-    forward.output_gradient = gradient.clone() if known is None else known + gradient
+def _parse_batch(indices: Any, num_points: int, index: int) -> Int64[Tensor, " B"]:
+    """Return the indices of a step's batch as a tensor of int64."""
+    try:
+        batch = as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
+    if batch.ndim != 1 or batch.numel() == 0:
+        raise ValueError(
+            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
+        )
+    if batch.is_floating_point() or batch.dtype == torch.bool:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
+    low, high = int(batch.min()), int(batch.max())
+    if low < 0 or high >= num_points:
+        raise ValueError(
+            f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
+            "Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one."
+        )
+    return batch.detach().to(torch.int64).clone()
+
+
+def _parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
+    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
+    if not isinstance(weight, Tensor):
+        validate_number(weight, f"step {index}: weight")
+    factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
+    if factor.ndim and factor.shape != (num_rows,):
+        raise ValueError(
+            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
+            f"{tuple(factor.shape)} for {num_rows} rows."
+        )
+    if not factor.isfinite().all():
+        raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
+    return factor if factor.ndim else float(factor)
+
+
+def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:
+    """Return the last pass of some rows, or the last passes that have as many rows together; empty if none do."""
+    whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
+    if whole:
+        return ([forward for forward in whole if forward.output_gradient is not None] or whole)[-1:]
+    rows = 0
+    for first in range(len(forwards) - 1, -1, -1):
+        rows += len(forwards[first].inputs)
+        if rows >= num_rows:
+            return forwards[first:] if rows == num_rows else []
+    return []
 
 
 def _memory_order(x: Tensor) -> Tensor | None:
@@ -211,336 +497,3 @@ def _memory_order(x: Tensor) -> Tensor | None:
 
 def _device_random_state(device: torch.device) -> Tensor | None:
     return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-@dataclass(eq=False)
-class GraphCalls:
-    """Compares what a network is called with with the recorded graph.
-
-    A tensor that was compared before is not compared again as long as torch counts no change of it. An edit past that
-    count shows in the check of the step, for which the recorded graph is used.
-
-    Attributes:
-        graph: The recorded graph.
-        forward: The network's forward function.
-    """
-
-    graph: RecordedGraph
-    forward: Callable[..., Any]
-    _known: dict[int | str, tuple[Tensor, int]] = field(default_factory=dict)
-
-    def difference(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Return in words how a call differs from one with the recorded graph; None if it is one."""
-        keys = list(self.graph.tensors)
-        values = arguments_of_call(keys, args, kwargs, self.forward)
-        if values is None:
-            return "it was called with other arguments"
-        given = dict(zip(keys, values, strict=True))
-        if all(self._is_known(key, value) for key, value in given.items()):
-            return None
-        difference = self.graph.difference(given)
-        if difference is None:
-            self._known = {key: (v, v._version) for key, v in given.items() if not v.is_inference()}
-        return difference
-
-    def _is_known(self, key: int | str, value: object) -> bool:
-        tensor, version = self._known.get(key, (None, 0))
-        return isinstance(value, Tensor) and value is tensor and value._version == version
-
-
-def of_nodes(index: int, forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedForward:
-    """Return what a pass of the whole graph holds of a batch's nodes.
-
-    Args:
-        index: Number of the step, for the error message.
-        forward: The pass.
-        nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
-
-    Raises:
-        StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
-    """
-    if forward.difference is not None:
-        raise StepMismatchError(
-            f"step {index}: the network must be called with the recorded graph: {forward.difference}. Change features "
-            "and edges (DropEdge, masked features) inside the network's forward()."
-        )
-    rows = nodes.to(forward.inputs.device)
-    outputs, gradient = forward.outputs, forward.output_gradient
-    if outputs is not None and gradient is not None and len(gradient) == len(forward.inputs):
-        is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
-        read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
-        if len(read):
-            raise StepMismatchError(
-                f"step {index}: recorder.batch() must get all nodes whose outputs the loss reads: it reads node "
-                f"{int(read[0])} ({len(read)} nodes in all), which the batch does not hold. A loss over several sets "
-                "of nodes is one batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
-            )
-        counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
-        gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
-        outputs = outputs[rows]
-    return replace(forward, inputs=forward.inputs[rows], outputs=outputs, output_gradient=gradient)
-
-
-@dataclass(eq=False)
-class AnnouncedBatch:
-    """A batch whose gradient the next step of the optimizer uses.
-
-    Attributes:
-        indices: Rows of the training data, or None for all of them in order.
-        weight: Factor that the loop puts in front of the batch's loss, or of each row's.
-        position: Number of forward passes before the announcement.
-        forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
-    """
-
-    indices: Int64[Tensor, " B"] | None
-    weight: float | Tensor
-    position: int = 0
-    forwards: list[CapturedForward] = field(default_factory=list)
-
-    def samples(self, num_points: int) -> Int64[Tensor, " B"]:
-        """Return the sample of each row."""
-        return torch.arange(num_points) if self.indices is None else self.indices.cpu()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the loss of the batch stands for itself, not multiplied by anything."""
-        return not isinstance(self.weight, Tensor) and self.weight == 1
-
-
-def assign_forwards(
-    announced: Sequence[AnnouncedBatch], waiting: list[CapturedForward], num_points: int, *, whole_graph: bool = False
-) -> None:
-    """Find the forward passes of each announced batch.
-
-    A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as many
-    rows; or the last ones that saw as many rows together. Several batches that are announced together take the last
-    passes in their order. A batch that is announced before its forward pass takes the first one that fits.
-
-    Args:
-        announced: The batches since the last step.
-        waiting: The forward passes since then; those that are taken are removed, with all before them.
-        num_points: M.
-        whole_graph: Every pass has a row for each node of a graph, whatever nodes a batch holds.
-    """
-    for number in range(len(announced) - 1, -1, -1):
-        batch = announced[number]
-        if batch.forwards:
-            continue
-        earlier = [forward for forward in waiting if forward.position <= batch.position]
-        rows = num_points if whole_graph else len(batch.samples(num_points))
-        found = _last_with_rows(earlier, rows) or _last_with_rows(list(reversed(waiting)), rows)[::-1]
-        for forward in found:
-            waiting.remove(forward)
-        batch.forwards = found
-
-
-def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:
-    """Return the last pass of some rows, or the last passes that have as many rows together; empty if none do."""
-    for forward in reversed(forwards):
-        if len(forward.inputs) == num_rows and forward.output_gradient is not None:
-            return [forward]
-    for forward in reversed(forwards):
-        if len(forward.inputs) == num_rows:
-            return [forward]
-    taken: list[CapturedForward] = []
-    rows = 0
-    for forward in reversed(forwards):
-        taken.insert(0, forward)
-        rows += len(forward.inputs)
-        if rows >= num_rows:
-            break
-    return taken if rows == num_rows else []
-
-
-def stated_weights(batch: AnnouncedBatch, loss: Loss, y: Shaped[Tensor, "M ..."]) -> Tensor:
-    """Return the weights of a batch's rows in the loss of the step, as the loss and the loop state them.
-
-    Raises:
-        ValueError: All samples of the batch are ignored by the loss.
-    """
-    return batch.weight * sample_weights(loss, y[batch.samples(len(y)).to(y.device)]).cpu()
-
-
-def join_batches(
-    index: int,
-    lr: float,
-    announced: Sequence[AnnouncedBatch],
-    weights: Sequence[Tensor] | None,
-    passes: Sequence[ForwardPass],
-    num_points: int,
-) -> Step:
-    """Return the step that the announced batches make together: their samples, each with its weight in the loss.
-
-    Args:
-        index: Number of the step.
-        lr: Its learning rate.
-        announced: The batches; several where gradients are accumulated.
-        weights: The weights of each batch's rows in the loss; None for one batch with the weights that the loss gives.
-        passes: The forward passes; empty if the network in evaluation mode on the recorded data computes the same.
-        num_points: M.
-    """
-    if len(announced) == 1 and weights is None:
-        return Step(index, lr, announced[0].indices, None, tuple(passes))
-    batches = [batch.samples(num_points) for batch in announced]
-    return Step(index, lr, torch.cat(batches), torch.cat(list(weights or ())).cpu().double(), tuple(passes))
-
-
-@dataclass(frozen=True, eq=False)
-class MadeStep:
-    """A step that the optimizers of a loop have made together.
-
-    Attributes:
-        parts: What each optimizer that took part did, in their order.
-        announced: The batches that were announced for it, with their forward passes.
-        groups: The parameter groups of all optimizers; None where they are those of the step before.
-        unseen: Why no forward pass was found for them, as far as it can be told, as a clause.
-    """
-
-    parts: Sequence[OptimizerPart]
-    announced: Sequence[AnnouncedBatch]
-    groups: tuple[OptimizerGroup, ...] | None
-    unseen: str | None = None
-
-
-@dataclass(eq=False)
-class StepObserver:
-    """Watches a loop through hooks, and reports each step once all its parts are made.
-
-    Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
-    is complete when all have stepped, or when the loop begins something new.
-
-    Attributes:
-        setup: The training.
-        optimizers: Its optimizers.
-        weights: Returns the weights before the next step.
-        report: Called with each step.
-        watch: Reads the parameter groups.
-    """
-
-    setup: TrainingSetup
-    optimizers: Sequence[Optimizer]
-    weights: Callable[[], Tensor]
-    report: Callable[[MadeStep], None]
-    watch: GroupWatch
-    _announced: list[AnnouncedBatch] = field(default_factory=list)
-    _parts: list[OptimizerPart] = field(default_factory=list)
-    _before: StatesBefore = field(default_factory=dict)
-    _hooks: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        setup, graph = self.setup, self.setup.model.signature.graph
-        self._calls = None if graph is None else GraphCalls(graph, setup.net.forward)
-        self._capture = ForwardCapture(
-            setup.net, setup.model, self._pack, self._difference, self._loss_input, self._on_forward
-        )
-
-    @property
-    def num_announced(self) -> int:
-        """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
-        gradients = (p.grad for p in self._parameters() if p.grad is not None)
-        values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
-        if not all(is_finite(g) for g in values):
-            return 0  # a GradScaler skips such a step
-        return len(self._announced)
-
-    def start(self) -> None:
-        """Register the hooks."""
-        self._hooks = [
-            hook
-            for optimizer in self.optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
-        self._capture.start()
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._capture.stop()
-
-    def announce(self, indices: Tensor | None, weight: float | Tensor) -> None:
-        """Add a batch to the next step."""
-        self._announced.append(AnnouncedBatch(indices, weight, self._capture.count))
-
-    def complete(self) -> None:
-        """Report the step that the optimizers have made together, if they have made one."""
-        parts, self._parts = self._parts, []
-        if not parts:
-            return
-        self._assign_forwards()
-        announced, self._announced = self._announced, []
-        unseen = self._unseen(announced)
-        self._capture.waiting.clear()
-        self.report(MadeStep(parts, announced, self.watch.changed(), unseen))
-
-    def _unseen(self, announced: Sequence[AnnouncedBatch]) -> str | None:
-        unfit, self._capture.unfit = self._capture.unfit, None
-        rows = [len(forward.inputs) for forward in self._capture.waiting]
-        if rows:
-            held = sum(len(batch.samples(len(self.setup.X))) for batch in announced if not batch.forwards)
-            return (
-                f"its calls saw {' and '.join(map(str, rows))} rows, the batch says {held}: announce the rows that "
-                "this network saw (rows gathered from several processes were seen by the networks of the others)"
-            )
-        if unfit:
-            return (
-                f"its call had inputs of other shapes or kinds than X, {unfit}: call it with rows as X holds them (pad "
-                "them to the length of X, not to the longest of the batch)"
-            )
-        return None
-
-    def statistics(self, index: int) -> Tensor | None:
-        """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
-
-        Args:
-            index: Number of the step, for the error message.
-
-        Raises:
-            StepMismatchError: They were changed in another way.
-        """
-        return self._capture.statistics_now(index)
-
-    def _assign_forwards(self) -> None:
-        assign_forwards(self._announced, self._capture.waiting, len(self.setup.X), whole_graph=self._calls is not None)
-
-    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None if self._calls is None else self._calls.difference(args, kwargs)
-
-    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        if self._calls is not None:  # a pass of the whole graph has a row for every node
-            return self.setup.X
-        return self.setup.model.signature.pack_call(args, kwargs, self.setup.net.forward)
-
-    def _loss_input(self, returned: Any, num_rows: int) -> Any:
-        y = self.setup.y
-        targets = y.new_empty(num_rows, *y.shape[1:])  # only their shape matters
-        return loss_input(self.setup.model.signature, self.setup.loss, returned, targets)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-
-    def _on_forward(self) -> None:
-        """Find the passes of the batches announced so far, before the next pass begins."""
-        self.complete()
-        self._assign_forwards()
-        if self._announced and all(p.grad is None for p in self._parameters()):
-            # gradients were cleared without a step: a GradScaler skipped it
-            self._announced = [batch for batch in self._announced if not batch.forwards]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        if any(part.optimizer is optimizer for part in self._parts):
-            self.complete()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = ((name, self.setup.net.get_parameter(name)) for name in self.setup.model.names)
-        own = {name: parameter for name, parameter in parameters if id(parameter) in held}
-        self._before = states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        several = len(self.optimizers) > 1
-        self.watch.read(optimizer)
-        self._parts.append(optimizer_part(self.setup, optimizer, self.weights(), self._before, copies=several))
-        if len(self._parts) == len(self.optimizers):
-            self.complete()

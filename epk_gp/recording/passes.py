@@ -1,20 +1,28 @@
 """The record of a forward pass: what of it does not follow from weights, data and batch.
 
-A loop computes its loss outside of the network. What the loss did to a row shows in its gradient in the row's outputs,
-delta_i = c_i d loss_i / d z_i: under cross entropy it is c_i (softmax(z_i) - q_i), so the target q_i (mixup, CutMix,
-label noise) and the weight c_i of a row follow from it. What does not follow is left as stated, and the check of the
-step's gradient decides.
+Of a network in training mode: whether it draws random numbers, or computes something else than in evaluation mode. Of
+the loss, which a loop computes outside of the network: its gradient in a row's outputs, delta_i = c_i d loss_i / d z_i,
+shows what it did to the row (`_used_targets`). Under cross entropy delta_i is c_i (softmax(z_i) - q_i), so the target
+q_i (mixup, CutMix, label noise) and the weight c_i of a row follow from it. What does not follow is left as stated, and
+the check of the step's gradient decides.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.gradients import TrainingData
+from epk_gp.core.inputs import tensors_of
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -27,11 +35,248 @@ from epk_gp.core.losses import (
     sample_weights,
     soft_targets,
 )
+from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.mode_check import ModeCheck
-from epk_gp.recording.observer import AnnouncedBatch, CapturedForward, join_batches, of_nodes, stated_weights
+from epk_gp.recording.observer import AnnouncedBatch, CapturedForward
 from epk_gp.recording.setup import TrainingSetup
+
+# torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
+_ENTERED = threading.RLock()
+
+_NUM_ROWS = 8  # rows on which the modes are compared
+
+
+@contextmanager
+def draw_from(generator: torch.Generator) -> Iterator[None]:
+    """Let everything random in this thread draw from a generator, and nothing from torch's global one.
+
+    The numbers are those that the global generator would give with the same seed. Seeding that one instead would
+    disturb every other thread that draws from it, and be disturbed by them.
+
+    Args:
+        generator: A generator on the CPU.
+    """
+    with _ENTERED, _Draws(generator):
+        yield
+
+
+def draws_random_numbers(call: Callable[[], object]) -> bool:
+    """Return whether a call draws random numbers of torch in this thread, whatever other threads draw meanwhile.
+
+    It is stopped before it draws any. Where that cannot be seen, the answer is yes: for an operation that is none of
+    torch's own, and for a call that fails.
+    """
+    draws = _Draws()
+    try:
+        with _ENTERED, draws:
+            call()
+    except Exception:
+        return True
+    return draws.were_seen  # the call may have caught the error
+
+
+class _DrawError(Exception):
+    """Stops a call that is about to draw a random number."""
+
+
+@final
+class _Draws(TorchDispatchMode):
+    """Give a generator to every operation that takes one and got none; without one, stop at the first that may draw."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator, self.were_seen = generator, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call, or stop."""
+        kwargs = dict(kwargs or {})
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if self.generator is None and (is_random or func.namespace != "aten"):
+            self.were_seen = True
+            raise _DrawError
+        if is_random and kwargs.get("generator") is None:
+            with suppress(RuntimeError, TypeError):  # it has no form that takes a generator
+                return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
+        return func(*args, **kwargs)
+
+
+class PassRecords:
+    """Makes the records of a run's forward passes.
+
+    Args:
+        setup: The training.
+        weights: The weights at which it begins.
+    """
+
+    def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
+        self._setup, self._state, model = setup, setup.state(weights), setup.model
+        # targets may be read from the gradient in the outputs only where the loss depends on these alone
+        self._reads_targets = model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
+        self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
+        self._index_of_row: dict[bytes, int] = {}
+        self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
+        self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
+
+    def step(
+        self,
+        index: int,
+        lr: float,
+        announced: Sequence[AnnouncedBatch],
+        start: Float[Tensor, " P"],
+        statistics: tuple[Tensor, Tensor],
+    ) -> Step:
+        """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
+
+        Args:
+            index: Number of the step.
+            lr: Its learning rate.
+            announced: Its batches.
+            start: The weights before the step.
+            statistics: The moving statistics at the start and at the end of the step.
+
+        Raises:
+            StepMismatchError: The network saw other training points than those that were announced, or another graph.
+            ValueError: All samples of a batch are ignored by the loss.
+        """
+        y, passes, weights = self._setup.y, list[ForwardPass](), list[Tensor]()
+        is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
+        for batch in announced:
+            samples, forwards = batch.samples, batch.forwards
+            stated = batch.weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
+            forwards = [self._with_own_draws(forward, start) for forward in forwards]
+            if self._setup.model.signature.graph is not None:
+                forwards = [forward.of_nodes(index, samples) for forward in forwards]
+            sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
+            used = list(stated.split(sizes))
+            for number, rows in enumerate(samples.split(sizes)):
+                record = ForwardPass(len(rows))
+                if forwards:
+                    record, used[number] = self._record(index, forwards[number], rows, used[number], statistics)
+                passes.append(record)
+            weights.append(torch.cat(used))
+            is_stated = is_stated and torch.equal(weights[-1], stated)
+        needed = () if all(forward.is_plain for forward in passes) else tuple(passes)
+        if is_stated:
+            return Step(index, lr, announced[0].indices, None, needed)
+        return Step(index, lr, torch.cat([b.samples for b in announced]), torch.cat(weights).cpu().double(), needed)
+
+    def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
+        """Leave out the random state of a pass in whose modes the network has drawn nothing: another thread drew."""
+        key = forward.modes.numpy().tobytes()
+        if (forward.random_state is None and forward.device_random_state is None) or key in self._drawing:
+            return forward
+        model, state = self._setup.model, torch.cat([start, forward.statistics.to(start)])
+        call, _ = self._call_in(forward.modes, state)
+        with torch.enable_grad(), disable_fused_attention(), quiet_checkpoints():
+            if not draws_random_numbers(lambda: model.signature.call(call, forward.inputs)):
+                return replace(forward, random_state=None, device_random_state=None)
+        self._drawing.add(key)
+        return forward
+
+    def _record(
+        self,
+        index: int,
+        forward: CapturedForward,
+        rows: Int64[Tensor, " n"],
+        c: Tensor,
+        statistics: tuple[Tensor, Tensor],
+    ) -> tuple[ForwardPass, Tensor]:
+        """Return the record of a pass, and the weights of its rows in the loss."""
+        setup = self._setup
+        recorded = setup.X[rows.to(setup.X.device)]
+        is_same_kind = forward.inputs.shape == recorded.shape and forward.inputs.dtype == recorded.dtype
+        is_recorded = torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
+        if is_same_kind:
+            is_recorded = (forward.inputs == recorded).reshape(len(recorded), -1).all(dim=1)
+        inputs, targets = None, None
+        if not is_recorded.all():
+            self._require_announced_rows(index, forward.inputs, rows, is_recorded)
+            other = (~is_recorded).nonzero().squeeze(1)
+            inputs = SeenRows(other, forward.inputs[other])
+        if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
+            y = setup.y[rows.to(setup.y.device)]
+            z, delta = forward.outputs, forward.output_gradient
+            targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+        is_random = forward.random_state is not None or forward.device_random_state is not None
+        needs_modes = is_random or forward.autocast is not None or self._differs_in(forward.modes)
+        before, after = forward.statistics, forward.statistics_after
+        record = ForwardPass(
+            num_rows=len(rows),
+            modes=forward.modes if needs_modes else None,
+            inputs=inputs,
+            targets=targets,
+            random_state=forward.random_state,
+            device_random_state=forward.device_random_state,
+            statistics=None if torch.equal(before, statistics[0]) else before,
+            statistics_after=None if torch.equal(after, statistics[1]) else after,
+            autocast=forward.autocast,
+            memory_order=forward.memory_order if is_random else None,
+        )
+        return record, c.cpu().double()
+
+    def _require_announced_rows(
+        self, index: int, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]
+    ) -> None:
+        """Raise if the network saw training points under the indices of others.
+
+        Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
+        until the loop has shown rows that are none.
+        """
+        X = self._setup.X
+        if self._has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
+            self._has_other_rows = True
+            return
+        if not self._index_of_row:
+            self._index_of_row = {bytes(tensor_bytes(row)): number for number, row in enumerate(X)}
+        other = (~is_recorded).nonzero().squeeze(1).tolist()
+        wrong = [(row, self._index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
+        if any(place is None for _, place in wrong):
+            self._has_other_rows = True
+            return
+        row, place = wrong[0]
+        raise StepMismatchError(
+            f"step {index}: recorder.batch() must get the indices of the rows that the network saw: row {row} was X["
+            f"{place}], the batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training "
+            "points). Likely cause: the gradient is that of another batch, or the indices are in another order."
+        )
+
+    def _differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:
+        """Return whether the network computes something else in these modes than in evaluation mode."""
+        key = modes.numpy().tobytes()
+        if modes.any() and key not in self._differing:
+            start, statistics = self._state.split([self._setup.model.num_weights, self._setup.model.num_statistics])
+            self._differing[key] = any(
+                self._differs_at(modes, torch.cat([w, statistics])) for w in (start, perturbed_initial(start))
+            )
+        return self._differing.get(key, False)
+
+    def _differs_at(self, modes: Tensor, state: Tensor) -> bool:
+        model = self._setup.model
+        # dropout may leave a few nodes as they are
+        rows = (self._setup.X if model.signature.graph is not None else self._setup.X[:_NUM_ROWS]).clone()
+        params, (call, named) = model.unflatten(state), self._call_in(modes, state)
+        with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
+            try:
+                returned = model.signature.call(call, rows)
+            except (RuntimeError, ValueError):  # such as one value per channel in training mode
+                return True
+            expected = model.returned(params, rows)
+        for a, b in zip_longest(tensors_of(returned), tensors_of(expected), fillvalue=torch.empty(0)):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True):
+                return True
+        return any(not torch.equal(named[n], params[n]) for n in model.statistics)
+
+    def _call_in(self, modes: Tensor, state: Tensor) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+        """Return the network in some modes, and its parameters and buffers at some state, which it may change."""
+        module = copy.deepcopy(self._setup.model.module)
+        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
+            part.training = mode
+        named = {**dict(module.named_buffers()), **self._setup.model.unflatten(state)}
+        named = {name: value.clone() for name, value in named.items()}
+        return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
+
 
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -47,49 +292,29 @@ _FEW_ROWS = 4
 _FOLLOWS_LOSS = 0.9
 _ENOUGH_ROWS = 6
 
-
-@dataclass(frozen=True, eq=False)
-class OutputGradient:
-    """What the backward pass brought to the outputs of a forward pass.
-
-    Attributes:
-        outputs: z, (n, C); scores of several positions have further dimensions.
-        gradient: delta, the gradient of the loop's loss in z, of z's shape.
-        is_recorded_input: Which rows of the input are X[batch], (n,).
-    """
-
-    outputs: Float[Tensor, "n ..."]
-    gradient: Float[Tensor, "n ..."]
-    is_recorded_input: Shaped[Tensor, " n"]
+_KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
+_Used = tuple[SeenRows | None, Tensor]  # targets of rows that have others than the recorded ones, weights of all rows
 
 
-@dataclass(frozen=True, eq=False)
-class SeenTargets:
-    """What the loss of a forward pass used.
-
-    Attributes:
-        targets: Targets of rows that have others than the recorded ones; None if no row has.
-        c: The weight of each row in the loss.
-    """
-
-    targets: SeenRows | None
-    c: Float64[Tensor, " n"]
-
-
-def seen_targets(loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c: Float64[Tensor, " n"]) -> SeenTargets:
+def _used_targets(
+    loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, c: Tensor, is_recorded: Bool[Tensor, " n"]
+) -> _Used:
     """Find the targets and weights that explain the gradient in the outputs.
 
     Args:
         loss: The stated loss.
-        seen: Outputs, and the gradient of the loop's loss in them.
+        outputs: What the loss took, (n, C); scores of several positions have further dimensions.
+        gradient: The gradient of the loop's loss in it.
         y: The recorded targets of the rows.
         c: The weights that the stated loss gives to the rows.
+        is_recorded: Which rows of the input are as recorded.
     """
-    stated = SeenTargets(None, c)
-    z, delta = seen.outputs, seen.gradient
-    tolerance = _TOLERANCE.get(z.dtype, _LOW_PRECISION)
-    z, delta, c = z.double(), delta.double(), c.to(device=z.device, dtype=torch.float64)
-    if not torch.isfinite(delta).all() or not c.any():
+    tolerance = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
+    if outputs.ndim != 2:
+        return _used_positions(loss, outputs, gradient, y, c, tolerance)
+    stated, dtype = (None, c), outputs.dtype
+    z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
+    if not is_finite(delta) or not c.any():
         return stated
     derivative = loss_derivatives(loss, z, y)
     expected = c[:, None] * derivative
@@ -102,66 +327,51 @@ def seen_targets(loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c
         return stated  # one factor for all rows: the scale of a mixed-precision loop, or another weight of the batch
     ratio = (delta * derivative).sum(dim=1) / derivative.square().sum(dim=1).clamp(min=1e-300)
     is_weighted = _within(delta - ratio[:, None] * derivative, tolerance * (scale + ratio.abs()[:, None]))
-    if is_weighted.all() and _are_weights(ratio, derivative, seen.is_recorded_input):
-        return SeenTargets(None, torch.where(is_like, c, ratio).cpu())
-    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood | MeanSquaredError):
-        return stated
-    if not isinstance(loss, MeanSquaredError) and loss.class_weights is not None:
+    if is_weighted.all() and _are_weights(ratio, derivative, is_recorded):
+        return None, torch.where(is_like, c, ratio).cpu()
+    if not isinstance(loss, _KnownLoss) or (not isinstance(loss, MeanSquaredError) and loss.class_weights is not None):
         return stated
     values, is_valid = _targets(loss, z, delta, c, tolerance)
     other = ~is_like
-    if not is_valid[other].all() or not _is_plausible(loss, values, y, other, seen.is_recorded_input):
+    if not is_valid[other].all() or not _is_plausible(loss, values, y, other, is_recorded):
         return stated
     index = other.nonzero().squeeze(1)
-    return SeenTargets(SeenRows(index, values[index].to(seen.outputs.dtype)), c.cpu())
+    return SeenRows(index, values[index].to(dtype)), c.cpu()
 
 
-def seen_positions(
-    loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c: Float64[Tensor, " n"]
-) -> SeenTargets:
+def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, c: Tensor, tolerance: float) -> _Used:
     """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
 
     A masked language model is trained on other positions each time. Only such targets are found that are the recorded
-    ones with more positions ignored.
-
-    Args:
-        loss: The stated loss.
-        seen: Scores of each position, and the gradient of the loop's loss in them; (n, V, ...) or (n, ..., V).
-        y: The recorded labels of the positions, (n, ...).
-        c: The weights that the stated loss gives to the rows.
+    ones with more positions ignored. Outputs are (n, V, ...) or (n, ..., V).
     """
-    stated = SeenTargets(None, c)
+    stated = None, c
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood) or y.is_floating_point():
         return stated
-    z, delta = classes_second(seen.outputs, y).double(), classes_second(seen.gradient, y).double()
+    z, delta = classes_second(outputs, y).double(), classes_second(gradient, y).double()
     if y.shape != (len(z), *z.shape[2:]) or not is_finite(delta):
         return stated
-    tolerance = _TOLERANCE.get(seen.outputs.dtype, _LOW_PRECISION)
+
+    def explains(labels: Tensor, weights: Tensor) -> bool:
+        expected = weights.view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
+        return bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all())
+
     factors = c.to(z) / sample_weights(loss, y).to(z)
     labels = y.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
-    if _explains(loss, z, delta, (y, c.to(z)), tolerance) or bool((labels == ignored_class(loss)).all()):
+    if explains(y, c.to(z)) or bool((labels == ignored_class(loss)).all()):
         return stated
     weights = sample_weights(loss, labels).to(z) * factors[0]
-    if not torch.equal(factors, factors[:1].expand_as(factors)):
-        return stated
-    if not _explains(loss, z, delta, (labels, weights), tolerance):
+    if not torch.equal(factors, factors[:1].expand_as(factors)) or not explains(labels, weights):
         return stated
     index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1)
-    return SeenTargets(SeenRows(index, labels[index]), weights.cpu())
-
-
-def _explains(loss: Loss, z: Tensor, delta: Tensor, targets: tuple[Tensor, Tensor], tolerance: float) -> bool:
-    """Return whether labels of positions, and weights of rows, give a gradient."""
-    labels, weights = targets
-    expected = weights.view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
-    return bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all())
+    return SeenRows(index, labels[index]), weights.cpu()
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:
     return (difference.abs() <= bound).all(dim=1)
 
 
-def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded_input: Tensor) -> bool:
+def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded: Tensor) -> bool:
     """Return whether factors of the rows' gradients are weights of samples, and not the sign of another loss.
 
     With two classes, or one output, the gradients of all losses are multiples of each other: only the ranks tell then.
@@ -169,7 +379,7 @@ def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded_input: Tensor) -
     num_outputs, rows = derivative.shape[1], len(ratio)
     if num_outputs == 1 or bool((ratio < 0).any()):
         return False
-    if num_outputs == 2 and (rows < _ENOUGH_ROWS or not is_recorded_input.all()):
+    if num_outputs == 2 and (rows < _ENOUGH_ROWS or not is_recorded.all()):
         return False
     if rows < _ENOUGH_ROWS:
         return True
@@ -178,11 +388,7 @@ def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded_input: Tensor) -
 
 
 def _targets(
-    loss: CrossEntropy | NegativeLogLikelihood | MeanSquaredError,
-    z: Tensor,
-    delta: Tensor,
-    c: Tensor,
-    tolerance: float,
+    loss: _KnownLoss, z: Tensor, delta: Tensor, c: Tensor, tolerance: float
 ) -> tuple[Float[Tensor, "n C"], Shaped[Tensor, " n"]]:
     """Return the targets that explain a gradient, and for which rows they are targets at all."""
     scaled = delta / c[:, None].clamp(min=1e-300)
@@ -200,21 +406,15 @@ def _targets(
     return torch.where(is_hard[:, None], hard, q), is_valid
 
 
-def _is_plausible(
-    loss: CrossEntropy | NegativeLogLikelihood | MeanSquaredError,
-    values: Tensor,
-    y: Tensor,
-    other: Tensor,
-    is_recorded_input: Tensor,
-) -> bool:
+def _is_plausible(loss: _KnownLoss, values: Tensor, y: Tensor, other: Tensor, is_recorded: Tensor) -> bool:
     """Return whether other targets are those of a loop that changes targets, and not of one that was stated wrongly."""
-    noisy = other & is_recorded_input
+    noisy = other & is_recorded
     if not noisy.any():
         return True  # mixed rows with mixed targets
     count, rows = int(noisy.sum()), len(noisy)
     if isinstance(loss, MeanSquaredError):
         return rows >= _FEW_ROWS and count <= rows / 2
-    if not is_recorded_input.all():
+    if not is_recorded.all():
         return True
     if not bool((values[other] == values[other].round()).all()):
         return values.shape[1] > 2  # mixed inside the network
@@ -222,168 +422,3 @@ def _is_plausible(
     if count > 1 and torch.equal(values[other].sum(dim=0), expected[other].sum(dim=0).round()):
         return False  # the recorded targets in another order
     return count <= max(1, _MOST_NOISY * rows)
-
-
-@dataclass(eq=False)
-class PassRecords:
-    """Makes the records of a run's forward passes.
-
-    Attributes:
-        data: X, y and the loss, as recorded.
-        reads_targets: Whether targets may be read from the gradient in the outputs: the loss depends on these alone.
-        modes: Tells whether a network in some modes computes what it computes in evaluation mode.
-        takes_graph: Whether every pass is one of a whole graph.
-        has_other_rows: Whether the network saw a row that is no training point: the loop augments or mixes its rows.
-    """
-
-    data: TrainingData
-    modes: ModeCheck
-    reads_targets: bool
-    takes_graph: bool = False
-    has_other_rows: bool = False
-    _index_of_row: dict[bytes, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, setup: TrainingSetup, weights: Tensor) -> "PassRecords":
-        """Prepare the records of a training that begins at some weights."""
-        model, loss = setup.model, setup.loss
-        modes = ModeCheck(model, setup.state(weights), setup.X)
-        reads_targets = model.signature.output is None or not isinstance(loss, PerSampleLoss)
-        return cls(setup.training_data, modes, reads_targets, model.signature.graph is not None)
-
-    def step(
-        self,
-        index: int,
-        lr: float,
-        announced: Sequence[AnnouncedBatch],
-        start: Float[Tensor, " P"],
-        statistics: tuple[Tensor, Tensor] | None,
-    ) -> Step:
-        """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
-
-        Args:
-            index: Number of the step.
-            lr: Its learning rate.
-            announced: Its batches.
-            start: The weights before the step.
-            statistics: The moving statistics at the start and at the end of the step.
-
-        Raises:
-            StepMismatchError: The network saw other training points than those that were announced, or another graph.
-            ValueError: All samples of a batch are ignored by the loss.
-        """
-        passes: list[ForwardPass] = []
-        weights, stated = [], []
-        for batch in announced:
-            c = stated_weights(batch, self.data.loss, self.data.targets)
-            stated.append(c)
-            samples = batch.samples(len(self.data.inputs))
-            forwards = [self._with_own_draws(forward, start) for forward in batch.forwards]
-            if self.takes_graph:
-                forwards = [of_nodes(index, forward, samples) for forward in forwards]
-            sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
-            found = []
-            for number, (rows, part) in enumerate(zip(samples.split(sizes), c.split(sizes), strict=True)):
-                if not forwards:
-                    passes.append(ForwardPass(len(rows)))
-                    found.append(part)
-                    continue
-                record, c_seen = self._record(index, forwards[number], rows, part)
-                passes.append(_with_statistics(record, forwards[number], statistics))
-                found.append(c_seen)
-            weights.append(torch.cat(found))
-        is_plain = all(forward.is_plain for forward in passes)
-        is_stated = len(announced) == 1 and announced[0].is_plain and torch.equal(weights[0], stated[0])
-        return join_batches(
-            index, lr, announced, None if is_stated else weights, [] if is_plain else passes, len(self.data.inputs)
-        )
-
-    def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
-        """Leave out the random state of a pass that drew nothing: another thread has moved the generator."""
-        if forward.random_state is None and forward.device_random_state is None:
-            return forward
-        state = torch.cat([start, forward.statistics.to(start)])
-        if self.modes.draw(forward.modes, state, forward.inputs):
-            return forward
-        return replace(forward, random_state=None, device_random_state=None)
-
-    def _record(
-        self, index: int, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor
-    ) -> tuple[ForwardPass, Tensor]:
-        recorded = self.data.inputs[rows.to(self.data.inputs.device)]
-        is_recorded = _equal_rows(forward.inputs, recorded)
-        inputs = None
-        if not is_recorded.all():
-            self._require_announced_rows(index, forward.inputs, rows, is_recorded)
-            other = (~is_recorded).nonzero().squeeze(1)
-            is_same_kind = forward.inputs.shape == recorded.shape and forward.inputs.dtype == recorded.dtype
-            other = other if is_same_kind else torch.arange(len(rows), device=other.device)
-            inputs = SeenRows(other, forward.inputs[other])
-        targets = None
-        if self.reads_targets and forward.outputs is not None and forward.output_gradient is not None:
-            y = self.data.targets[rows.to(self.data.targets.device)]
-            seen = OutputGradient(forward.outputs, forward.output_gradient, is_recorded)
-            read = seen_targets if forward.outputs.ndim == 2 else seen_positions
-            found = read(self.data.loss, seen, y, c)
-            targets, c = found.targets, found.c
-        is_random = forward.random_state is not None or forward.device_random_state is not None
-        needs_modes = is_random or forward.autocast is not None or self.modes.matter(forward.modes)
-        record = ForwardPass(
-            num_rows=len(rows),
-            modes=forward.modes if needs_modes else None,
-            inputs=inputs,
-            targets=targets,
-            random_state=forward.random_state,
-            device_random_state=forward.device_random_state,
-            autocast=forward.autocast,
-            memory_order=forward.memory_order if is_random else None,
-        )
-        return record, c.cpu().double()
-
-    def _require_announced_rows(
-        self, index: int, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]
-    ) -> None:
-        """Raise if the network saw training points under the indices of others.
-
-        Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
-        until the loop has shown rows that are none.
-        """
-        X = self.data.inputs
-        if self.has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
-            self.has_other_rows = True
-            return
-        if not self._index_of_row:
-            self._index_of_row = {bytes(tensor_bytes(row)): number for number, row in enumerate(X)}
-        other = (~is_recorded).nonzero().squeeze(1).tolist()
-        found = [(row, self._index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
-        wrong = [(row, place) for row, place in found if place is not None]
-        if len(wrong) < len(found):
-            self.has_other_rows = True
-            return
-        row, place = wrong[0]
-        raise StepMismatchError(
-            f"step {index}: recorder.batch() must get the indices of the rows that the network saw: row {row} was X["
-            f"{place}], the batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training "
-            "points). Likely cause: the gradient is that of another batch, or the indices are in another order."
-        )
-
-
-def _with_statistics(
-    record: ForwardPass, forward: CapturedForward, statistics: tuple[Tensor, Tensor] | None
-) -> ForwardPass:
-    """Add the moving statistics around a pass where they are not those around the step."""
-    if statistics is None:
-        return record
-    start, end = statistics
-    before, after = forward.statistics, forward.statistics_after
-    return replace(
-        record,
-        statistics=None if torch.equal(before, start) else before,
-        statistics_after=None if torch.equal(after, end) else after,
-    )
-
-
-def _equal_rows(seen: Shaped[Tensor, "n ..."], recorded: Shaped[Tensor, "n ..."]) -> Bool[Tensor, " n"]:
-    if seen.shape != recorded.shape or seen.dtype != recorded.dtype:
-        return torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
-    return (seen == recorded).reshape(len(recorded), -1).all(dim=1)

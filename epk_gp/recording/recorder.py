@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from types import TracebackType
 from typing import Any
 
@@ -17,88 +16,18 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step
-from epk_gp.core.trajectory import States, Trajectory, Updates
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import (
-    CheckSchedule,
-    ObservedStep,
-    check_against_exact_gradient,
-    check_against_used_gradient,
-    needs_check,
-    observe_step,
-)
-from epk_gp.recording.derivative_probe import DerivativeProbe
+from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, RunHistory
-from epk_gp.recording.observer import MadeStep, StepObserver
-from epk_gp.recording.optimizer import GroupWatch
+from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
-from epk_gp.optimizers.update_rules import Clip
-from epk_gp.recording.setup import TrainingSetup, make_setup, parse_step_rules, validate_end
-from epk_gp.recording.validation import parse_batch, parse_batch_weight
-from epk_gp.storage.chunks import with_computed_states
+from epk_gp.recording.setup import Clip, make_setup
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-
-def open_folder(
-    folder: str | os.PathLike[str],
-    setup: TrainingSetup,
-    history: RunHistory,
-    training: TrainingState,
-    storage: Storage,
-    *,
-    resume: bool,
-) -> tuple[TrainingSetup, RunHistory, CommitSchedule]:
-    """Create a run's folder; or, if it holds a run to resume, bring everything to its last commit.
-
-    Args:
-        folder: The folder.
-        setup: The training.
-        history: The run before its first step.
-        training: The objects whose state is stored with the run; those of a resumed run get the state they had there.
-        storage: How often steps are committed.
-        resume: Continue the run that the folder holds, if it holds one.
-
-    Returns:
-        Setup and history, as they are after the last commit, and the schedule of the commits.
-
-    Raises:
-        FileExistsError: The folder holds something else.
-        BlockingIOError: Another process records there.
-        OSError: The folder cannot be written.
-        ValueError: The run that is resumed is damaged, or another one.
-    """
-    net, model = setup.net, setup.model
-    full = setup.header() | thinning_header(storage, folder) | {"check_every": setup.rules.check_every}
-    full["modules"] = module_names(net)
-    if resume and is_run(folder):
-        recorded, writer = resume_run(folder, full, net, setup.loss, training, output=model.signature.output)
-        setup = replace(setup, model=functionalize_like(model, net))
-        end = recorded.states[recorded.num_steps].to(setup.y.device)
-        history = RunHistory(end, recorded.digest, recorded.steps, setup.statistics())
-    else:
-        last = history.last
-        writer = create_run(
-            folder, RunStart(full, setup.data(), last.end, history.digest(0), last.statistics), training
-        )
-    return setup, history, CommitSchedule(writer, storage, history, training)
-
-
-class Phase(Enum):
-    """What a recorder does at present; it goes through the phases in this order, and never back.
-
-    Attributes:
-        READY: The arguments are checked and the folder is open; the optimizer is not observed yet.
-        RECORDING: Inside `with recorder:`; each step of the optimizer is checked and recorded.
-        CLOSED: The `with` statement was left; the folder is released.
-    """
-
-    READY = auto()
-    RECORDING = auto()
-    CLOSED = auto()
 
 
 class Recorder:
@@ -181,39 +110,64 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
-        rules = parse_step_rules(optimizer, update_rule, clip, check_every, unexplained)
         stateful = {} if stateful is None else stateful
+        setup = make_setup(
+            net,
+            optimizer,
+            X,
+            y,
+            loss,
+            update_rule=update_rule,
+            clip=clip,
+            check_every=check_every,
+            unexplained=unexplained,
+            trained=trained,
+            output=output,
+        )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers, stateful, folder)
-        self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
-        self.signature = self._setup.model.signature
-        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
+        self.signature = setup.model.signature
+        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, setup.y
         graph = self.signature.graph
-        self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
-        header, start = self._setup.header() | thinning_header(storage, folder), self._setup.weights()
+        self.X = self.signature.structure(setup.X) if graph is None else graph.graph
+        header, start = setup.header() | thinning_header(storage, folder), setup.weights()
         self._data_digest: str = header["data_digest"]
-        self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
+        self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        self._setup = setup
         if folder is not None:
-            opened = open_folder(folder, self._setup, self._history, self._training, storage, resume=resume)
-            self._setup, self._history, self._commits = opened
-        watch = GroupWatch(given_rules(self._optimizers, update_rule), net, self._groups, self._history.steps)
-        self._observer = StepObserver(
-            self._setup, self._optimizers, lambda: self._history.last.end, self._report, watch
-        )
-        self._passes = PassRecords.of(self._setup, start)
-        self._phase = Phase.READY
+            self._open(folder, header | {"check_every": check_every, "modules": module_names(net)}, storage, resume)
+        changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
+        groups = next(changed, tuple(group.of_scale() for group in self._groups))
+        rules = given_rules(self._optimizers, update_rule)
+        self._observer = StepObserver(self._setup, rules, groups, lambda: self._history.last.end, self._report)
+        self._passes = PassRecords(self._setup, start)
+        self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
-        self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
+        self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
+
+    def _open(self, folder: str | os.PathLike[str], header: dict[str, Any], storage: Storage, resume: bool) -> None:
+        """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
+        setup, history, training = self._setup, self._history, self._training
+        if resume and is_run(folder):
+            recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
+            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
+            end = recorded.states[recorded.num_steps].to(setup.y.device)
+            self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+        else:
+            last = history.last
+            start = RunStart(header, setup.data(), last.end, history.digest(0), last.statistics)
+            writer = create_run(folder, start, training)
+        self._commits = CommitSchedule(writer, storage, self._history, training)
 
     @property
     def num_steps(self) -> int:
@@ -238,8 +192,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
-            self._phase = Phase.RECORDING
+        self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
     def __exit__(
@@ -247,19 +200,20 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
-        self._phase = Phase.CLOSED
+        self._is_recording, self._is_closed = False, True
         try:
             if kind is None:
                 self._observer.complete()
-                self._complete_iteration()
-            if self._commits is not None and not self._commits.failed:  # a second failure would hide the first
+                if self._commits is not None:
+                    self._commits.complete_iteration()
+            if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
             if kind is None:
                 self._finish()
         finally:
             self._history.close()
             if self._commits is not None:
-                self._commits.close()
+                self._commits.writer.close()
 
     def until(self, steps: int) -> Iterator[int]:
         """Iterate over the numbers of the steps that are still to be made.
@@ -277,11 +231,13 @@ class Recorder:
             raise ValueError(f"steps must be at least the {self.num_steps} that are recorded already: got {steps}.")
         self._in_until = True
         try:
-            while self.num_steps < steps:
-                self._complete_iteration()
+            while True:
+                if self._commits is not None:
+                    self._commits.complete_iteration()
+                if self.num_steps == steps:
+                    return
                 yield self.num_steps
                 self._observer.complete()
-            self._complete_iteration()
         finally:
             self._in_until = False
 
@@ -307,30 +263,26 @@ class Recorder:
             ValueError: The batch is empty, an index is out of range, or the weight is not finite.
             StepMismatchError: The weights were changed since the last recorded step.
         """
+        if not self._is_recording:
+            raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
+        if self._training.stateful and not self._in_until:
+            raise RuntimeError(
+                "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
+            )
+        self._observer.complete()
         with self._schedule.recording():
-            if self._phase is Phase.RECORDING:
-                self._observer.complete()
-            index = self.num_steps
-            if self._phase is not Phase.RECORDING:
-                raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-            if self._training.stateful and not self._in_until:
-                raise RuntimeError(
-                    "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
-                )
-            batch = None if indices is None else parse_batch(indices, len(self._setup.X), index)
-            factor = parse_batch_weight(weight, len(self._setup.X) if batch is None else len(batch), index)
+            index, last = self.num_steps, self._history.last.end
+            self._observer.announce(indices, weight, index)
             try:
                 learning_rate(self._optimizers)
             except ValueError as error:
                 raise StepMismatchError(f"step {index}: {error}") from error
-            last = self._history.last.end
             if not torch.equal(self._setup.weights(), last):
                 raise StepMismatchError(
                     f"step {index}: the weights must be those the last recorded step left: they were changed in "
                     "between (an optimizer.step() outside the recorder's sight, or an edit)."
                 )
             self._setup.validate_frozen_state(last, index)
-            self._observer.announce(batch, factor)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -338,53 +290,52 @@ class Recorder:
 
         Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
         """
-        setup, history = self._setup, self._history
-        states: States
-        updates: Updates
-        statistics: States | None = None
-        if self._phase is Phase.RECORDING:
+        setup, history, commits = self._setup, self._history, self._commits
+        if self._is_recording:
             self._observer.complete()
-        if self._commits is None:
+        if commits is None:
             count = history.num_steps
-            digest, results = history.digest(count), history.results(-1, count)
-            states = tuple(result.end for result in results)
-            updates = history.updates(count)
-            if setup.model.statistics:
-                statistics = tuple(result.statistics for result in results if result.statistics is not None)
+            states, updates, statistics = history.recorded()
+            digest = history.digest(count)
         else:
-            if self._phase is not Phase.CLOSED:
-                self._commits.commit()
-            states, updates = self._commits.stored()
-            statistics = self._commits.stored_statistics()
-            count, digest = self._commits.num_committed, self._commits.digest
+            if not self._is_closed:
+                commits.commit()
+            states, updates, statistics = commits.recorded()
+            count, digest = commits.num_committed, commits.writer.chunks[-1].digest
         trajectory = Trajectory(
             model=setup.model,
             inputs=setup.X,
             targets=self.y,
             loss=self.loss,
-            update_rule=setup.rules.update_rule.name,
+            update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
             steps=tuple(history.steps[:count]),
-            num_outputs=setup.num_outputs,
+            num_outputs=setup.fingerprint.shape[1],
             digest=digest,
             data_digest=self._data_digest,
             statistics=statistics,
-            unexplained=setup.rules.unexplained,
+            unexplained=setup.unexplained,
             optimizer_groups=self._groups,
-            clip=setup.rules.clip,
+            clip=setup.clip,
         )
         return with_computed_states(trajectory)
 
     def _report(self, made: MadeStep) -> None:
+        """Check and record a step that the optimizers have made."""
         self._has_refused = True
         with self._schedule.recording():
             self._schedule.begin_step()
-            self._record_step(made)
+            try:
+                self._record_step(made)
+            except StepMismatchError:
+                raise
+            except ValueError as error:
+                raise StepMismatchError(f"step {self.num_steps}: {error}") from error
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
-        index, setup = self.num_steps, self._setup
+        index, setup, last = self.num_steps, self._setup, self._history.last
         if not made.announced:
             raise StepMismatchError(
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
@@ -395,38 +346,27 @@ class Recorder:
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
                 "Lower the learning rate."
             )
-        last, statistics = self._history.last, self._observer.statistics(index)
-        around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
-        try:
-            step = self._passes.step(index, made.parts[0].lr, made.announced, last.end, around)
-        except StepMismatchError:
-            raise
-        except ValueError as error:
-            raise StepMismatchError(f"step {index}: {error}") from error
-        observed = observe_step(
-            setup,
-            made.parts,
-            step,
-            start=last.end,
-            end=end,
-            momentum=self._training.momentum,
-            statistics=around,
-            unseen=made.unseen,
-        )
-        if self._schedule.is_due(index) or needs_check(setup, observed):
+        after = self._observer.statistics(index)
+        before = after if last.statistics is None else last.statistics
+        step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
+        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
+        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        if is_exact:
             with self._schedule.checking():
-                checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+                update, momentum = check_step(setup, observed)
+                self._unchecked = None
                 self._require_identity(self._identity.look_at(step), f"step {index}: ")
             self._schedule.add(index)
         else:
-            checked, self._unchecked = check_against_used_gradient(setup, observed), observed
+            update, momentum = check_step(setup, observed, exact=False)
+            self._unchecked = observed
             if not self._identity.num_judged:  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
-        self._training.momentum = checked.momentum
-        self._history.append(replace(step, groups=made.groups), end, checked.update, statistics)
-        if not self._in_until:
-            self._complete_iteration()
+        self._training.momentum = momentum
+        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
+        if self._commits is not None and not self._in_until:
+            self._commits.complete_iteration()
 
     def _require_identity(self, error: str | None, where: str = "", end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -443,10 +383,6 @@ class Recorder:
                 f"not those of your network ({self._identity.note})."
             )
 
-    def _complete_iteration(self) -> None:
-        if self._commits is not None:
-            self._commits.complete_iteration()
-
     def _finish(self) -> None:
         """Check that the recording ended as it must, and write the closing record of the run.
 
@@ -460,7 +396,8 @@ class Recorder:
                 f"the one of step {self.num_steps} was not."
             )
         if not self._has_refused:
-            validate_end(self._setup, self._history.last, self.num_steps)
+            last = self._history.last
+            self._setup.validate_end(last.end, last.statistics, self.num_steps)
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
         if self._identity.doubt is not None:
             warn_uncertified(
@@ -470,9 +407,9 @@ class Recorder:
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
             try:
-                check_against_exact_gradient(self._setup, unchecked)
+                check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
             except StepMismatchError as error:
                 raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
         if self._commits is not None:
-            self._commits.mark_complete()
+            self._commits.writer.mark_complete()

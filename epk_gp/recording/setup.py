@@ -1,6 +1,8 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
-from collections.abc import Callable, Collection
+import copy
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,11 +11,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from epk_gp.core.checks import validate_count, validate_finite
-from epk_gp.core.gradients import TrainingData, with_kept_activations
-from epk_gp.core.inputs import Inputs
+from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
+from epk_gp.core.gradients import move_by_rounding, relative_rounding, with_kept_activations
+from epk_gp.core.inputs import Graph, Inputs, tensors_of
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
@@ -25,143 +27,45 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    fingerprint_outputs,
     functionalize,
     perturbed_initial,
     random_state_kept,
 )
+from epk_gp.core.replay import TrainingData
+from epk_gp.core.signature import Signature, parse_graph, parse_signature
 from epk_gp.core.step import fingerprint_data, fingerprint_start
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
+    as_optimizers,
     learning_rate,
     rule_for,
     validate_fresh_optimizer,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import (
-    CLIP_ROUNDING,
-    EPSILON,
-    Clip,
-    ClipNorm,
-    ClipValue,
-    UpdateRule,
-    largest_entry,
-    move_by_rounding,
-    relative_rounding,
-    rounded_bound,
-)
+from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
-from epk_gp.recording.history import StepResult
-from epk_gp.recording.mode_check import moving_statistics
-from epk_gp.recording.validation import (
-    evenly_spread,
-    parse_data,
-    trained_names,
-    validate_batch_statistics,
-    validated_fingerprint,
-)
 from epk_gp.storage.schema import run_header
 
-__all__ = ["Clip", "ClipNorm", "ClipValue", "inferred_clip", "looks_clipped", "validate_clip"]
-
-
-def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
-    """Return the clipping that makes of a gradient the one that was used, if its bound is a round number.
-
-    Clipping leaves a gradient whose norm, or whose largest entry, is the bound. Bounds are chosen by people: three
-    digits are enough for them, and by chance a norm is as close to such a number once in some thousand steps.
-
-    Args:
-        used: The gradient that the optimizer used.
-        gradient: The gradient of the loss.
-    """
-    if not torch.isfinite(used).all() or not used.any():
-        return None
-    norm = float(torch.linalg.vector_norm(used))
-    for clip in (ClipNorm(rounded_bound(norm)), ClipValue(rounded_bound(float(used.abs().max())))):
-        predicted = gradient * clip.factor(gradient)
-        rounding = CLIP_ROUNDING[used.dtype == torch.float64] * float(used.abs().max())
-        if not torch.equal(predicted, gradient) and bool(((predicted - used).abs() <= rounding).all()):
-            return clip
-    return None
-
-
-def looks_clipped(used: Float[Tensor, " P"]) -> bool:
-    """Return whether a gradient's norm or largest entry is a round number, as clipping leaves it."""
-    rounding = 8 * torch.finfo(used.dtype).eps
-    norm, largest = torch.stack([torch.linalg.vector_norm(used), largest_entry(used)]).tolist()
-    # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
-    sizes = ((norm, EPSILON + rounding * norm), (largest, rounding * largest))
-    return any(
-        0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size for size, short in sizes
-    )
-
-
-def validate_clip(clip: object) -> None:
-    """Raise if an object is neither a clipping with a usable bound nor None.
-
-    Raises:
-        TypeError: The object is another kind of object.
-        ValueError: The bound is not positive and finite.
-    """
-    if clip is None:
-        return
-    if not isinstance(clip, Clip):
-        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
-    if not 0 < clip.bound < float("inf"):
-        raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
-
+__all__ = ["Clip", "ClipNorm", "ClipValue"]
 
 # Outputs of two networks are the same function's if they differ by at most so many times what the rounding of the
 # weights alone changes: in float32, at perturbed weights, a ResNet-18 turns another order of operations into more than
 # 7.6e-6 of its outputs.
 _ROUNDINGS = 8
-_NUM_END_ROWS = 64  # inputs on which the network at the end of a recording is compared with the recorded one
+_NUM_ROWS = 64  # inputs on which initial outputs must be finite, and final ones those of the recorded network
+_NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to see whether they influence each other
+_SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
+
+# What a network raises on inputs that it cannot take.
+_CALL_ERRORS = (RuntimeError, TypeError, IndexError, AttributeError, KeyError)
 
 
-@dataclass(frozen=True)
-class StepRules:
-    """How the steps are made from gradients, and how they are checked.
-
-    Attributes:
-        update_rule: How the optimizer's step follows from the gradient.
-        clip: The gradient clipping before each step, if any.
-        check_every: The gradient of one step out of this many is recomputed; None for as many as are cheap.
-        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
-    """
-
-    update_rule: UpdateRule
-    clip: Clip | None
-    check_every: int | None
-    unexplained: float | None = None
-
-
-def parse_step_rules(
-    optimizer: Optimizers,
-    update_rule: Rules,
-    clip: Clip | None,
-    check_every: int | None,
-    unexplained: float | None = None,
-) -> StepRules:
-    """Return the rules of the steps; the update rule is that of the optimizer if none is given.
-
-    Raises:
-        TypeError: An argument is of another kind.
-        ValueError: The update rule is not known or leaves more unexplained than is allowed, the optimizer holds
-            momentum, its learning rate is not finite, the bound of clipping is not positive, or clipping is combined
-            with `check_every`.
-    """
-    rule = rule_for(optimizer, update_rule)
-    validate_unexplained(rule, unexplained)
-    validate_fresh_optimizer(optimizer)
-    learning_rate(optimizer)
-    validate_clip(clip)
-    if check_every is not None:
-        validate_count(check_every, "check_every")
-    if check_every not in (None, 1) and clip is not None:
-        raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-    return StepRules(rule, clip, check_every, unexplained)
+def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m ..."]:
+    """Return at most `count` of the rows, evenly spread."""
+    return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +78,10 @@ class TrainingSetup:
         X: All M training inputs, copied; several tensors are packed into one.
         y: Their targets, copied.
         loss: The stated loss.
-        rules: How the steps are made and checked.
         fingerprint: Outputs of the network near its initial weights, (n, C).
+        update_rule: How the optimizer's step follows from the gradient.
+        clip: The gradient clipping before each step, if any.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
 
     net: nn.Module
@@ -183,13 +89,10 @@ class TrainingSetup:
     X: Shaped[Tensor, "M ..."]
     y: Shaped[Tensor, "M ..."]
     loss: Loss
-    rules: StepRules
     fingerprint: Float[Tensor, "n C"]
-
-    @property
-    def num_outputs(self) -> int:
-        """Number C of outputs."""
-        return self.fingerprint.shape[1]
+    update_rule: UpdateRule
+    clip: Clip | None = None
+    unexplained: float | None = None
 
     @cached_property
     def training_data(self) -> TrainingData:
@@ -198,14 +101,9 @@ class TrainingSetup:
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters as recorded, by name."""
-        return self.model.frozen_state()
-
-    @cached_property
-    def _counters(self) -> set[str]:
-        """Names of the buffers by which torch's normalisations count their batches; evaluation mode reads none."""
-        parts = self.model.module.named_modules()
-        return {f"{name}.num_batches_tracked".lstrip(".") for name, part in parts if isinstance(part, _NormBase)}
+        """Buffers and frozen parameters as recorded, but those by which torch's normalisations count batches."""
+        state = self.model.frozen_state().items()
+        return {name: value for name, value in state if not name.endswith("num_batches_tracked")}
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
@@ -224,12 +122,12 @@ class TrainingSetup:
         return run_header(
             self.model,
             self.loss,
-            self.rules.update_rule.name,
+            self.update_rule.name,
             num_points=len(self.X),
-            num_outputs=self.num_outputs,
+            num_outputs=self.fingerprint.shape[1],
             data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
-            unexplained=self.rules.unexplained,
-            clip=self.rules.clip,
+            unexplained=self.unexplained,
+            clip=self.clip,
         )
 
     def data(self) -> dict[str, Tensor]:
@@ -245,8 +143,6 @@ class TrainingSetup:
     def validate_frozen_state(self, weights: Float[Tensor, " P"], index: int) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
 
-        A buffer that merely counts the calls of the network may change.
-
         Args:
             weights: The present weights.
             index: Number of the next step, for the error message.
@@ -254,15 +150,11 @@ class TrainingSetup:
         Raises:
             StepMismatchError: The outputs at the first inputs changed.
         """
-        frozen_state = self._frozen_state
-        if not frozen_state:
+        if not self._frozen_state:
             return
         present = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
-        changed = {
-            name: present[name].detach()
-            for name, value in frozen_state.items()
-            if name not in self._counters and not torch.equal(present[name], value)
-        }
+        state = self._frozen_state.items()
+        changed = {name: present[name].detach() for name, value in state if not torch.equal(present[name], value)}
         if not changed:
             return
         params = self.model.unflatten(self.state(perturbed_initial(weights)))
@@ -276,48 +168,329 @@ class TrainingSetup:
                 "recorder is made."
             )
 
+    def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
+        """Raise if the network at the end of the recording is not the one that the last step left.
+
+        Args:
+            end: The weights that the last recorded step left.
+            statistics: The moving statistics that it left.
+            num_steps: Number of recorded steps.
+
+        Raises:
+            StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
+        """
+        kept = f"'with' statement. The {num_steps} recorded steps are kept."
+        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+        present = self.weights() if has_all else None
+        if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
+            raise StepMismatchError(
+                f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
+                f"{present.dtype} on {present.device}. Convert it after the {kept}"
+            )
+        if present is None or not torch.equal(present, end):
+            raise StepMismatchError(
+                "the weights at the end of the recording must be those that the last step left: they were replaced "
+                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
+                f"after the {kept}"
+            )
+        present = self.statistics()
+        if present is not None and statistics is not None and not torch.equal(present, statistics):
+            raise StepMismatchError(
+                "the moving statistics at the end of the recording must be those that the last step left: they were "
+                "moved after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, "
+                f"or move them after the {kept}"
+            )
+        self.validate_frozen_state(end, num_steps)
+        rows = evenly_spread(self.X, _NUM_ROWS)
+        # at the weights themselves a last layer of zeros would hide everything
+        if not all(self._is_recorded_function(w, rows) for w in (end, perturbed_initial(end))):
+            raise StepMismatchError(
+                "the network's forward function must stay as it was when recording began: its outputs at the same "
+                f"weights are others now, so an attribute or a layer was changed. Change it after the {kept}"
+            )
+
+    def _is_recorded_function(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "n ..."]) -> bool:
+        """Return whether the user's network gives the recorded network's outputs in evaluation mode.
+
+        It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
+        """
+        model, net, params = self.model, self.net, self.model.unflatten(self.state(w))
+        named = {**params, **{name: value.clone() for name, value in net.named_buffers()}}
+        is_training = [(module, module.training) for module in net.modules()]
+        net.eval()
+        try:
+            with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
+                recorded = model(params, rows)
+                returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
+                outputs = model.signature.outputs(returned)
+        finally:
+            for module, mode in is_training:
+                module.training = mode
+        if not isinstance(outputs, Tensor) or outputs.shape != recorded.shape:
+            return False
+        is_finite = recorded.isfinite()  # at perturbed weights a network may leave its domain
+        if not torch.equal(outputs.isfinite(), is_finite):
+            return False
+        difference, size = (outputs - recorded)[is_finite].abs(), recorded[is_finite].abs()
+        if not len(size) or bool(difference.max() <= relative_rounding(w.dtype) * size.max()):
+            return True
+        with torch.no_grad(), random_state_kept(w.device):  # deep networks may amplify the rounding of first layers
+            moved = model(model.unflatten(self.state(move_by_rounding(w, torch.finfo(w.dtype).eps))), rows)
+        return bool(difference.max() <= _ROUNDINGS * (moved - recorded)[is_finite].abs().max())
+
 
 def make_setup(
     net: nn.Module,
     optimizer: Optimizers,
-    data: tuple[Inputs, Tensor],
+    X: Inputs,
+    y: Shaped[Tensor, "M ..."],
     loss: Loss,
-    rules: StepRules,
     *,
-    output: Callable[[Any], Tensor] | None = None,
+    update_rule: Rules = None,
+    clip: Clip | None = None,
+    check_every: int | None = None,
+    unexplained: float | None = None,
     trained: Collection[str] = (),
+    output: Callable[[Any], Tensor] | None = None,
 ) -> TrainingSetup:
-    """Check network, data and loss against each other, and return the setup of the training.
-
-    Args:
-        net: The network.
-        optimizer: Its optimizer, or several.
-        data: Training inputs, a tensor or several, and their targets.
-        loss: The loss.
-        rules: How the steps are made and checked.
-        output: Takes the outputs (n, C) from what the network returns; None where it returns them.
-        trained: Names of parameters that are trained later in the run, and that no optimizer trains at present.
+    """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: The data, the network or the targets cannot be recorded; the message says why.
+        ValueError: The data, the network, the targets or the optimizer cannot be recorded; the message says why.
     """
+    rule = rule_for(optimizer, update_rule)
+    validate_unexplained(rule, unexplained)
+    validate_fresh_optimizer(optimizer)
+    learning_rate(optimizer)
+    if clip is not None and not isinstance(clip, Clip):
+        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
+    if clip is not None and not 0 < clip.bound < float("inf"):
+        raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
+    if check_every is not None:
+        validate_count(check_every, "check_every")
+    if check_every not in (None, 1) and clip is not None:
+        raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
     names = trained_names(net, optimizer, trained)
-    X, y, signature = parse_data(*data, output)
+    X, y, signature = _parse_data(X, y, output)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
-    statistics = moving_statistics(net, model, X)
+    statistics = _moving_statistics(net, signature, X)
     if statistics:
         model = functionalize(net, names, statistics, signature)
     weights = model.weights_of(net)
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
     state = torch.cat([weights, model.statistics_of(net)])
-    fingerprint = validated_fingerprint(model, state, X)
+    fingerprint = _validated_fingerprint(model, state, X)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, rules, fingerprint)
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
+
+
+def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of the parameters that one or several optimizers train.
+
+    Frozen parameters of an optimizer may thaw: they are among them, unless they are many, since every recorded
+    parameter is stored with every state.
+
+    Args:
+        net: The network.
+        optimizers: Its optimizers.
+        trained: Names of further parameters that will be trained later in the run, which no optimizer holds yet.
+
+    Raises:
+        TypeError: `net` is not a module, or there is something else than an optimizer.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network, or there is no parameter of a
+            stated name.
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
+    names = {id(p): name for name, p in net.named_parameters()}
+    held = [p for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups for p in group["params"]]
+    moving = [p for p in held if p.requires_grad]
+    size, moving_size = sum(p.numel() for p in held), sum(p.numel() for p in moving)
+    present = held if moving_size and size <= max(2 * moving_size, _SMALL_NETWORK) else moving
+    if any(id(p) not in names for p in present):
+        raise ValueError(
+            "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
+        )
+    if unknown := sorted(set(trained) - set(names.values())):
+        raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
+    trained_ids = {id(p) for p in present if p.numel()}  # a parameter without numbers has nothing to train
+    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
+
+
+def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+    """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
+
+    Raises:
+        TypeError: The inputs or targets are not tensors, or `output` is no function.
+        ValueError: Several inputs do not go together; the inputs have no row per point, are on another device than the
+            targets, or are not finite.
+    """
+    if isinstance(X, Graph):
+        validate_tensor(y, "y")
+        if y.ndim == 0 or len(y) == 0:
+            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
+        for key, value in X.tensors.items():
+            if value.device != y.device:
+                raise ValueError(
+                    f"the graph and y must be on one device: tensor {key!r} is on {value.device}, y on {y.device}."
+                )
+        nodes, signature = parse_graph(X, len(y), output)
+        return nodes, y.detach().clone(), signature
+    inputs, signature = parse_signature(X, output)
+    validate_tensor(inputs, "X")
+    validate_tensor(y, "y")
+    is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
+    if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
+        advice = " Points of one number each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
+        raise ValueError(
+            "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
+            f"{tuple(inputs.shape)}.{advice}"
+        )
+    if inputs.device != y.device:
+        raise ValueError(f"X and y must be on one device: got {inputs.device} and {y.device}.")
+    validate_finite(inputs, "X")
+    return inputs.detach().clone(), y.detach().clone(), signature
+
+
+def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
+    """Return the names of the buffers that a training forward pass of the network in its present modes moves.
+
+    The counters of batches are among them where the statistics are averages over all batches (momentum None).
+    """
+    if not any(module.training for module in net.modules()):
+        return ()
+    try:
+        module = copy.deepcopy(net)
+    except (RuntimeError, TypeError, AttributeError):
+        return ()
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    norms = [name for name, part in module.named_modules() if isinstance(part, _NormBase) and part.momentum is None]
+    counters = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}
+    rows = X[:_NUM_COUPLED_ROWS].clone()
+    reported_later = suppress(*_CALL_ERRORS, ValueError)
+    with reported_later, torch.no_grad(), random_state_kept(X.device), disable_fused_attention(), quiet_checkpoints():
+        signature.call(module, rows)
+    moved = (name for name, value in module.named_buffers() if name in before and not torch.equal(before[name], value))
+    return tuple(name for name in moved if before[name].is_floating_point() or name in counters)
+
+
+def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> Tensor:
+    """Return the fingerprint outputs of a network, after checking that it can be recorded.
+
+    Raises:
+        TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
+            network does not take them.
+        ValueError: The inputs are on another device; the network cannot take them or changes them; or its outputs are
+            not finite, random, or depend on other inputs of the batch.
+    """
+    start, statistics = state.split([model.num_weights, model.num_statistics])
+    graph = model.signature.graph
+    if start.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"the weights must be float32 or float64: got {start.dtype}. Convert them with net.float().")
+    inputs = {"X": X} if graph is None else {f"tensor {k!r} of the graph": v for k, v in graph.tensors.items()}
+    for name, value in inputs.items():
+        if value.is_floating_point() and value.dtype != start.dtype:
+            raise TypeError(
+                f"{name} must have the weights' dtype {start.dtype}: got {value.dtype}. Convert one of them."
+            )
+    if X.device != start.device:
+        raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
+    rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
+    before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
+    perturbed = model.unflatten(torch.cat([perturbed_initial(start), statistics]))
+    with torch.no_grad():
+        try:
+            returned = model.returned(perturbed, rows)
+        except _CALL_ERRORS as error:
+            kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
+            raise ValueError(
+                f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
+                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X)."
+            ) from error
+        change = graph.difference(before) if graph is not None else None
+        if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
+            raise ValueError(
+                f"the network must leave its inputs as they are: forward() changes them in place ({change or 'X'}). "
+                "Use operations that make a new tensor, such as ReLU(inplace=False), on the input."
+            )
+        counts = [len(z) for z in tensors_of(returned) if z.ndim]
+        if graph is not None and graph.num_nodes not in counts:
+            raise ValueError(
+                f"the network must return one row per node, as y holds one per node, {graph.num_nodes}: got "
+                f"{' and '.join(map(str, counts)) or 'no'} rows. Nodes without a label need a row of y too, which no "
+                "batch holds."
+            )
+        if model.signature.output is not None:
+            try:
+                model.signature.outputs(returned)
+            except Exception as error:
+                raise ValueError(
+                    f"output must accept what the network returns, {type(returned).__name__}: it fails with "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        outputs = fingerprint_outputs(model, start, rows[:NUM_FINGERPRINT_POINTS], statistics)
+        initial = model(model.unflatten(state), evenly_spread(X, _NUM_ROWS))
+    advice = "Repair its forward() or its initial weights."
+    validate_finite(initial, "the network's outputs at its initial weights", advice)
+    validate_row_independence(model, perturbed, X)
+    return outputs
+
+
+def validate_row_independence(
+    model: FunctionalModel, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
+) -> None:
+    """Raise if a forward function is random, or if it mixes the rows of a batch, by whatever layers.
+
+    Args:
+        model: The network in evaluation mode.
+        weights: Weights to evaluate it at; with a last layer of zeros nothing could be seen.
+        X: Inputs to evaluate it on; 8 of them are used, evenly spread.
+
+    Raises:
+        ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than each alone.
+    """
+    rows = evenly_spread(X, _NUM_COUPLED_ROWS)
+    with torch.no_grad():
+        together, again = model(weights, rows), model(weights, rows)
+        rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+        if (again - together).abs().max() > rounding:
+            raise ValueError(
+                "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
+                "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
+            )
+        each = [model(weights, row[None]) for row in rows]
+    if any(z.shape != together[:1].shape for z in each):
+        raise ValueError(
+            f"the number C of outputs must not depend on the batch: got {together.shape[1]} for {len(rows)} inputs "
+            f"and {each[0].shape[1]} for one."
+        )
+    difference = (torch.cat(each) - together).abs().max()
+    if difference > rounding:
+        raise ValueError(
+            f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
+            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward(), and "
+            "compute in the precision of the weights."
+        )
+
+
+def validate_batch_statistics(net: nn.Module) -> None:
+    """Raise if a layer uses the statistics of the batch in evaluation mode too.
+
+    Raises:
+        ValueError: A normalisation keeps no running statistics. The message names the module.
+    """
+    for name, module in net.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                f"an output must depend on its own input alone: module {name!r} ({type(module).__name__}) uses the "
+                "statistics of the batch, in evaluation mode too. Let it keep running statistics "
+                "(track_running_stats=True), or use another normalisation."
+            )
 
 
 def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor, y: Tensor) -> None:
@@ -344,85 +517,9 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
             rows = zip(X[:n].split(1), y[:n].split(1), strict=True)
             try:
                 alone = torch.cat([loss_terms(signature, loss, model.returned(params, x), q) for x, q in rows])
-            except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+            except _CALL_ERRORS as error:
                 raise ValueError(
                     f"the loss must accept what the network returns, {type(returned).__name__}, and the targets: it "
                     f"fails on one sample, with {type(error).__name__}: {error}"
                 ) from error
         validate_loss_row_independence(loss, value, y[:n], alone)
-
-
-def validate_end(setup: TrainingSetup, last: StepResult, num_steps: int) -> None:
-    """Raise if the network at the end of the recording is not the one that the last step left.
-
-    Args:
-        setup: The training.
-        last: What the last recorded step left.
-        num_steps: Number of recorded steps.
-
-    Raises:
-        StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
-    """
-    weights = last.end
-    kept = f"The {num_steps} recorded steps are kept."
-    parameters = dict(setup.net.named_parameters())
-    is_complete = all(name in parameters for name in setup.model.names)
-    if is_complete and (setup.weights().dtype, setup.weights().device) != (weights.dtype, weights.device):
-        raise StepMismatchError(
-            f"the network must end the recording as it was trained, in {weights.dtype} on {weights.device}: it is in "
-            f"{setup.weights().dtype} on {setup.weights().device}. Convert it after the 'with' statement. {kept}"
-        )
-    if not is_complete or not torch.equal(setup.weights(), weights):
-        raise StepMismatchError(
-            "the weights at the end of the recording must be those that the last step left: they were replaced after "
-            "it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them after the "
-            f"'with' statement. {kept}"
-        )
-    statistics = setup.statistics()
-    if statistics is not None and last.statistics is not None and not torch.equal(statistics, last.statistics):
-        raise StepMismatchError(
-            "the moving statistics at the end of the recording must be those that the last step left: they were moved "
-            "after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, or move "
-            f"them after the 'with' statement. {kept}"
-        )
-    setup.validate_frozen_state(weights, num_steps)
-    rows = evenly_spread(setup.X, _NUM_END_ROWS)
-    # at the weights themselves a last layer of zeros would hide everything
-    if not all(_is_recorded_function(setup, w, rows) for w in (weights, perturbed_initial(weights))):
-        raise StepMismatchError(
-            "the network's forward function must stay as it was when recording began: its outputs at the same weights "
-            f"are others now, so an attribute or a layer was changed. Change it after the 'with' statement. {kept}"
-        )
-
-
-def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Shaped[Tensor, "n ..."]) -> bool:
-    """Return whether the user's network gives the recorded network's outputs in evaluation mode.
-
-    It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
-    """
-    model, net = setup.model, setup.net
-    params = model.unflatten(setup.state(w))
-    buffers = {name: value.clone() for name, value in net.named_buffers()}
-    is_training = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
-            recorded, named = model(params, rows), {**params, **buffers}
-            returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
-            found = model.signature.outputs(returned)
-    finally:
-        for module, mode in is_training:
-            module.training = mode
-    if not isinstance(found, Tensor) or found.shape != recorded.shape:
-        return False
-    is_finite = recorded.isfinite()  # at perturbed weights a network may leave its domain
-    if not torch.equal(found.isfinite(), is_finite):
-        return False
-    difference = (found - recorded)[is_finite].abs()
-    largest = recorded[is_finite].abs().max() if is_finite.any() else 0.0
-    if bool((difference <= relative_rounding(w.dtype) * largest).all()):
-        return True
-    with torch.no_grad(), random_state_kept(w.device):  # a deep network may amplify the rounding of its first layers
-        moved = model(model.unflatten(setup.state(move_by_rounding(w, torch.finfo(w.dtype).eps))), rows)
-    rounding = (moved - recorded)[is_finite].abs().max()
-    return bool(difference.max() <= _ROUNDINGS * rounding)

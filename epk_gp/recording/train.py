@@ -1,7 +1,5 @@
 """The common training loop, recorded."""
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +10,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.checks import validate_count, validate_generator
 from epk_gp.core.inputs import Graph, Inputs, pack_inputs
-from epk_gp.core.losses import CrossEntropy, Loss, loss_terms, sample_weights
+from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.recording.recorder import Recorder
-from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.training_state import Stateful
-from epk_gp.storage.writer import Storage
+from epk_gp.recording.setup import Clip
 
 
 class EpochSampler:
@@ -78,41 +73,29 @@ def train(
     *,
     optimizer: Optimizer,
     steps: int,
-    loss: Loss | nn.Module = CrossEntropy(),
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
     scheduler: LRScheduler | None = None,
-    update_rule: UpdateRule | None = None,
     clip: Clip | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    storage: Storage = Storage(),
-    check_every: int | None = None,
-    output: Callable[[Any], Tensor] | None = None,
     progress: bool = False,
+    **options: Any,
 ) -> Trajectory:
     """Train a network in place and record every step.
 
     Args:
         net: The network.
-        X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network takes
-            them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
+        X: All M training inputs, as `Recorder` takes them.
         y: Their targets.
         optimizer: The optimizer of the network's parameters.
         steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
-        loss: The loss to minimise.
         batch_size: Points per step; each epoch is a new permutation, its last batch may be smaller. None: all M points.
         generator: Source of the permutations; torch's global generator by default.
         scheduler: A learning-rate scheduler that is stepped after every optimizer step.
-        update_rule: How the optimizer's step follows from the gradient, as for `Recorder`.
         clip: Gradient clipping before every step.
-        folder: New folder for the run; the run is kept in memory if None.
-        resume: Continue the run at `folder`, if there is one, as if it had never stopped. Network, optimizer and
-            scheduler must be made as they were.
-        storage: Which states a run on disk keeps and how, and how often steps are committed.
-        check_every: Recompute the gradient of one step out of this many; None for as many as are cheap, as `Recorder`.
-        output: Takes the outputs (n, C) that are to be explained from what the network returns, as for `Recorder`.
         progress: Show a progress bar.
+        options: Further arguments of `Recorder`: `loss`, `folder`, `storage`, `update_rule`, `check_every`,
+            `unexplained`, `output`; and `resume`, which continues the run at `folder`, if there is one, as if it had
+            never stopped. Network, optimizer and scheduler must be made as they were.
 
     Returns:
         The recorded run.
@@ -133,24 +116,9 @@ def train(
         )
     rows = X if isinstance(X, Tensor) else y if isinstance(X, Graph) else pack_inputs(X)[0]
     sampler = None if batch_size is None else EpochSampler(len(rows), int(batch_size), generator)
-    stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
-    if scheduler is not None:
-        stateful["scheduler"] = scheduler
-    with Recorder(
-        net,
-        optimizer,
-        X,
-        y,
-        loss=loss,
-        update_rule=update_rule,
-        clip=clip,
-        folder=folder,
-        resume=resume,
-        stateful=stateful,
-        storage=storage,
-        check_every=check_every,
-        output=output,
-    ) as recorder:
+    objects = {"sampler": sampler, "scheduler": scheduler}
+    stateful = {name: value for name, value in objects.items() if value is not None}
+    with Recorder(net, optimizer, X, y, clip=clip, stateful=stateful, **options) as recorder:
         signature = recorder.signature
         X = signature.pack(recorder.X)
         begun, remaining = recorder.num_steps, recorder.until(steps)

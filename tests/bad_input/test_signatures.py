@@ -57,9 +57,9 @@ INPUTS = {
     "nan": ((PAIR[0], PAIR[1] * float("nan")), ValueError, r"X\[1\] must be finite: row 0 holds NaN"),
     "large": ({**X, "ids": X["ids"] + 2**60}, ValueError, r"X\['ids'\] must hold integers up to .* beside .*float64"),
     "dtype": ((PAIR[0].float(), PAIR[1].float()), TypeError, "X must have the weights' dtype torch.float64"),
-    "one_too_few": ((PAIR[0],), TypeError, r"take the tensors of X, \[0\], as net\(\*X\): forward.* does not .*'z'"),
-    "unknown_key": ({**X, "other": X["ids"]}, TypeError, r"as net\(\*\*X\): forward.* does not .*'other'"),
-    "missing_key": (without("mask"), TypeError, r"\['ids', 'scale'\], as net\(\*\*X\): forward.* does not .*'mask'"),
+    "one_too_few": ((PAIR[0],), ValueError, "must accept X .*missing 1 required .*'z'"),
+    "unknown_key": ({**X, "other": X["ids"]}, ValueError, "must accept X .*unexpected keyword argument 'other'"),
+    "missing_key": (without("mask"), ValueError, "must accept X .*missing 1 required .*'mask'"),
 }
 
 

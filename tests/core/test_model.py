@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError, apply_head, resolve_head
 from epk_gp.core.model import functionalize, zero_final_layer
-from epk_gp.recording.validation import validate_batch_statistics, validate_row_independence
+from epk_gp.recording.setup import validate_batch_statistics, validate_row_independence
 from helpers import NETWORKS, assert_close
 from loops import data, frozen_batch_norm, frozen_layer, mlp
 

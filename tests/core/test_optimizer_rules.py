@@ -25,7 +25,7 @@ from epk_gp.optimizers.update_rules import (
     predict_step,
     stack_coefficients,
 )
-from epk_gp.recording.optimizer import states_before
+from epk_gp.recording.observer import states_before
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -9,23 +9,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
-from recipes.problem import C, batches, finish, images
+from recipes.problem import C, finish, images, train
 
 
 def mnist_mlp():
     X, y = images(30)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, C)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loss_fn = nn.CrossEntropyLoss()
-    with epk.Recorder(net, optimizer, X, y, loss=loss_fn) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 10, epochs=3):
-            loss = loss_fn(net(X[batch]), y[batch])
-            loss.backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-            optimizer.zero_grad()
-    return finish(recorder, net, images(33)[0][30:], X, y)
+    return train(net, X, y, images(33)[0][30:], lambda b: loss_fn(net(X[b]), y[b]), size=10, epochs=3, loss=loss_fn)
 
 
 class MnistNet(nn.Module):
@@ -123,16 +114,12 @@ def resnet():
     net = ResNet().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 12, epochs=2):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(crop_and_flip(X[batch])), y[batch])
-            loss.backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-            scheduler.step()
-    return finish(recorder, net, images(25, size=5)[0][24:], X, y)
+
+    def loss(batch):
+        return F.cross_entropy(net(crop_and_flip(X[batch])), y[batch])
+
+    X_test = images(25, size=5)[0][24:]
+    return train(net, X, y, X_test, loss, optimizer=optimizer, size=12, after_step=scheduler.step)
 
 
 def small_cnn():
@@ -142,51 +129,38 @@ def small_cnn():
 
 def mixup():
     X, y = images(24)
-    net = small_cnn()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    criterion = nn.CrossEntropyLoss()
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            inputs, targets = X[batch], y[batch]
-            lam = float(torch.distributions.Beta(1.0, 1.0).sample())
-            index = torch.randperm(len(inputs))
-            outputs = net(lam * inputs + (1 - lam) * inputs[index])
-            loss = lam * criterion(outputs, targets) + (1 - lam) * criterion(outputs, targets[index])
-            optimizer.zero_grad()
-            loss.backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(25)[0][24:], X, y)
+    net, criterion = small_cnn(), nn.CrossEntropyLoss()
+
+    def loss(batch):
+        inputs, targets = X[batch], y[batch]
+        lam = float(torch.distributions.Beta(1.0, 1.0).sample())
+        index = torch.randperm(len(inputs))
+        outputs = net(lam * inputs + (1 - lam) * inputs[index])
+        return lam * criterion(outputs, targets) + (1 - lam) * criterion(outputs, targets[index])
+
+    return train(net, X, y, images(25)[0][24:], loss)
 
 
 def cutmix():
     X, y = images(24)
-    net = small_cnn()
+    net, criterion = small_cnn(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    criterion = nn.CrossEntropyLoss()
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            inputs, targets = X[batch].clone(), y[batch]
-            lam = float(torch.rand(()))
-            if torch.rand(()) < 0.7:  # else the batch as it is
-                index = torch.randperm(len(inputs))
-                side = int(6 * math.sqrt(1 - lam))
-                top, left = torch.randint(6 - side + 1, (2,)).tolist()
-                inputs[:, :, top : top + side, left : left + side] = X[batch][
-                    index, :, top : top + side, left : left + side
-                ]
-                lam = 1 - side * side / 36
-                outputs = net(inputs)
-                loss = criterion(outputs, targets) * lam + criterion(outputs, targets[index]) * (1 - lam)
-            else:
-                loss = criterion(net(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(25)[0][24:], X, y)
+
+    def loss(batch):
+        inputs, targets = X[batch].clone(), y[batch]
+        lam = float(torch.rand(()))
+        if torch.rand(()) >= 0.7:
+            return criterion(net(inputs), targets)  # the batch as it is
+        index = torch.randperm(len(inputs))
+        side = int(6 * math.sqrt(1 - lam))
+        top, left = torch.randint(6 - side + 1, (2,)).tolist()
+        box = (slice(None), slice(top, top + side), slice(left, left + side))
+        inputs[:, *box] = X[batch][index][:, *box]
+        lam = 1 - side * side / 36
+        outputs = net(inputs)
+        return criterion(outputs, targets) * lam + criterion(outputs, targets[index]) * (1 - lam)
+
+    return train(net, X, y, images(25)[0][24:], loss, optimizer=optimizer)
 
 
 def label_noise():
@@ -194,15 +168,13 @@ def label_noise():
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, C)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    with epk.Recorder(net, optimizer, X, y, loss=criterion) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 10, epochs=3):
-            noisy = torch.where(torch.rand(len(batch)) < 0.2, torch.randint(C, (len(batch),)), y[batch])
-            optimizer.zero_grad()
-            criterion(net(X[batch]), noisy).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(33)[0][30:], X, y)
+
+    def loss(batch):
+        noisy = torch.where(torch.rand(len(batch)) < 0.2, torch.randint(C, (len(batch),)), y[batch])
+        return criterion(net(X[batch]), noisy)
+
+    X_test = images(33)[0][30:]
+    return train(net, X, y, X_test, loss, optimizer=optimizer, size=10, epochs=3, loss=criterion)
 
 
 class UNet(nn.Module):
@@ -233,15 +205,12 @@ def segmentation():
     masks = (X[:, 0] > 0.5).long()
     net = UNet().double()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    loss = epk.PerSampleLoss(mean_over_pixels)  # recorder: the mean over all pixels of a batch is that of its images
-    with epk.Recorder(net, optimizer, X, masks, loss=loss, output=pooled) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), masks[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(17)[0][16:], X, masks, output=pooled)
+    own = epk.PerSampleLoss(mean_over_pixels)  # recorder: the mean over all pixels of a batch is that of its images
+
+    def loss(batch):
+        return F.cross_entropy(net(X[batch]), masks[batch])
+
+    return train(net, X, masks, images(17)[0][16:], loss, optimizer=optimizer, loss=own, output=pooled)
 
 
 RECIPES = [mnist_mlp, mnist_cnn, resnet, mixup, cutmix, label_noise, segmentation]

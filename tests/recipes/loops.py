@@ -10,8 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
-from epk_gp.core.states import averaging_coefficients
-from recipes.problem import C, batches, finish, images, vectors
+from epk_gp.core.averages import averaging_coefficients
+from recipes.problem import C, batches, finish, images, train, vectors
+
+TEST = vectors(26)[0][24:]
 
 
 def mlp(*, batch_norm=False, dropout=0.0):
@@ -33,48 +35,34 @@ def pgd(net, x, y, eps=0.3, alpha=0.1, steps=2):
 def pgd_in_training_mode():
     X, y = vectors(24)
     net = mlp(batch_norm=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            x_adv = pgd(net, X[batch], y[batch])
-            optimizer.zero_grad()
-            F.cross_entropy(net(x_adv), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return train(net, X, y, TEST, lambda b: F.cross_entropy(net(pgd(net, X[b], y[b])), y[b]))
 
 
 def pgd_in_evaluation_mode():
     X, y = vectors(24)
     net = mlp(batch_norm=True, dropout=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for batch in batches(len(X), 8, epochs=2):
-            net.eval()
-            x_adv = pgd(net, X[batch], y[batch])
-            net.train()
-            optimizer.zero_grad()
-            F.cross_entropy(net(x_adv), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+    def loss(batch):
+        net.eval()
+        x_adv = pgd(net, X[batch], y[batch])
+        net.train()
+        return F.cross_entropy(net(x_adv), y[batch])
+
+    return train(net, X, y, TEST, loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
 
 
 def attack_through_backward():
     """The attack's loss goes backward into the weights too; `zero_grad` throws that away (as in many tutorials)."""
     X, y = vectors(24)
     net = mlp()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for batch in batches(len(X), 8, epochs=2):
-            delta = torch.zeros_like(X[batch], requires_grad=True)
-            F.cross_entropy(net(X[batch] + delta), y[batch]).backward()
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch] + 0.1 * delta.grad.sign()), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+    def loss(batch):
+        delta = torch.zeros_like(X[batch], requires_grad=True)
+        F.cross_entropy(net(X[batch] + delta), y[batch]).backward()
+        net.zero_grad()
+        return F.cross_entropy(net(X[batch] + 0.1 * delta.grad.sign()), y[batch])
+
+    return train(net, X, y, TEST, loss)
 
 
 def accumulation_with_batchnorm():
@@ -91,23 +79,15 @@ def accumulation_with_batchnorm():
             if (number + 1) % accumulated == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return finish(recorder, net, TEST, X, y)
 
 
 def ema():
     X, y = vectors(24)
     net = mlp(dropout=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=3):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-            averaged.update_parameters(net)
-    result = finish(recorder, net, vectors(26)[0][24:], X, y)
+    result = train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), epochs=3,
+                   after_step=lambda: averaged.update_parameters(net))  # fmt: skip
     return replace(result, average=(averaged, averaging_coefficients(9, decay=0.8)))
 
 
@@ -128,7 +108,7 @@ def swa():
                 swa_model.update_parameters(net)
                 swa_scheduler.step()
     update_bn(X.split(8), swa_model)
-    result = finish(recorder, net, vectors(26)[0][24:], X, y)
+    result = finish(recorder, net, TEST, X, y)
     return replace(result, average=(swa_model, averaging_coefficients(9, [6, 9])))
 
 
@@ -137,16 +117,7 @@ def two_optimizers():
     net = mlp(dropout=0.2)
     encoder = torch.optim.AdamW(net[0].parameters(), lr=0.01)
     head = torch.optim.SGD(net[-1].parameters(), lr=0.1, momentum=0.9)
-    with epk.Recorder(net, [encoder, head], X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            encoder.zero_grad()
-            head.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            encoder.step()
-            head.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), optimizer=[encoder, head])
 
 
 def freeze_then_thaw():
@@ -166,7 +137,7 @@ def freeze_then_thaw():
                 F.cross_entropy(net(X[batch]), y[batch]).backward()
                 recorder.batch(batch)  # recorder
                 optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return finish(recorder, net, TEST, X, y)
 
 
 def train_from_loader(**options):
@@ -182,7 +153,7 @@ def train_from_loader(**options):
                 F.cross_entropy(net(inputs), labels).backward()
                 recorder.batch(indices)  # recorder
                 optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return finish(recorder, net, TEST, X, y)
 
 
 def loader_with_an_uneven_last_batch():
@@ -197,16 +168,14 @@ def sample_weights():
     X, y = vectors(24)
     importance = torch.linspace(0.2, 2.0, 24, dtype=torch.float64)
     net = mlp(dropout=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            losses = F.cross_entropy(net(X[batch]), y[batch], reduction="none")
-            (importance[batch] * losses).mean().backward()
-            recorder.batch(batch, weight=importance[batch])  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+    def loss(batch):
+        return (importance[batch] * F.cross_entropy(net(X[batch]), y[batch], reduction="none")).mean()
+
+    def announce(recorder, batch):
+        recorder.batch(batch, weight=importance[batch])
+
+    return train(net, X, y, TEST, loss, announce=announce)
 
 
 class GCN(nn.Module):
@@ -256,29 +225,15 @@ def adversarial_images():
     X, y = images(16)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            x_adv = pgd(net, X[batch], y[batch])
-            optimizer.zero_grad()
-            F.cross_entropy(net(x_adv), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(18)[0][16:], X, y)
+
+    def loss(batch):
+        return F.cross_entropy(net(pgd(net, X[batch], y[batch])), y[batch])
+
+    return train(net, X, y, images(18)[0][16:], loss, optimizer=optimizer)
 
 
 RECIPES = [
-    pgd_in_training_mode,
-    pgd_in_evaluation_mode,
-    attack_through_backward,
-    accumulation_with_batchnorm,
-    ema,
-    swa,
-    two_optimizers,
-    freeze_then_thaw,
-    loader_with_an_uneven_last_batch,
-    loader_that_drops_the_last_batch,
-    sample_weights,
-    gcn,
-    adversarial_images,
-]
+    pgd_in_training_mode, pgd_in_evaluation_mode, attack_through_backward, accumulation_with_batchnorm, ema, swa,
+    two_optimizers, freeze_then_thaw, loader_with_an_uneven_last_batch, loader_that_drops_the_last_batch,
+    sample_weights, gcn, adversarial_images,
+]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import epk_gp as epk
+
 C = 3  # classes
 
 
@@ -89,3 +91,36 @@ def sentences(n, length=6, vocabulary=9):
 def batches(n, size, epochs):
     """Return the batches of some epochs, shuffled; the last of an epoch is smaller where `size` does not divide n."""
     return [batch for _ in range(epochs) for batch in torch.randperm(n).split(size)]
+
+
+def itself(returned):
+    return returned
+
+
+def announce_once(recorder, batch):
+    recorder.batch(batch)
+
+
+def nothing():
+    pass
+
+
+def train(
+    net, X, y, X_test, loss_of, *, optimizer=None, size=8, epochs=2, announce=announce_once, after_step=nothing,
+    output=itself, **options,
+):  # fmt: skip
+    """Train on shuffled batches, as most loops do; `loss_of` is the loop's loss of a batch of row numbers."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else optimizer
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    options |= {} if output is itself else {"output": output}
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(y), size, epochs):
+            for each in several:
+                each.zero_grad()
+            loss_of(batch).backward()
+            announce(recorder, batch)  # recorder
+            for each in several:
+                each.step()
+            after_step()
+    return finish(recorder, net, X_test, X, y, output)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import epk_gp as epk
-from recipes.problem import C, batches, finish, images, sentences
+from recipes.problem import C, finish, images, sentences, train
 
 
 @dataclass
@@ -165,21 +165,15 @@ def bert():
     encoded = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
     model = Bert().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    schedule = batches(24, 8, epochs=2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / len(schedule))
-    with epk.Recorder(model, optimizer, encoded, labels, output=logits_of) as recorder:  # recorder
-        model.train()
-        for rows in schedule:
-            batch = {name: value[rows] for name, value in encoded.items()}
-            outputs = model(**batch)
-            loss = F.cross_entropy(outputs.logits, labels[rows])
-            loss.backward()
-            recorder.batch(rows)  # recorder
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 6)
+
+    def loss(rows):
+        outputs = model(**{name: value[rows] for name, value in encoded.items()})
+        return F.cross_entropy(outputs.logits, labels[rows])
+
     X_test = {name: value[:2].flip(0) for name, value in encoded.items()}
-    return finish(recorder, model, X_test, encoded, labels, output=logits_of)
+    options = {"optimizer": optimizer, "after_step": scheduler.step, "output": logits_of}
+    return train(model, encoded, labels, X_test, loss, **options)
 
 
 class MaskedLanguageModel(nn.Module):
@@ -197,18 +191,15 @@ def masked_language_model():
     """Other tokens are masked each time, and the loss is that of the masked ones."""
     tokens, _ = sentences(24)
     model = MaskedLanguageModel().double()
+
+    def loss(rows):
+        seen, labels = tokens[rows].clone(), tokens[rows].clone()
+        masked = (torch.rand(seen.shape) < 0.4) & (seen != 0)
+        seen[masked], labels[~masked] = 9, -100
+        return F.cross_entropy(model(seen).view(-1, 9), labels.view(-1))
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    with epk.Recorder(model, optimizer, tokens, tokens, output=last_token) as recorder:  # recorder
-        model.train()
-        for rows in batches(24, 8, epochs=2):
-            seen, labels = tokens[rows].clone(), tokens[rows].clone()
-            masked = (torch.rand(seen.shape) < 0.4) & (seen != 0)
-            seen[masked], labels[~masked] = 9, -100
-            optimizer.zero_grad()
-            F.cross_entropy(model(seen).view(-1, 9), labels.view(-1)).backward()
-            recorder.batch(rows)  # recorder
-            optimizer.step()
-    return finish(recorder, model, tokens[:2], tokens, tokens, output=last_token)
+    return train(model, tokens, tokens, tokens[:2], loss, optimizer=optimizer, output=last_token)
 
 
 def last_token(returned):
@@ -232,17 +223,14 @@ class LSTMClassifier(nn.Module):
 def lstm():
     X, y = sentences(24)
     net = LSTMClassifier().double()
+
+    def clip_and_announce(recorder, batch):
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        recorder.batch(batch)
+
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    criterion = nn.CrossEntropyLoss()
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            criterion(net(X[batch]), y[batch]).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, X[:2].flip(0), X, y)
+    options = {"optimizer": optimizer, "announce": clip_and_announce}
+    return train(net, X, y, X[:2].flip(0), lambda b: F.cross_entropy(net(X[b]), y[b]), **options)
 
 
 class DropPath(nn.Module):
@@ -292,25 +280,20 @@ class ViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-def train_vit(net, epochs):
+def train_vit(net):
     X, y = images(16)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.05)
-    with epk.Recorder(net, optimizer, X, y, loss=nn.CrossEntropyLoss(label_smoothing=0.1)) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch], label_smoothing=0.1).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, images(17)[0][16:], X, y)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    X_test = images(17)[0][16:]
+    return train(net, X, y, X_test, lambda b: criterion(net(X[b]), y[b]), optimizer=optimizer, loss=criterion)
 
 
 def vit():
-    return train_vit(ViT().double(), epochs=2)
+    return train_vit(ViT().double())
 
 
 def checkpointing():
-    return train_vit(ViT(depth=1, checkpointed=True).double(), epochs=2)
+    return train_vit(ViT(depth=1, checkpointed=True).double())
 
 
 RECIPES = [nanogpt, bert, masked_language_model, lstm, vit, checkpointing]

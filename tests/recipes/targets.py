@@ -5,22 +5,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from recipes.problem import C, batches, finish, vectors
+from recipes.problem import C, batches, finish, train, vectors
 
 
 def denoising():
     X, _ = vectors(24)
     net = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 5)).double()
+
+    def loss(batch):
+        return F.mse_loss(net(X[batch] + 0.1 * torch.randn_like(X[batch])), X[batch])
+
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    with epk.Recorder(net, optimizer, X, X, loss=nn.MSELoss()) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            noisy = X[batch] + 0.1 * torch.randn_like(X[batch])
-            optimizer.zero_grad()
-            F.mse_loss(net(noisy), X[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, X)
+    return train(net, X, X, vectors(26)[0][24:], loss, optimizer=optimizer, loss=nn.MSELoss())
 
 
 class VAE(nn.Module):
@@ -56,19 +52,15 @@ def reconstruction(returned):
 def vae():
     X, _ = vectors(24)
     net = VAE().double()
+    own = epk.PerSampleLoss(elbo_per_row, reduction="sum")  # recorder
+
+    def loss(batch):
+        recon, mu, logvar = net(X[batch])
+        squares = F.mse_loss(recon, X[batch], reduction="sum")
+        return squares - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    loss = epk.PerSampleLoss(elbo_per_row, reduction="sum")  # recorder
-    with epk.Recorder(net, optimizer, X, X, loss=loss, output=reconstruction) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            recon, mu, logvar = net(X[batch])
-            squares = F.mse_loss(recon, X[batch], reduction="sum")
-            kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-            (squares + kld).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, X, output=reconstruction)
+    return train(net, X, X, vectors(26)[0][24:], loss, optimizer=optimizer, loss=own, output=reconstruction)
 
 
 class Regressor(nn.Module):
@@ -82,18 +74,10 @@ class Regressor(nn.Module):
 
 def huber():
     X, _ = vectors(24)
-    y = X.sum(dim=1)
-    net = Regressor().double()
+    y, net, criterion = X.sum(dim=1), Regressor().double(), nn.HuberLoss(delta=0.5)
     optimizer = torch.optim.RMSprop(net.parameters(), lr=0.01)
-    criterion = nn.HuberLoss(delta=0.5)
-    with epk.Recorder(net, optimizer, X, y, loss=criterion) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            criterion(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    X_test = vectors(26)[0][24:]
+    return train(net, X, y, X_test, lambda b: criterion(net(X[b]), y[b]), optimizer=optimizer, loss=criterion)
 
 
 def float32_net():
@@ -103,17 +87,14 @@ def float32_net():
 def bf16_autocast():
     X, y = vectors(24, dtype=torch.float32)
     net = float32_net()
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(net(X[batch]), y[batch])
+
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    with epk.Recorder(net, optimizer, X, y, unexplained=0.1) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=2):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = F.cross_entropy(net(X[batch]), y[batch])
-            loss.backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26, dtype=torch.float32)[0][24:], X, y)
+    X_test = vectors(26, dtype=torch.float32)[0][24:]
+    return train(net, X, y, X_test, loss, optimizer=optimizer, unexplained=0.1)
 
 
 def grad_scaler():

@@ -10,21 +10,16 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
 from recipes.problem import C, batches, finish, images, sentences, vectors
+from recipes.problem import train as train_on_batches
 
 
-def train(net, X, y, X_test, loss_of_batch, *, lr=0.1, epochs=2, **options):
-    """Train by SGD on batches of 8; `loss_of_batch` takes what the network returned and the batch."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    rows = len(y)
-    with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
-        net.train()
-        for batch in batches(rows, 8, epochs):
-            optimizer.zero_grad()
-            returned = net(*(x[batch] for x in X)) if isinstance(X, tuple) else net(X[batch])
-            loss_of_batch(returned, batch).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, X_test, X, y, output=options.get("output", lambda returned: returned))
+def train(net, X, y, X_test, loss_of_batch, **options):
+    """Train on batches of 8; `loss_of_batch` takes what the network returned and the batch."""
+
+    def loss(batch):
+        return loss_of_batch(net(*(x[batch] for x in X)) if isinstance(X, tuple) else net(X[batch]), batch)
+
+    return train_on_batches(net, X, y, X_test, loss, **options)
 
 
 def distillation():
@@ -228,20 +223,10 @@ def spectral_norm():
 
 
 RECIPES = [
-    distillation,
-    several_labels,
-    class_weights,
-    several_tasks,
-    several_inputs,
-    cumulative_batch_norm,
-    group_and_instance_norm,
-    transformer_encoder,
-    packed_gru,
-    noise_inside,
-    weighted_sampler,
-    statistics_moved_without_gradients,
-    spectral_norm,
-]
+    distillation, several_labels, class_weights, several_tasks, several_inputs, cumulative_batch_norm,
+    group_and_instance_norm, transformer_encoder, packed_gru, noise_inside, weighted_sampler,
+    statistics_moved_without_gradients, spectral_norm,
+]  # fmt: skip
 
 
 def dropout_in_evaluation():

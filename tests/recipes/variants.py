@@ -7,25 +7,14 @@ from torch.utils.checkpoint import checkpoint
 
 import epk_gp as epk
 from recipes.loops import mlp, pgd
-from recipes.problem import C, batches, finish, images, vectors
+from recipes.problem import C, images, vectors
+from recipes.problem import train as train_on_batches
 
 
-def once(recorder, batch):
-    recorder.batch(batch)
-
-
-def train(net, loss_of_batch, announce=once, *, data=vectors, optimizer=None, **options):
-    """Train on batches of 8; `loss_of_batch` computes a batch's loss, `announce` tells the recorder of it."""
+def train(net, loss_of_rows, *, data=vectors, **options):
+    """Train on batches of 8; `loss_of_rows` computes the loss of some inputs and labels."""
     X, y = data(24)
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
-        net.train()
-        for batch in batches(24, 8, epochs=2):
-            optimizer.zero_grad()
-            loss_of_batch(X[batch], y[batch]).backward()
-            announce(recorder, batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, data(26)[0][24:], X, y)
+    return train_on_batches(net, X, y, data(26)[0][24:], lambda batch: loss_of_rows(X[batch], y[batch]), **options)
 
 
 def mixup_with_smoothing():
@@ -48,7 +37,7 @@ def clean_and_adversarial_together():
     def loss(x, y):
         return F.cross_entropy(net(torch.cat([x, pgd(net, x, y)])), torch.cat([y, y]))
 
-    return train(net, loss, lambda recorder, batch: recorder.batch(torch.cat([batch, batch])))
+    return train(net, loss, announce=lambda recorder, batch: recorder.batch(torch.cat([batch, batch])))
 
 
 def two_passes_of_one_batch():
@@ -62,7 +51,7 @@ def two_passes_of_one_batch():
         recorder.batch(batch)
         recorder.batch(batch, weight=0.5)
 
-    return train(net, loss, announce)
+    return train(net, loss, announce=announce)
 
 
 def whole_network_checkpointed():
@@ -182,55 +171,29 @@ def permuted_images():
 
 def groups_and_one_cycle():
     """No weight decay for biases and BatchNorm; Nesterov; a learning rate that rises and falls."""
-    X, y = vectors(24)
     net = mlp(batch_norm=True, dropout=0.1)
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 1e-2}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for batch in batches(24, 8, epochs=2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-            scheduler.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    return train(net, lambda x, y: F.cross_entropy(net(x), y), optimizer=optimizer, after_step=scheduler.step)
 
 
 def one_output_per_row():
     """Two classes, one logit, binary cross entropy."""
-    X, y = vectors(24)
-    y = (y > 0).double()
     net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1), nn.Flatten(0)).double()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    criterion = nn.BCEWithLogitsLoss()
-    with epk.Recorder(net, optimizer, X, y, loss=criterion) as recorder:  # recorder
-        net.train()
-        for batch in batches(24, 8, epochs=2):
-            optimizer.zero_grad()
-            criterion(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    optimizer, criterion = torch.optim.Adam(net.parameters(), lr=0.01), nn.BCEWithLogitsLoss()
+
+    def data(n):
+        X, y = vectors(n)
+        return X, (y > 0).double()
+
+    return train(net, lambda x, y: criterion(net(x), y), data=data, optimizer=optimizer, loss=criterion)
 
 
 RECIPES = [
-    mixup_with_smoothing,
-    clean_and_adversarial_together,
-    two_passes_of_one_batch,
-    whole_network_checkpointed,
-    hard_examples,
-    sum_over_the_batch,
-    small_crops,
-    weight_norm,
-    channels_last,
-    manifold_mixup,
-    gumbel_softmax,
-    lstm_with_dropout_between_layers,
-    permuted_images,
-    groups_and_one_cycle,
-    one_output_per_row,
-]
+    mixup_with_smoothing, clean_and_adversarial_together, two_passes_of_one_batch, whole_network_checkpointed,
+    hard_examples, sum_over_the_batch, small_crops, weight_norm, channels_last, manifold_mixup, gumbel_softmax,
+    lstm_with_dropout_between_layers, permuted_images, groups_and_one_cycle, one_output_per_row,
+]  # fmt: skip

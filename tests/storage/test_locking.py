@@ -102,7 +102,7 @@ def test_a_forked_process_that_ends_does_not_give_the_lock_back(tmp_path):
     """Such as a worker of a DataLoader."""
     work = textwrap.dedent("""
         if not os.fork():
-            first._commits.close()
+            first._commits.writer.close()
             os._exit(0)
         os.wait()
         try:

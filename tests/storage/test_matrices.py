@@ -33,7 +33,7 @@ def coefficients(number):
 def written(tmp_path):
     """Six steps in chunks of two."""
     path = tmp_path / "run"
-    resumed(path)._commits.close()
+    resumed(path)._commits.writer.close()
     writer = open_for_writing(path, read_header(path))
     for first in range(0, 6, 2):
         steps = [Step(number, 0.1, None) for number in (first, first + 1)]

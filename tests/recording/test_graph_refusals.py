@@ -24,26 +24,23 @@ def mask_features(net, x, edges, step):
     return net(x * 0.5 if step == 1 else x, edges)
 
 
+def edit_features(net, x, edges, step):
+    if step == 1:
+        x[0] += 1
+    return net(x, edges)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (drop_edges, r"step 1: the network must be called with the recorded graph: tensor 1 has shape \(2, 10\)"),
         (mask_features, "step 1: .* recorded graph: tensor 0 holds other numbers. Change features and edges .* inside"),
+        (edit_features, "step 1: .* tensor 0 holds other numbers"),
     ],
 )
 def test_another_graph_than_the_recorded_one_is_refused(call, message):
     with pytest.raises(epk.StepMismatchError, match=message):
         record(make_net(), call=call)
-
-
-def test_features_edited_in_place_are_refused():
-    def edit(net, x, edges, step):
-        if step == 1:
-            x[0] += 1
-        return net(x, edges)
-
-    with pytest.raises(epk.StepMismatchError, match="step 1: .* tensor 0 holds other numbers"):
-        record(make_net(), call=edit)
 
 
 def test_another_graph_without_a_step_is_no_matter():
@@ -129,7 +126,7 @@ class Pooled(InPlace):
         (
             lambda x, e, y: (InPlace().double(), epk.Graph(x, e), y),
             ValueError,
-            r"changes the graph in place \(tensor 0",
+            r"changes them in place \(tensor 0",
         ),
         (
             lambda x, e, y: (Pooled().double(), epk.Graph(x, e), y),
@@ -137,10 +134,10 @@ class Pooled(InPlace):
             "one row per node, as y .* 7: got 1 rows",
         ),
         (lambda x, e, y: (make_net(), epk.Graph(x, e), y[:4]), ValueError, "one row per node, .* 4: got 7 rows"),
-        (lambda x, e, y: (make_net(), epk.Graph(x), y), TypeError, "must take the tensors of the graph"),
-        (lambda x, e, y: (make_net(), epk.Graph(x, e, z=e), y), TypeError, "must take the tensors of the graph"),
+        (lambda x, e, y: (make_net(), epk.Graph(x), y), ValueError, "must accept tensor 0 of .* missing 1 required"),
+        (lambda x, e, y: (make_net(), epk.Graph(x, e, z=e), y), ValueError, "unexpected keyword argument 'z'"),
         (lambda x, e, y: (make_net(), epk.Graph(x.float(), e), y), TypeError, "must have the weights' dtype"),
-        (lambda x, e, y: (make_net(), epk.Graph(x, e + 7), y), ValueError, "must accept the graph: it fails on it"),
+        (lambda x, e, y: (make_net(), epk.Graph(x, e + 7), y), ValueError, "must accept .* it fails with IndexError"),
     ],
     ids=["in_place", "pooled", "targets", "arguments", "keyword", "dtype", "edges"],
 )
@@ -168,7 +165,5 @@ def test_features_in_the_place_of_a_graph_are_told_of_it():
             return self.adjacency @ self.linear(x)
 
     (x, _, y), net = make_graph(), Dense().double()
-    with pytest.raises(ValueError, match=r"accepts all rows together: .* with epk.Graph\(X\) in the place of X"):
+    with pytest.raises(ValueError, match=r"must accept X \(7, 4\) .* takes epk.Graph\(X\)"):
         epk.Recorder(net, SGD(net.parameters(), lr=0.1), x, y)
-    with pytest.raises(ValueError, match=r"must accept X: it fails .* shapes cannot be multiplied \(\d+x5 and 4x3\)$"):
-        epk.Recorder(net, SGD(net.parameters(), lr=0.1), x.new_zeros(7, 5), y)

@@ -79,27 +79,27 @@ FAULTS = {
     ),
     "auxiliary_output": Fault(WithAuxiliary, "network returns tuple in training mode. Say with output=", 0),
     "sum_for_mean": fault(
-        "4 times the stated loss's: the loss was reduced by 'sum', not 'mean'",
+        "that of CrossEntropy.reduction='sum'., not of the stated CrossEntropy",
         value=lambda self, z, y, step: F.cross_entropy(z, y, reduction="sum"),
     ),
     "mean_for_sum": fault(
-        "1/4 of the stated loss's: the loss was reduced by 'mean', not 'sum'",
+        "that of CrossEntropy.reduction='mean'., not of the stated CrossEntropy",
         step=0,
         loss=epk.CrossEntropy("sum"),
     ),
     "sum_for_mean_regression": fault(
-        "12 times the stated loss's: the loss was reduced by 'sum', not 'mean'",
+        "that of MeanSquaredError.reduction='sum'., not of the stated MeanSquaredError",
         base=Regression,
         value=lambda self, z, y, step: F.mse_loss(z, y, reduction="sum"),
     ),
     "mean_for_sum_regression": fault(
-        "1/12 of the stated loss's: the loss was reduced by 'mean', not 'sum'",
+        "that of MeanSquaredError.reduction='mean'., not of the stated MeanSquaredError",
         base=Regression,
         step=0,
         loss=epk.MeanSquaredError("sum"),
     ),
     "gradient_accumulation": fault(
-        "scaled up, or accumulated over several backward",
+        "2 times that of the stated loss: .* or accumulated over several backward",
         gradients=lambda self, step: F.cross_entropy(
             self.net(self.X[self.rows(step)]), self.y[self.rows(step)]
         ).backward(),
@@ -127,7 +127,8 @@ FAULTS = {
         announce=lambda self, recorder, rows, step: recorder.batch(rows + 1),
     ),
     "batch_said_to_be_all": fault(
-        "other indices than those given", announce=lambda self, recorder, rows, step: recorder.batch(None)
+        "no call of the network on the batch's rows was seen",
+        announce=lambda self, recorder, rows, step: recorder.batch(None),
     ),
     "no_zero_grad": fault("gradients left over from an earlier backward", zero=lambda self, step: None),
     "weights_edited_between_steps": fault("they were changed in between", before=edit_weights),

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.recording.setup import make_setup, parse_step_rules
-from epk_gp.recording.validation import trained_names
+from epk_gp.recording.setup import make_setup, trained_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -156,8 +155,7 @@ def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated(
 def test_names_of_parameters_that_are_trained_later_are_recorded():
     net, X, y = problem("SGD")
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    rules = parse_step_rules(optimizer, None, None, 1)
-    setup = make_setup(net, optimizer, (X, y), CrossEntropy(), rules, trained=["0.weight", "0.bias"])
+    setup = make_setup(net, optimizer, X, y, CrossEntropy(), trained=["0.weight", "0.bias"])
     assert setup.model.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     net[0].requires_grad_(False)
     assert trained_names(net, optimizer, ["0.bias"]) == ("0.bias", "2.weight", "2.bias")

@@ -101,18 +101,12 @@ def test_float32_is_recorded(norm):
 @pytest.mark.slow
 def test_labels_that_the_loop_changed_are_found():
     """Label noise: targets are read from the gradient in the outputs of the batch's nodes."""
-    x, edges, y = make_graph()
-    noisy = y.clone()
-    noisy[2] = (y[2] + 1) % CLASSES
-    net = make_net()
-    optimizer = SGD(net.parameters(), lr=0.3)
-    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
-        F.cross_entropy(net(x, edges)[LABELLED], noisy[LABELLED]).backward()
-        recorder.batch(LABELLED)
-        optimizer.step()
-    seen = recorder.steps[0].passes[0].targets
+    noisy = make_graph()[2].clone()
+    noisy[2] = (noisy[2] + 1) % CLASSES
+    trajectory = record(make_net(), steps=1, loss_of=lambda out, y: F.cross_entropy(out[LABELLED], noisy[LABELLED]))
+    seen = trajectory.steps[0].passes[0].targets
     assert seen.index.tolist() == [1]
-    assert epk.reconstruct(recorder.trajectory, ALL).certified
+    assert epk.reconstruct(trajectory, ALL).certified
 
 
 @pytest.mark.slow
@@ -129,33 +123,21 @@ def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
 
 @pytest.mark.slow
 def test_a_node_that_occurs_twice_has_both_shares():
-    x, edges, y = make_graph()
     twice = torch.tensor([5, 0, 5])
-    net = make_net(dropout=0.4)
-    optimizer = SGD(net.parameters(), lr=0.3)
-    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
-        net.train()
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x, edges)[twice], y[twice]).backward()
-            recorder.batch(twice)
-            optimizer.step()
-    assert recorder.steps[0].sample_weights is None
-    assert epk.attribute(recorder.trajectory, ALL).certified
+    trajectory = record(
+        make_net(dropout=0.4), batch=twice, loss_of=lambda out, y: F.cross_entropy(out[twice], y[twice])
+    )
+    assert trajectory.steps[0].sample_weights is None
+    assert epk.attribute(trajectory, ALL).certified
 
 
 def test_several_losses_of_one_pass_are_one_batch_with_weights():
-    x, edges, y = make_graph()
-    net = make_net(dropout=0.4)
-    optimizer = SGD(net.parameters(), lr=0.3)
+    def two_losses(out, y):
+        return F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5])
+
     weight = 5 * torch.tensor([1 / 2, 1 / 2, 0.3 / 3, 0.3 / 3, 0.3 / 3], dtype=torch.float64)  # beside the mean's 1/5
-    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
-        net.train()
-        out = net(x, edges)
-        (F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5])).backward()
-        recorder.batch(torch.arange(5), weight=weight)
-        optimizer.step()
-    assert epk.reconstruct(recorder.trajectory, ALL).certified
+    trajectory = record(make_net(dropout=0.4), steps=1, batch=torch.arange(5), weight=weight, loss_of=two_losses)
+    assert epk.reconstruct(trajectory, ALL).certified
 
 
 @pytest.mark.slow

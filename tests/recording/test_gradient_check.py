@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.show import CertificateWarning
 from loops import data, flat, mlp, sgd
+from stored_runs import step as make_step
 
 STEPS = 4
 
@@ -144,10 +145,7 @@ def test_a_network_that_is_changed_after_the_last_step_is_found_and_no_step_is_l
     def loop():
         with recorder:
             for _ in range(2):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X), y).backward()
-                recorder.batch(None)
-                optimizer.step()
+                make_step(recorder)
             change(net, initial)
 
     with pytest.raises(epk.StepMismatchError, match=f"{message}.* The 2 recorded steps are kept"):

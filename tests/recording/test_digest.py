@@ -7,13 +7,10 @@ They were computed before the modules were renamed, at version 2 of the format.
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.model import functionalize
-from epk_gp.core.step import Step, fingerprint_data, fingerprint_start, fingerprint_step
-from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients
 
 X = torch.tensor([[1.0], [2.0], [-1.0], [0.5]], dtype=torch.float64)
 Y = torch.tensor([[0.5], [1.0], [0.25], [-1.0]], dtype=torch.float64)
@@ -58,36 +55,3 @@ def test_a_stored_run_has_that_digest_and_few_tensors(tmp_path):
     assert epk.load_trajectory(tmp_path / "run", nn.Linear(1, 1, bias=False)).digest == DIGESTS[torch.float64]
     chunk = load_file(tmp_path / "run" / "chunk-000001.safetensors")
     assert chunk.keys() == {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}
-
-
-class WithState(nn.Module):
-    """Three trained weights, a frozen parameter and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 1).double()
-        self.frozen = nn.Parameter(torch.tensor([0.25]).double(), requires_grad=False)
-        self.register_buffer("scale", torch.tensor(2.0).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.inner(x) + self.frozen
-
-
-def test_every_part_of_a_digest_is_hashed_as_it_always_was():
-    model = functionalize(WithState())
-    header = {"names": list(model.names), "shapes": [[1, 2], [1]], "dtype": "torch.float64"}
-    outputs, start = torch.tensor([[0.5], [-1.0]]).double(), torch.tensor([1.0, -0.5, 0.25]).double()
-    begun = fingerprint_start(header, model, outputs, start)
-    numbers = {name: torch.full((2,), 0.5, dtype=torch.float64) for name in FIELDS}
-    numbers["momentum_lr"] = torch.tensor([0.125, 0.25, 0.5]).double()  # one number per weight
-    update = UpdateCoefficients(**numbers)
-    full = fingerprint_step(begun, Step(0, 0.1, None), update, start / 2)
-    batch, weights = torch.tensor([3, 1]), torch.tensor([0.5, 0.25]).double()
-    weighted = fingerprint_step(full, Step(1, 0.1, batch, weights), update, start / 4)
-    assert (begun, full, weighted) == (
-        "8744e6cebb5c452fd2aed5f1c43330f0",
-        "24493879167007ed7a648f7b114a7852",
-        "7a05f4b4c7648c5b5931a4917701041c",
-    )
-    labels = torch.tensor([2, 0])
-    assert fingerprint_data(torch.arange(4.0).reshape(2, 2).T, labels) == "5c984203d4fc4f87619c976da54847ef"

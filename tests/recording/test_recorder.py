@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from loops import CASES, RunCase, by_hand, data, flat, mlp, regression_data, sgd, trained
+from stored_runs import step as make_step
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES.keys())
@@ -237,10 +238,7 @@ def test_a_trajectory_taken_during_training_does_not_grow():
         optimizer = sgd(net)
         with epk.Recorder(net, optimizer, X, y) as recorder:
             for step in range(steps):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X), y).backward()
-                recorder.batch(None)
-                optimizer.step()
+                make_step(recorder)
                 if step == 1:
                     taken[steps] = recorder.trajectory
     assert taken[4].num_steps == 2
@@ -328,10 +326,7 @@ def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
     def loop() -> None:
         with recorder:
             for step in recorder.until(5):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(X), y).backward()
-                recorder.batch(None)
-                optimizer.step()
+                make_step(recorder)
                 assert recorder.trajectory.num_steps == step  # without the one whose iteration still runs
                 if step == 2:
                     raise RuntimeError

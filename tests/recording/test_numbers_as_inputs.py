@@ -60,14 +60,6 @@ def test_a_kernel_takes_them_as_columns():
     assert_close(K, epk.gram_block(trajectory, train, test, rule=RULE).reshape(30, 6))
 
 
-@pytest.mark.slow
-def test_a_gaussian_process_takes_them_too():
-    gp = epk.LogitGP(record(make_net()), "independent", noise=1e-2)
-    mean = gp.logit_posterior(X[:3]).mean
-    assert mean.shape == (3, 3)
-    assert_close(gp.logit_posterior(X[1:2]).mean, mean[1:2])
-
-
 def test_rows_of_other_points_are_refused():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -9,7 +9,7 @@ from thread_tools import at_once
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.recording.mode_check import draws_random_numbers
+from epk_gp.recording.passes import draws_random_numbers
 
 
 class Beside(nn.Module):

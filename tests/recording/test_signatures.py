@@ -236,14 +236,3 @@ def test_regression_with_targets_of_shape_n(loss, squeeze):
     parts = epk.attribute(recorder.trajectory, X[:2])
     assert parts.certified
     assert recorder.trajectory.num_outputs == 1
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_a_loop_that_broadcasts_targets_is_refused():
-    net, X, y = nn.Linear(4, 1).double(), torch.randn(9, 4).double(), torch.rand(9).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    with epk.Recorder(net, optimizer, X, y, loss=nn.MSELoss()) as recorder:
-        nn.functional.mse_loss(net(X), y).backward()
-        recorder.batch(None)
-        with pytest.raises(epk.StepMismatchError, match="step 0: the change of the weights must be"):
-            optimizer.step()

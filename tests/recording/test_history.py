@@ -1,0 +1,175 @@
+"""The recorded steps: hashed in another thread if they are large, and kept in blocks, so that no process grows."""
+
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+import epk_gp as epk
+from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.recording import history as history_module
+from epk_gp.recording.history import RunHistory, TensorArena
+
+P = 3
+
+
+@pytest.fixture
+def in_background(monkeypatch):
+    monkeypatch.setattr(history_module, "_IN_BACKGROUND", 0)
+    return monkeypatch
+
+
+def recorded(num_steps=4):
+    """A history of random steps, made anew from the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    history = RunHistory(torch.zeros(P), "start")
+    update = stack_coefficients([LinearStep(lr=0.1)], [P])
+    for index in range(num_steps):
+        seen = SeenRows(torch.arange(10), torch.randn(10, 4, generator=generator))
+        step = Step(index, 0.1, torch.arange(10), None, (ForwardPass(10, inputs=seen),))
+        history.append(step, torch.randn(P, generator=generator), update)
+    return history
+
+
+def test_another_thread_gives_the_same_digests_and_passes(monkeypatch):
+    expected = recorded()
+    monkeypatch.setattr(history_module, "_IN_BACKGROUND", 0)
+    history = recorded()
+    assert [history.digest(n) for n in range(5)] == [expected.digest(n) for n in range(5)]
+    assert len({history.digest(n) for n in range(5)}) == 5
+    for step, other in zip(history.steps, expected.steps, strict=True):
+        assert torch.equal(step.passes[0].inputs.values, other.passes[0].inputs.values)
+        assert torch.equal(step.batch, other.batch)
+
+
+def test_the_last_step_is_hashed_beside_the_next_one_of_the_training(in_background):
+    may_go, inside = threading.Event(), threading.Event()
+    fingerprint = history_module.fingerprint_step
+
+    def held(*args):
+        inside.set()
+        assert may_go.wait(10)
+        return fingerprint(*args)
+
+    in_background.setattr(history_module, "fingerprint_step", held)
+    history = recorded(1)  # returns although the step is not hashed
+    assert inside.wait(10)
+    assert history.num_steps == 1
+    may_go.set()
+    assert len(history.digest(1)) == 32
+
+
+def test_closing_ends_the_thread(in_background):
+    history = recorded()
+    history.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("epk_gp-recorder") and t.is_alive()]
+    assert history.digest(4) == recorded().digest(4)
+
+
+def test_an_error_while_hashing_is_not_lost(in_background):
+    history = recorded(2)
+    history.settle()
+
+    def fails(*args):
+        raise MemoryError("no memory")
+
+    in_background.setattr(history_module, "fingerprint_step", fails)
+    step = Step(2, 0.1, None, None, (ForwardPass(10, inputs=SeenRows(torch.arange(10), torch.randn(10, 4))),))
+    history.append(step, torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory"):
+            history.digest(3)
+
+
+def test_a_pass_that_cannot_be_stored_is_refused_at_once(in_background):
+    history = recorded(1)
+    bad = ForwardPass(10, inputs=SeenRows(torch.arange(10), torch.full((10, 4), float("nan"))))
+    with pytest.raises(ValueError, match="finite"):
+        history.append(Step(1, 0.1, None, None, (bad,)), torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
+    assert history.num_steps == 1
+
+
+def test_the_random_state_of_a_recorded_pass_can_be_set_by_its_clone():
+    """It lies in the arena: torch reads the state of a view of a larger tensor at another place."""
+    state = torch.Generator().manual_seed(7).get_state()
+    history = RunHistory(torch.zeros(P), "start")
+    update = stack_coefficients([LinearStep(lr=0.1)], [P])
+    for index in range(3):
+        history.append(Step(index, 0.1, None, None, (ForwardPass(10, random_state=state),)), torch.zeros(P), update)
+    for step in history.steps:
+        generator = torch.Generator()
+        generator.set_state(step.passes[0].random_state.clone())
+        assert torch.equal(generator.get_state(), state)
+
+
+def test_what_is_put_is_what_is_kept(monkeypatch):
+    monkeypatch.setattr(history_module, "_BLOCK_BYTES", 64)
+    place = TensorArena()
+    values = [torch.randn(n, 2) for n in (1, 3, 30, 2)] + [torch.arange(5), torch.zeros(0), torch.tensor(2.0)]
+    kept = [place.copy_in(value) for value in values]
+    for value, copy in zip(values, kept, strict=True):
+        assert torch.equal(copy, value)
+        assert copy.dtype == value.dtype
+        assert copy.data_ptr() != value.data_ptr() or not value.numel()
+    a, b = place.copy_in(torch.ones(3)), place.copy_in(torch.zeros(2))
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+SCRIPT = """
+    import json, torch
+    import epk_gp as epk
+
+    torch.set_num_threads(1)
+
+    def resident():
+        return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
+        torch.nn.Linear(1568, 10),
+    ).double()
+    X, y = torch.rand(500, 1, 28, 28, dtype=torch.float64), torch.arange(500) % 10
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for step in range(60):
+            rows = torch.randperm(500)[:250]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+            if step == 9:
+                before = resident()
+    print(json.dumps(resident() - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
+def test_recording_grows_by_its_states_only():
+    """50 states of 15,810 weights are 6 MB. Kept one by one they pinned 600 MB and more."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout) < 200 << 20
+
+
+@pytest.mark.slow
+def test_a_pickled_run_holds_its_own_numbers_only():
+    net = torch.nn.Linear(4, 3).double()
+    X = torch.randn(20, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, X, torch.arange(20) % 3, optimizer=optimizer, steps=30, batch_size=5)
+    content = pickle.dumps(run)
+    assert len(content) < 1 << 20  # blocks are 4 MiB each
+    again = pickle.loads(content)
+    assert again.digest == run.digest
+    assert all(torch.equal(again.states[s], run.states[s]) for s in range(31))
+    assert epk.reconstruct(again, X).max_error < 1e-12
