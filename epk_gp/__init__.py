@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
-    from epk_gp.quadrature.paths import chords, layerwise, straight
-    from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.quadrature.rules import (
+        adaptive,
+        chords,
+        gauss_legendre,
+        layerwise,
+        left_endpoint,
+        left_riemann,
+        midpoint,
+        straight,
+    )
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder
     from epk_gp.recording.train import train
@@ -51,7 +59,7 @@ else:
         "UncertainClassifier": "gp.uncertain_classifier",
         "adaptive": "quadrature.rules",
         "attribute": "kernel_machine.attribute",
-        "chords": "quadrature.paths",
+        "chords": "quadrature.rules",
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
         "influence": "kernel_machine.influence",
@@ -59,7 +67,7 @@ else:
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
-        "layerwise": "quadrature.paths",
+        "layerwise": "quadrature.rules",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
         "next_to_label": "analysis.labels",
@@ -69,7 +77,7 @@ else:
         "self_influence": "kernel_machine.influence",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
-        "straight": "quadrature.paths",
+        "straight": "quadrature.rules",
         "test_copy": "kernels.tagging",
         "train": "recording.train",
         "train_copy": "kernels.tagging",

@@ -23,8 +23,7 @@ from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, poster
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, gram_scale
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
-from epk_gp.quadrature.paths import WeightPath, straight
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 
 # GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
 _GPYTORCH = threading.RLock()

@@ -21,7 +21,7 @@ from epk_gp.gp.label_kernel import InputFeatures, LabelKernel
 from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, LabelSettings, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.paths import chords, straight
+from epk_gp.quadrature.rules import chords, straight
 from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,

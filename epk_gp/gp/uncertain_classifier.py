@@ -38,7 +38,7 @@ from epk_gp.gp.stacking import (
     stack_logits,
 )
 from epk_gp.kernels.blocks import BlockCache
-from epk_gp.quadrature.paths import WeightPath, straight
+from epk_gp.quadrature.rules import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation

@@ -18,9 +18,7 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
-from epk_gp.quadrature.rules import AdaptiveRule, Rule
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule, WeightPath, straight, stretch_of
 from epk_gp.storage.states import StoredStates
 from epk_gp.work.sums import Sums
 

@@ -34,9 +34,8 @@ from epk_gp.kernel_machine.terms import (
 )
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import LayerwisePath, stretch_of, stretches_of
-from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
+from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
+from epk_gp.quadrature.rules import AdaptiveRule, LayerwisePath, QuadratureStatus, stretch_of, stretches_of
 
 
 def propagate_step(

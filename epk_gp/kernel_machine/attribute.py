@@ -41,9 +41,7 @@ from epk_gp.kernel_machine.certification import (
     warn_if_uncertified,
 )
 from epk_gp.kernel_machine.terms import parse_problem
-from epk_gp.quadrature.paths import WeightPath, straight
-from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import QuadratureStatus, Rule, WeightPath, adaptive, straight
 from epk_gp.work.run import run
 from epk_gp.work.sums import Sums
 

@@ -27,7 +27,7 @@ from epk_gp.kernel_machine.terms import (
 )
 from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import ChordPath, StraightPath, path_identity, stretches_of
+from epk_gp.quadrature.rules import ChordPath, StraightPath, path_identity, stretches_of
 from epk_gp.work.run import RunWork
 from epk_gp.work.sums import Piece, Place, Sums
 

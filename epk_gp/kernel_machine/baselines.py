@@ -34,14 +34,17 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
 from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs, validate_vanilla_gd, vanilla_lr
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
 from epk_gp.quadrature.rules import (
     AdaptiveRule,
     QuadratureRule,
     Rule,
+    WeightPath,
     adaptive,
     gauss_legendre,
     left_endpoint,
+    require_integrable,
+    straight,
+    validate_path,
     validate_rule,
 )
 

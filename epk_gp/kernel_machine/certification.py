@@ -16,8 +16,7 @@ from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import AdaptiveRule, Rule
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule
 from epk_gp.work.sums import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.averages import PredictedPath
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
@@ -35,16 +34,17 @@ from epk_gp.kernel_machine.certification import (
     warn_if_uncertified,
 )
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.paths import (
+from epk_gp.quadrature.rules import (
+    QuadratureStatus,
+    Rule,
     WeightPath,
+    adaptive,
     path_identity,
     require_integrable,
     straight,
     stretch_of,
     stretches_of,
 )
-from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.quadrature.status import QuadratureStatus
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 

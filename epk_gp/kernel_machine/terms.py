@@ -7,9 +7,16 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, chosen_outputs, flat_columns
-from epk_gp.autodiff.directional import WeightSegment, statistics_jacobian, values
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.dense import (
+    Cotangents,
+    PlannedModel,
+    WeightSegment,
+    all_outputs,
+    chosen_outputs,
+    flat_columns,
+    values,
+)
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
@@ -21,8 +28,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.paths import LayerwisePath, stretches_of
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus, stretches_of
 
 
 @dataclass(frozen=True, eq=False)

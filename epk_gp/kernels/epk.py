@@ -22,8 +22,14 @@ from epk_gp.kernels.blocks import BlockCache, KernelConfig, block, diagonal_bloc
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_sketch, kernel_values, mean_square_length, sketched_values
-from epk_gp.quadrature.paths import WeightPath, path_identity, require_integrable, straight
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+from epk_gp.quadrature.rules import (
+    QuadratureRule,
+    WeightPath,
+    gauss_legendre,
+    path_identity,
+    require_integrable,
+    straight,
+)
 
 Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 

@@ -8,7 +8,7 @@ from typing import Any
 from epk_gp.kernel_machine.attribute import CertifiedTerms
 from epk_gp.kernel_machine.certification import describe_findings, larger
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import QuadratureStatus
 
 
 @dataclass(frozen=True)
