@@ -21,7 +21,7 @@ import epk_gp as epk
 from epk_gp.analysis.measures import rank_correlation
 from epk_gp.datasets import three_gaussians
 from epk_gp.kernel_machine.attribute import Attribution
-from epk_gp.quadrature.paths import WeightPath
+from epk_gp.quadrature.rules import WeightPath
 
 app = typer.Typer(add_completion=False)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

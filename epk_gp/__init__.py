@@ -51,8 +51,9 @@ else:
         "kernel_machine.retrain": ("retrain",),
         "kernels.epk": ("EPKKernel",),
         "kernels.tagging": ("test_copy", "train_copy"),
-        "quadrature.paths": ("chords", "layerwise", "straight"),
-        "quadrature.rules": ("adaptive", "gauss_legendre", "left_endpoint", "left_riemann", "midpoint"),
+        "quadrature.rules": (
+            "adaptive", "chords", "gauss_legendre", "layerwise", "left_endpoint", "left_riemann", "midpoint", "straight",
+        ),
         "recording.causes": ("StepMismatchError",),
         "recording.recorder": ("Recorder",),
         "recording.train": ("train",),

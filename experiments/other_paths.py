@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.analysis.measures import rank_correlation
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.datasets import digits
 from epk_gp.gram.accumulator import averaged_jacobian

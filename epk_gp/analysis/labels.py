@@ -18,7 +18,7 @@ from epk_gp.gp.data import class_inputs, float_inputs, labelled_points, training
 from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
-from epk_gp.quadrature.paths import WeightPath, straight
+from epk_gp.quadrature.rules import WeightPath, straight
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
 

@@ -1,19 +1,32 @@
-"""A network with the plan of how to differentiate it, and its dense Jacobians, sample by sample."""
+"""A network with its plan: outputs and derivatives along a step of the weights, and dense Jacobians.
 
-from collections.abc import Callable, Mapping
+Derivatives along a step, J d, are taken in one of three ways: in forward mode, of rows that share a pass wherever they
+stand on the step; else in reverse mode through the rows' positions on it; else row by row, one backward pass for each
+output, which works wherever training does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.autograd.graph import GradientEdge
+from torch.func import jvp, vjp, vmap
 
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
+from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.representations import DenseJacobian
-from epk_gp.core.losses import Head, Loss, loss_derivatives
+from epk_gp.core.losses import Head, Loss, apply_head, loss_derivatives
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import DifferentiationPlan, MemoryPlan
 from epk_gp.core.torch_overrides import disable_fused_attention
+
+# Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being
+# mapped over. A choice, not a measurement.
+_FEW_POINTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +107,10 @@ class PlannedModel:
         """Bytes of a number."""
         return self.model.spec.dtype.itemsize
 
+    def leaves(self, w: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
+        """Return flat weights by name, with gradients."""
+        return {name: value.detach().requires_grad_() for name, value in self.model.unflatten(w).items()}
+
 
 def flat_columns(net: PlannedModel, *, all_dense: bool) -> Int64[Tensor, " P"]:
     """Return the place in the flat weights of each entry of dense layer Jacobians, in their order.
@@ -139,45 +156,104 @@ def dense_jacobian(
         t: (E,) with `d`.
         create_graph: Keep the result differentiable with respect to X.
     """
-    plan = net.plan
-    if d is not None and t is not None and plan.shares_pass and not plan.supports_mapped_passes:
-        points, groups = group_rows(t)
-        parts = [
-            dense_jacobian(net, names, w + u * d, X[rows], cotangents[:, rows], create_graph=create_graph).values
-            for u, rows in zip(points, groups, strict=True)
-        ]
-        return DenseJacobian(torch.cat(parts, dim=1)[:, torch.cat(groups).argsort()])
-    t_of_rows = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
+    model, plan = net.model, net.plan
+    t_of_rows = w.new_zeros(len(X)) if t is None else t
+
+    def pull_back(x: Tensor, cotangent: Tensor, t_of_row: Tensor) -> Tensor:
+        params = model.unflatten(w)
+        if d is not None:  # by name, not as a slice of all weights of the row: torch multiplies these in another order
+            direction = model.unflatten(d)
+            params = {name: value + t_of_row * direction[name] for name, value in params.items()}
+
+        def outputs(inner: Mapping[str, Tensor]) -> Any:
+            return model.evaluate({**params, **inner}, x.unsqueeze(0)).squeeze(0)
+
+        pull = vjp(outputs, {name: params[name] for name in names})[1]
+        (columns,) = vmap(pull)(cotangent)
+        return torch.cat([columns[name].flatten(1) for name in names], dim=1)
+
     with disable_fused_attention():
-        if not plan.supports_vmap:
-            rows = [
-                _jacobian_of_sample(
-                    net,
-                    names,
-                    _parameters_at(net, w, d, t_of_rows[e]),
-                    X[e : e + 1],
-                    cotangents[:, e : e + 1],
-                    create_graph,
-                )
-                for e in range(len(X))
-            ]
-            return DenseJacobian(torch.stack(rows, dim=1))
+        if plan.supports_vmap:
+            # rows first: torch maps a result that is the same for all rows (a parameter without a gradient) in no other
+            # way
+            mapped = vmap(pull_back, in_dims=(0, 1, 0), chunk_size=plan.vmap_chunk_size)(X, cotangents, t_of_rows)
+            return DenseJacobian(mapped.transpose(0, 1) if create_graph else mapped.transpose(0, 1).detach())
+        rows = []
+        for e in range(len(X)):
+            leaves = net.leaves(w if d is None else w + t_of_rows[e] * d)
+            with torch.enable_grad():
+                z = model(leaves, X[e : e + 1])
+                rows.append(pulled_back(z, [leaves[n] for n in names], cotangents[:, e : e + 1], create_graph))
+        return DenseJacobian(torch.stack(rows, dim=1))
 
-        def pull_back(x: Tensor, cotangent: Tensor, t_of_row: Tensor) -> Tensor:
-            here = _parameters_at(net, w, d, t_of_row)
-            others = {name: value for name, value in here.items() if name not in names}
 
-            def outputs(inner: Mapping[str, Tensor]) -> Any:
-                return net.model.evaluate({**others, **inner}, x.unsqueeze(0)).squeeze(0)
+def pulled_back(
+    z: Tensor, leaves: Sequence[Tensor], cotangents: Float[Tensor, "K ..."], create_graph: bool = False
+) -> Float[Tensor, "K P"]:
+    """Differentiate outputs with respect to some leaves by one backward pass per cotangent."""
+    grads = [
+        torch.autograd.grad(
+            z,
+            leaves,
+            cotangent,
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for cotangent in cotangents
+    ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in of_cotangent]) for of_cotangent in grads])
 
-            pull = vjp(outputs, {name: here[name] for name in names})[1]
-            (columns,) = vmap(pull)(cotangent)
-            return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
-        chunk = plan.vmap_chunk_size
-        # rows first: torch maps a result that is the same for all rows (a parameter without a gradient) in no other way
-        values = vmap(pull_back, in_dims=(0, 1, 0), chunk_size=chunk)(X, cotangents, t_of_rows).transpose(0, 1)
-        return DenseJacobian(values if create_graph else values.detach())
+def propagate_cotangents(
+    outputs: Float[Tensor, "E ..."],
+    places: Sequence[tuple[GradientEdge, torch.Size]],
+    cotangents: Float[Tensor, "K E ..."],
+    *,
+    batched: bool,
+    frees_graph: bool,
+    create_graph: bool,
+) -> list[Tensor]:
+    """Propagate K cotangents back to places of a graph: one (K, E, ...) tensor each.
+
+    Args:
+        outputs: What the cotangents belong to, usually the logits.
+        places: Where gradients are taken, with the shapes there.
+        cotangents: The cotangents.
+        batched: Propagate them in one call.
+        frees_graph: The graph is not used again.
+        create_graph: Keep the result differentiable.
+    """
+    if not places:
+        return []
+    edges = [edge for edge, _ in places]
+    columns: list[Tensor | None]
+    if batched and len(cotangents) > 1 and not create_graph:
+        grads = torch.autograd.grad(
+            outputs, edges, cotangents, is_grads_batched=True, retain_graph=not frees_graph, allow_unused=True
+        )
+        columns = [None if grad is None else grad.detach() for grad in grads]
+    else:
+        rows = [
+            torch.autograd.grad(
+                outputs,
+                edges,
+                cotangent,
+                retain_graph=create_graph or not frees_graph or k + 1 < len(cotangents),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            for k, cotangent in enumerate(cotangents)
+        ]
+        columns = [
+            None if own[0] is None else own[0][None] if len(own) == 1 else torch.stack(own)
+            for own in zip(*rows, strict=True)
+        ]
+    return [
+        outputs.new_zeros(len(cotangents), *shape) if column is None else column
+        for (_, shape), column in zip(places, columns, strict=True)
+    ]
 
 
 def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[Tensor, " _"]]]:
@@ -186,36 +262,158 @@ def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[
     return points, [(index == k).nonzero().squeeze(1) for k in range(len(points))]
 
 
-def _parameters_at(net: PlannedModel, w: Tensor, d: Tensor | None, t: Tensor) -> dict[str, Tensor]:
-    params = net.model.unflatten(w)
-    if d is None:
-        return params
-    direction = net.model.unflatten(d)
-    return {name: value + t * direction[name] for name, value in params.items()}
+@dataclass(frozen=True, eq=False)
+class WeightSegment:
+    """f along w + t d, t in [0, 1].
+
+    Attributes:
+        net: The network.
+        w: Flat weights at t = 0, and moving statistics behind them where the network has any, (P + Q,).
+        d: Flat direction, (P + Q,).
+        head: "logits" or "log_softmax".
+        memory_budget: Bytes that an evaluation may use.
+    """
+
+    net: PlannedModel
+    w: Float[Tensor, " PQ"]
+    d: Float[Tensor, " PQ"]
+    head: Head
+    memory_budget: int
+
+    @property
+    def rows_per_kink_search(self) -> int:
+        """Number of rows that are searched for kinks at a time."""
+        return self.net.memory_plan(self.memory_budget).kink_search_rows()
+
+    @property
+    def rows_per_block(self) -> int:
+        """Number of rows that are evaluated at a time."""
+        return self.net.memory_plan(self.memory_budget).directional_rows()
+
+    def interpolated(
+        self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], InterpolatedWeights]:
+        """Return the parameters to call the network with, and the mode that moves row e to t_e.
+
+        Args:
+            t: (E,) positions on the segment.
+            params: The parameters at w, if they are there already.
+        """
+        params = self.net.model.unflatten(self.w) if params is None else params
+        return params, InterpolatedWeights(params, self.net.model.unflatten(self.d), t)
+
+    def outputs(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E C"]:
+        """Evaluate f with given parameters."""
+        return apply_head(self.net.model(params, X), self.head)
 
 
-def _jacobian_of_sample(
-    net: PlannedModel,
-    names: tuple[str, ...],
-    params: Mapping[str, Tensor],
-    x: Tensor,
-    cotangents: Tensor,
-    create_graph: bool,
-) -> Tensor:
-    """Differentiate one sample by one backward pass per cotangent: works wherever training does."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad():
-        z = net.model(leaves, x)
-        grads = [
-            torch.autograd.grad(
-                z,
-                [leaves[name] for name in names],
-                cotangent,
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            for cotangent in cotangents
-        ]
-    return torch.stack([torch.cat([g.reshape(-1) for g in of_cotangent]) for of_cotangent in grads])
+def values(segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
+    """Evaluate f for row e at w + t_e d."""
+    return _in_blocks(segment, X, t, differentiate=False)[0]
+
+
+def directional_derivatives(
+    segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]
+) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
+    """Evaluate f and df/dt = J d, the gradient's inner product with the step, for row e at w + t_e d."""
+    return _in_blocks(segment, X, t, differentiate=True)
+
+
+def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
+    rows, blocks = segment.rows_per_block, list[tuple[Tensor, Tensor]]()
+    with torch.no_grad(), disable_fused_attention():
+        for x, u in zip(X.split(rows), t.split(rows), strict=True):
+            blocks.append(_block(segment, x, u, differentiate))
+    return torch.cat([f for f, _ in blocks]), torch.cat([slope for _, slope in blocks])
+
+
+def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate f and its slopes; f stands in for these where they are not asked for."""
+    plan = segment.net.plan
+    needs_reverse = differentiate and not plan.supports_jvp
+    if plan.supports_interpolation and (needs_reverse or not plan.calls_fused_functions):
+        return _interpolated(segment, X, t, differentiate)
+    points, groups = group_rows(t)
+    if plan.supports_interpolation and len(points) > _FEW_POINTS:
+        return _interpolated(segment, X, t, differentiate)
+    if plan.supports_vmap and not needs_reverse and len(points) > (1 if plan.shares_pass else _FEW_POINTS):
+        return _mapped(segment, X, t, differentiate)
+    results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
+    order = torch.cat(groups).argsort()
+    return torch.cat([f for f, _ in results])[order], torch.cat([slope for _, slope in results])[order]
+
+
+def _interpolated(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate all rows in one forward pass: each layer is called with w and with d."""
+    if not differentiate:
+        params, moved = segment.interpolated(t)
+        with moved:
+            f = segment.outputs(params, X)
+        return f, f
+    if not segment.net.plan.supports_interpolated_jvp:
+        leaf = t.detach().requires_grad_()
+        with torch.enable_grad():
+            params, moved = segment.interpolated(leaf)
+            with moved:
+                f = segment.outputs(params, X)
+            one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
+            return f.detach(), pulled_back(f, [leaf], one_hot).T
+    with forward_mode():
+        params, moved = segment.interpolated(fwAD.make_dual(t, torch.ones_like(t)))
+        with moved:
+            f = segment.outputs(params, X)
+        return _unpacked(f)
+
+
+def _unpacked(dual: Tensor) -> tuple[Tensor, Tensor]:
+    f, slope = fwAD.unpack_dual(dual)
+    return f, torch.zeros_like(f) if slope is None else slope
+
+
+def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate under `vmap` over rows, or of a graph, whose passes compute the rows of all nodes, over the points."""
+    model, graph = segment.net.model, segment.net.model.signature.graph
+    w, d = model.unflatten(segment.w), model.unflatten(segment.d)
+
+    def outputs(u: Tensor, x: Tensor) -> Tensor:
+        z: Tensor = model.evaluate({name: w[name] + u * d[name] for name in w}, x)
+        return apply_head(z, segment.head)
+
+    def value_and_slope(u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not differentiate:
+            f = outputs(u, x)
+            return f, f
+        pair = jvp(lambda v: outputs(v, x), (u,), (torch.ones_like(u),))
+        return pair[0], pair[1]
+
+    chunk = segment.net.plan.vmap_chunk_size
+    with exclusive_forward_mode():
+        if graph is None:
+            f, slope = vmap(value_and_slope, chunk_size=chunk)(t, X.unsqueeze(1))
+            return f.squeeze(1), slope.squeeze(1)
+        points, place = t.unique(return_inverse=True)
+        f, slope = vmap(value_and_slope, in_dims=(0, None), chunk_size=chunk)(points, graph.nodes.to(X.device))
+    return f[place, X.reshape(-1)], slope[place, X.reshape(-1)]
+
+
+def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate rows that share their point of the segment."""
+    model = segment.net.model
+    w = segment.w + t * segment.d
+    here = model.unflatten(w)
+    if not differentiate:
+        f = segment.outputs(here, X)
+        return f, f
+    if segment.net.plan.supports_jvp:
+        direction = model.unflatten(segment.d)
+        with forward_mode():
+            duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
+            return _unpacked(segment.outputs(duals, X))
+    rows = list[tuple[Tensor, Tensor]]()
+    for x in X.split(1):
+        leaf = w.detach().requires_grad_()
+        with torch.enable_grad():
+            f = segment.outputs(model.unflatten(leaf), x)
+            one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None]
+            rows.append((f.detach(), (pulled_back(f, [leaf], one_hot) @ segment.d)[None]))
+    return torch.cat([f for f, _ in rows]), torch.cat([slope for _, slope in rows])

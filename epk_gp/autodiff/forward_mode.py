@@ -48,13 +48,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def _close_level() -> None:
-    exit_level = getattr(torch._C, "_exit_dual_level", None)
-    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
-        with suppress(RuntimeError):
-            fwAD.exit_dual_level()
-        return
-    with suppress(RuntimeError):  # no level is open, and only its number is left
-        exit_level(level=0)
+    with suppress(RuntimeError, AttributeError):  # no level is open, and only its number is left; or another torch
+        cast(Any, torch._C)._exit_dual_level(level=0)
     cast(Any, fwAD)._current_level = -1
 
 
@@ -105,9 +100,9 @@ def require_second_derivatives(gradients: Sequence[Tensor], losses: Tensor) -> N
     Raises:
         ValueError: There is one.
     """
-    if any(node.name().endswith("::Error") for node in _nodes(gradients)):
+    if any(node.name().endswith("::Error") for node in graph_nodes(gradients)):
         # torch's own operations are no classes of Python
-        own = {forward.__name__ for node in _nodes([losses]) if (forward := getattr(node, "_forward_cls", None))}
+        own = {forward.__name__ for node in graph_nodes([losses]) if (forward := getattr(node, "_forward_cls", None))}
         raise ValueError(_refusal(f"{_MARKED} (operations of one's own here: {', '.join(sorted(own))})"))
 
 
@@ -118,7 +113,7 @@ def _refusal(message: str) -> str:
     )
 
 
-def _nodes(tensors: Sequence[Tensor]) -> Iterator[Node]:
+def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Node]:
     """Yield the nodes of a graph."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)

@@ -13,9 +13,8 @@ A forward pass under one of these modes calls the same functions as ever. A mode
 function is never missed.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -25,11 +24,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from epk_gp.autodiff.forward_mode import split_dual
-from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
-
-Slots = Mapping[str, Tensor | None]
 
 
 def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
@@ -40,34 +36,6 @@ def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
     if da is not None:
         tangent = u * da if tangent is None else tangent + u * da
     return result if tangent is None else fwAD.make_dual(result, tangent.expand_as(result))
-
-
-def call_with_both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slots, *, joins: bool) -> list[Tensor]:
-    """Call a function that is linear in its input, with the weights w and with the direction d.
-
-    Args:
-        call: Makes the call with given weights and biases, and with a given input.
-        x: The input; it may carry a tangent.
-        held: Weight and bias by name; None where there is none.
-        along: Their direction.
-        joins: Channels of the output belong to entries of the weights: both calls can be one.
-    """
-    primal, tangent = split_dual(x)
-    without_bias = {name: None if name == "bias" else value for name, value in held.items()}
-    along_without_bias = {**along, **{name: None for name in along if name == "bias"}}
-    results = _both(call, primal, held, along, joins=joins)
-    if tangent is None:
-        return results
-    tangents = _both(call, tangent, without_bias, along_without_bias, joins=joins)
-    return [fwAD.make_dual(*pair) for pair in zip(results, tangents, strict=True)]
-
-
-def _both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slots, *, joins: bool) -> list[Tensor]:
-    if not joins:
-        return [call(held, x), call(along, x)]
-    pairs = {name: (value, along.get(name)) for name, value in held.items()}
-    joined = {name: None if a is None or b is None else torch.cat([a, b]) for name, (a, b) in pairs.items()}
-    return list(call(joined, x).chunk(2, dim=1))
 
 
 def functions_named(*names: str) -> tuple[Callable[..., Any], ...]:
@@ -128,32 +96,6 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
-def along_direction(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], direction: Mapping[int, Tensor]
-) -> Any:
-    """Return what a function that is linear in its parameters gives along a direction; NotImplemented if it is not.
-
-    Args:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        direction: The direction of each parameter, by the parameter's id.
-    """
-    tensors = list(tensors_in((args, kwargs)))
-    moving = [value for value in tensors if id(value) in direction]
-    if function in LINEAR_MAPS or function in SUMS:
-        constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
-        replaced = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
-        terms = tuple(0 if isinstance(value, int | float) else value for value in args) if function in SUMS else args
-        return function(*substituted(terms, replaced), **substituted(kwargs, replaced))
-    if len(moving) == 1 and (function in PRODUCTS or (function in QUOTIENTS and moving[0] is tensors[0])):
-        return function(*substituted(args, direction), **substituted(kwargs, direction))
-    if function is torch.prelu and len(moving) == 1 and len(args) == 2 and moving[0] is args[1]:
-        x, slope = args[0], direction[id(args[1])]
-        return x.where(x < 0, 0.0) * (slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope)
-    return NotImplemented
-
-
 def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
     """Replace tensors, by their ids, in values, lists, tuples and dictionaries of values."""
     if isinstance(values, list | tuple):
@@ -163,69 +105,19 @@ def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
     return by_id.get(id(values), values) if isinstance(values, Tensor) else values
 
 
-@dataclass(eq=False)
-class Line:
-    """What moves along a line of weights: the parameters, and what is made of them alone.
-
-    Attributes:
-        t: Place of each row on the line, (E,).
-        direction: The direction of what moves, by its id.
-        name_of: The parameter that it is made of, by its id.
-        followed: What was made of parameters; its ids are in use as long as it is here.
-    """
-
-    t: Tensor
-    direction: dict[int, Tensor]
-    name_of: dict[int, str]
-    followed: list[Tensor] = field(default_factory=list)
-
-    def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Return the result of a function that is linear in its parameters, at the places of the rows.
-
-        If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
-
-        Args:
-            function: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            result: What it gives at w, a tensor or several.
-
-        Returns:
-            The result, or NotImplemented if the function is not linear, or does not give one entry per row.
-        """
-        along = along_direction(function, args, kwargs, self.direction)
-        if along is NotImplemented:
-            return NotImplemented
-        tensors = list(tensors_in((args, kwargs)))
-        if not any(has_rows(value) for value in tensors):
-            name = next(self.name_of[id(value)] for value in tensors if id(value) in self.name_of)
-            for value, step in zip(tensors_in((result,)), tensors_in((along,)), strict=True):
-                self.followed.append(value)
-                self.direction[id(value)], self.name_of[id(value)] = step, name
-            return result
-        if any(not value.ndim or len(value) != len(self.t) for value in tensors_in((result,))):
-            return NotImplemented
-        if isinstance(result, Tensor):
-            return self._moved(result, along)
-        return type(result)(self._moved(*pair) for pair in zip(result, along, strict=True))
-
-    def _moved(self, value: Tensor, along: Tensor) -> Tensor:
-        return add_multiple(value, self.t.view(-1, *[1] * (value.ndim - 1)), along)
-
-
-# Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
-JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
-    F.linear: {1: "weight", 2: "bias"},
-    F.bilinear: {2: "weight", 3: "bias"},
-    F.embedding: {1: "weight"},
-    F.layer_norm: {2: "weight", 3: "bias"},
-    F.group_norm: {2: "weight", 3: "bias"},
-    F.batch_norm: {3: "weight", 4: "bias"},
-    F.instance_norm: {3: "weight", 4: "bias"},
-    F.rms_norm: {2: "weight"},
-    normalise_by_statistics: {3: "weight", 4: "bias"},
+# Functions that are linear in (weight, bias) taken together: positions of these arguments.
+JOINTLY_LINEAR: dict[Callable[..., Any], dict[str, int]] = {
+    F.linear: {"weight": 1, "bias": 2},
+    F.bilinear: {"weight": 2, "bias": 3},
+    F.embedding: {"weight": 1},
+    F.layer_norm: {"weight": 2, "bias": 3},
+    F.group_norm: {"weight": 2, "bias": 3},
+    F.batch_norm: {"weight": 3, "bias": 4},
+    F.instance_norm: {"weight": 3, "bias": 4},
+    F.rms_norm: {"weight": 2},
+    normalise_by_statistics: {"weight": 3, "bias": 4},
     **{
-        function: {1: "weight", 2: "bias"}
+        function: {"weight": 1, "bias": 2}
         for function in (
             F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
         )
@@ -233,41 +125,153 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
 }  # fmt: skip
 LINEAR = F.linear
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-LINEAR_IN_INPUT = (LINEAR, *CONVOLUTIONS)
 NORMALISATIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, normalise_by_statistics)
-LAYERS = (*LINEAR_IN_INPUT, *NORMALISATIONS)
+LAYERS = (LINEAR, *CONVOLUTIONS, *NORMALISATIONS)
 CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
+
+
+# Functions of torch that take many parameters at once are written out in functions that are linear in them: a recurrent
+# layer or an attention module is one call that takes all of its weights. Written out, each weight is that of a linear
+# layer, with rows first.
+State = tuple[Tensor, ...]
+_ATTENTION = inspect.signature(F.multi_head_attention_forward)
+Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
+
+
+def _lstm_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    i, f, g, o = (x + _recurrent(state[0], weights)).chunk(4, dim=1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (F.linear(h, weights[-1]) if len(weights) % 2 else h), c  # an odd number: the last one is a projection
+
+
+def _gru_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    own_r, own_z, own_n = x.chunk(3, dim=1)
+    r, z, n = _recurrent(state[0], weights).chunk(3, dim=1)
+    new = (own_n + (own_r + r).sigmoid() * n).tanh()
+    return (new + (own_z + z).sigmoid() * (state[0] - new),)
+
+
+def _tanh_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    return ((x + _recurrent(state[0], weights)).tanh(),)
+
+
+def _relu_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
+    return (torch.relu(x + _recurrent(state[0], weights)),)
+
+
+def _recurrent(h: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return F.linear(h, weights[1], weights[3] if len(weights) > 3 else None)
+
+
+def _cell(gates: Cell) -> Callable[..., Any]:
+    def run(x: Tensor, hidden: Any, *weights: Tensor | None) -> Any:
+        held = [value for value in weights if value is not None]
+        state = gates(_input(x, held), (hidden,) if isinstance(hidden, Tensor) else tuple(hidden), held)
+        return state[0] if isinstance(hidden, Tensor) else state
+
+    return run
+
+
+def _input(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return F.linear(x, weights[0], weights[2] if len(weights) > 3 else None)
+
+
+def _recurrent_layers(gates: Cell) -> Callable[..., Any]:
+    def run(x: Tensor, hidden: Any, flat: Any, *options: Any) -> Any:
+        if isinstance(flat, Tensor) or len(options) != 6:  # packed sequences
+            return NotImplemented
+        _, num_layers, dropout, training, bidirectional, batch_first = options
+        if training and dropout:
+            return NotImplemented
+        directions = 2 if bidirectional else 1
+        size = len(flat) // (num_layers * directions)
+        groups = [flat[k : k + size] for k in range(0, len(flat), size)]
+        initial = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+        rows = x if batch_first else x.transpose(0, 1)
+        last: list[State] = []
+        for layer in range(num_layers):
+            outputs = []
+            for direction in range(directions):
+                number = layer * directions + direction
+                weights, state = groups[number], tuple(value[number] for value in initial)
+                steps = _input(rows, weights).unbind(1)
+                hs = []
+                for step in reversed(steps) if direction else steps:
+                    state = gates(step, state, weights)
+                    hs.append(state[0])
+                outputs.append(torch.stack(hs[::-1] if direction else hs, dim=1))
+                last.append(state)
+            rows = torch.cat(outputs, dim=2) if bidirectional else outputs[0]
+        final = (torch.stack(values) for values in zip(*last, strict=True))
+        return (rows if batch_first else rows.transpose(0, 1)), *final
+
+    return run
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """Compute `F.multi_head_attention_forward` with rows first: (E, L, D) inside, (L, E, D) outside."""
+    bound = _ATTENTION.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = given["query"], given["key"], given["value"]
+    W, b, mask, padding = (given[name] for name in ("in_proj_weight", "in_proj_bias", "attn_mask", "key_padding_mask"))
+    others = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    if query.ndim != 3 or others or given["add_zero_attn"] or (given["is_causal"] and mask is None):
+        return NotImplemented
+    rows = query.transpose(0, 1)
+    if W is not None and query is key and key is value:
+        q, k, v = F.linear(rows, W, b).chunk(3, dim=2)
+    else:
+        separate = [given[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        weights = separate if W is None else W.chunk(3)
+        biases = (None, None, None) if b is None else b.chunk(3)
+        inputs = (rows, key.transpose(0, 1), value.transpose(0, 1))
+        q, k, v = (F.linear(*layer) for layer in zip(inputs, weights, biases, strict=True))
+    heads = given["num_heads"]
+    q, k, v = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))  # E H L d
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    for one in _masks(mask, padding, len(rows), heads):
+        scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
+    drops = bool(given["training"] and given["dropout_p"])
+    share = F.dropout(scores.softmax(dim=3), given["dropout_p"]) if drops else scores.softmax(dim=3)
+    mixed = (share @ v).transpose(1, 2).flatten(2)
+    output = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
+    if given["training"]:
+        output = output.contiguous()  # in torch's memory order, in which dropout after it draws
+    if not given["need_weights"]:
+        return output, None
+    return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
+
+
+def _masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_rows: int, num_heads: int) -> list[Tensor]:
+    masks = []
+    if attn_mask is not None:
+        per_head = attn_mask.ndim == 3
+        masks.append(attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if per_head else attn_mask)
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+    return masks
+
+
+# Each returns NotImplemented where it does not cover a call.
+WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.lstm: _recurrent_layers(_lstm_gates),
+    torch.gru: _recurrent_layers(_gru_gates),
+    torch.rnn_tanh: _recurrent_layers(_tanh_gates),
+    torch.rnn_relu: _recurrent_layers(_relu_gates),
+    torch.lstm_cell: _cell(_lstm_gates),
+    torch.gru_cell: _cell(_gru_gates),
+    torch.rnn_tanh_cell: _cell(_tanh_gates),
+    torch.rnn_relu_cell: _cell(_relu_gates),
+    F.multi_head_attention_forward: _attention,
+}
 
 
 class UnsupportedParameterUseError(ValueError):
     """The network uses its parameters otherwise than on the rows on which its plan was made."""
 
 
-@dataclass(frozen=True)
-class ParameterUsage:
-    """One call of a function that takes parameters.
-
-    Attributes:
-        function: What was called.
-        names: All parameters among its arguments.
-        weight: The one in the place of a jointly linear function's weight, if any.
-        bias: The one in the place of its bias, if any.
-        num_statistics: How many are in the places of the statistics of `normalise_by_statistics`.
-    """
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    weight: str | None
-    bias: str | None
-    num_statistics: int = 0
-
-    @property
-    def is_jointly_linear(self) -> bool:
-        """Whether the function is linear in all the parameters that it takes, statistics that it knows left out."""
-        return len(self.names) == (self.weight is not None) + (self.bias is not None) + self.num_statistics
-
-
-@dataclass(eq=False, slots=True)
 class FunctionCall:
     """A call that takes observed parameters.
 
@@ -276,153 +280,156 @@ class FunctionCall:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         params: Names of the observed parameters among them, each as often as it occurs.
-        slots: Places of weight and bias if the function is jointly linear in them, else empty.
+        input: The first argument.
+        slots: Positions of weight and bias if the function is jointly linear in them, else empty.
+        held: The arguments in these places, by "weight" and "bias"; None where there is none.
+        names: The parameters that these are; None where they are none.
+        statistics: The mean and the variance of `normalise_by_statistics`; nothing of another function.
+        in_slots: Whether all observed parameters are in these places, or are these statistics.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    params: tuple[str, ...]
-    slots: Mapping[int | str, str]
+    __slots__ = ("args", "function", "held", "in_slots", "input", "kwargs", "names", "params", "slots", "statistics")
 
-    def run(self) -> Any:
-        """Make the call."""
-        return self.function(*self.args, **self.kwargs)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name_of: Mapping[int, str],
+        params: Sequence[str],
+    ) -> None:
+        self.function, self.args, self.kwargs, self.params = function, args, kwargs, params
+        self.input: Any = args[0] if args else kwargs.get("input")
+        self.slots = JOINTLY_LINEAR.get(function, {})
+        self.held = dict[str, Any]()
+        for name, position in self.slots.items():
+            self.held[name] = args[position] if position < len(args) else kwargs.get(name)
+        self.names = dict(zip(self.held, map(name_of.get, map(id, self.held.values())), strict=True))
+        self.statistics = args[1:3] if function is normalise_by_statistics else ()
+        num_found = sum(name is not None for name in self.names.values())
+        self.in_slots = len(params) == num_found + sum(id(value) in name_of for value in self.statistics)
 
-    def argument(self, slot: int | str, name: str) -> Any:
-        """Return an argument, given by position or by name."""
-        if isinstance(slot, int) and slot < len(self.args):
-            return self.args[slot]
-        return self.kwargs.get(name)
-
-    @property
-    def input(self) -> Any:
-        """The first argument."""
-        return self.argument(0, "input")
-
-    @property
-    def statistics(self) -> tuple[Any, ...]:
-        """The mean and the variance of `normalise_by_statistics`; nothing of another function."""
-        return self.args[1:3] if self.function is normalise_by_statistics else ()
-
-    def in_slots(self) -> dict[str, Any]:
-        """Return the arguments in the places of weight and bias, by these names; None where there is none."""
-        return {name: self.argument(slot, name) for slot, name in self.slots.items()}
-
-    def with_slots(self, values: Mapping[str, Any], x: Any = None) -> Any:
-        """Make the call with other weights and biases, and with another input if one is given."""
+    def run(self, values: Mapping[str, Any] | None = None) -> Any:
+        """Make the call, with other values of "input", "weight" and "bias" where these are given."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        if x is not None and args:
-            args[0] = x
-        elif x is not None:
-            kwargs["input"] = x
-        for slot, name in self.slots.items():
-            if name not in values:
-                continue
-            if isinstance(slot, int) and slot < len(args):
-                args[slot] = values[name]
+        for name, value in (values or {}).items():
+            position = 0 if name == "input" else self.slots[name]
+            if position < len(args):
+                args[position] = value
             else:
-                kwargs[name] = values[name]
+                kwargs[name] = value
         return self.function(*args, **kwargs)
 
-    def require_all_in_slots(self, count: int) -> None:
-        """Raise if a parameter is used outside the places of weight and bias.
 
-        Args:
-            count: Number of observed parameters in these places.
+def _called_with_both(call: FunctionCall, along: Mapping[str, Tensor], *, joins: bool) -> list[Tensor]:
+    """Make a call that is linear in its input, which may carry a tangent, with the weights w and with the direction d.
 
-        Raises:
-            UnsupportedParameterUseError: The function takes more of them.
-        """
-        if count != len(self.params):
-            raise UnsupportedParameterUseError(
-                f"the weights {sorted(self.params)} must be used by functions that are linear in them."
-            )
+    Args:
+        call: The call.
+        along: The direction of weight and bias, by these names.
+        joins: Channels of the output belong to entries of the weights: both calls can be one.
+    """
+
+    def both(x: Tensor, held: Mapping[str, Any], along: Mapping[str, Any]) -> list[Tensor]:
+        if not joins:
+            return [call.run({**held, "input": x}), call.run({**along, "input": x})]
+        pairs = {name: (value, along.get(name)) for name, value in held.items()}
+        joined = {name: None if a is None or b is None else torch.cat([a, b]) for name, (a, b) in pairs.items()}
+        return list(call.run({**joined, "input": x}).chunk(2, dim=1))
+
+    primal, tangent = split_dual(call.input)
+    results = both(primal, call.held, along)
+    if tangent is None:
+        return results
+    tangents = both(tangent, {**call.held, "bias": None}, {**along, "bias": None})
+    return [fwAD.make_dual(*pair) for pair in zip(results, tangents, strict=True)]
+
+
+def along_direction(call: FunctionCall, direction: Mapping[int, Tensor]) -> Any:
+    """Return what a call that is linear in its parameters gives along a direction; NotImplemented if it is not.
+
+    Args:
+        call: The call.
+        direction: The direction of each parameter, by the parameter's id.
+    """
+    function, args, kwargs = call.function, call.args, call.kwargs
+    tensors = list(tensors_in((args, kwargs)))
+    moving = [value for value in tensors if id(value) in direction]
+    if function in LINEAR_MAPS or function in SUMS:
+        constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
+        direction = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
+        if function in SUMS:
+            args = tuple(0 if isinstance(value, int | float) else value for value in args)
+    elif function is torch.prelu and len(moving) == 1 and len(args) == 2 and moving[0] is args[1]:
+        x, slope = args[0], direction[id(args[1])]
+        return x.where(x < 0, 0.0) * (slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope)
+    elif len(moving) > 1 or not (function in PRODUCTS or (function in QUOTIENTS and moving[0] is tensors[0])):
+        return NotImplemented
+    return function(*substituted(args, direction), **substituted(kwargs, direction))
 
 
 class ParameterInterception(TorchFunctionMode):
-    """Intercept the calls that take given parameters; recognised by identity.
+    """See the calls that take given parameters, which are recognised by identity.
 
     Args:
         params: The parameters by name, the very tensors that the network will be called with.
+        watch: Is told of every call's result, and of the call if it takes a parameter.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], watch: Callable[[FunctionCall | None, Any], None] | None) -> None:
         super().__init__()
         self.name_of = {id(value): name for name, value in params.items()}
+        self.watch = watch
         self.calls_fused_functions = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
-        kwargs = kwargs or {}
-        params: list[str] = []
-        _find(self.name_of, args, params)
-        _find(self.name_of, kwargs.values(), params)
-        if not params:
-            return self.pass_through(func(*args, **kwargs))
-        if func in WRITTEN_OUT and (result := write_out(self, func, args, kwargs)) is not NotImplemented:
-            self.calls_fused_functions = True
-            return result
-        return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
-
-    def pass_through(self, result: Any) -> Any:
-        """Observe the result of a call without parameters."""
+        kwargs, call = kwargs or {}, None
+        params = list[str]()
+        for value in (*args, *kwargs.values()):
+            if id(value) in self.name_of:
+                params.append(self.name_of[id(value)])
+            elif isinstance(value, list | tuple | dict):
+                params += [self.name_of[id(x)] for x in tensors_in((value,)) if id(x) in self.name_of]
+        if params and func in WRITTEN_OUT:
+            with self:
+                result = WRITTEN_OUT[func](*args, **kwargs)
+            if result is not NotImplemented:
+                self.calls_fused_functions = True
+                return result
+        if params:
+            call = FunctionCall(func, args, kwargs, self.name_of, params)
+            result = self.intercept(call)
+        else:
+            result = func(*args, **kwargs)
+        if self.watch is not None:
+            self.watch(call, result)
         return result
 
-    @abstractmethod
     def intercept(self, call: FunctionCall) -> Any:
         """Make a call that takes parameters."""
+        return call.run()
 
-
-@final
-class ParameterUsageRecorder(ParameterInterception):
-    """List which function takes which parameters, and count the numbers that a forward pass computes."""
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        """Observe the given parameters."""
-        super().__init__(params)
-        self.usages: list[ParameterUsage] = []
-        self.num_activations = 0
-
-    def pass_through(self, result: Any) -> Any:
-        """Count the numbers of a result."""
-        self.num_activations += sum(value.numel() for value in tensors_in((result,)))
-        return result
-
-    def intercept(self, call: FunctionCall) -> Any:
-        """Record the call; not that of a shape or a dtype, which does not depend on a parameter's value."""
-        result = self.pass_through(call.run())
-        if has_tensors(result):
-            names = {name: self.name_of.get(id(value)) for name, value in call.in_slots().items()}
-            found = sum(id(value) in self.name_of for value in call.statistics)
-            self.usages.append(
-                ParameterUsage(call.function, call.params, names.get("weight"), names.get("bias"), found)
-            )
-        return result
-
-
-class MovedWeights(ParameterInterception):
-    """Evaluate rows at weights and statistics of their own."""
-
-    @abstractmethod
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
         """Return a parameter at every row, (E, ...); a tensor that does not move as it is."""
+        return value
 
     def normalise(self, call: FunctionCall) -> Any:
         """Make a call of `normalise_by_statistics`, which is not linear in its statistics, with those of every row."""
         x, *held = call.args[:5]
-        own = (None if value is None else self.of_rows(value, len(x)) for value in held)
-        return call.function(x, *own, *call.args[5:])
+        of_rows = (None if value is None else self.of_rows(value, len(x)) for value in held)
+        return call.function(x, *of_rows, *call.args[5:])
 
 
 @final
-class InterpolatedWeights(MovedWeights):
+class InterpolatedWeights(ParameterInterception):
     """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d.
 
     Args:
         params: w by name.
         direction: d by name.
         t: (E,) positions on the segment, one per row; may carry a tangent or require a gradient.
+        watch: As for `ParameterInterception`.
         statistics: Statistics of every row by name, (E, ...), which replace those at w + t_e d.
     """
 
@@ -431,13 +438,14 @@ class InterpolatedWeights(MovedWeights):
         params: Mapping[str, Tensor],
         direction: Mapping[str, Tensor],
         t: Tensor,
+        watch: Callable[[FunctionCall | None, Any], None] | None = None,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__({name: params[name] for name in direction})
-        self.direction = {id(params[name]): value for name, value in direction.items()}
+        super().__init__({name: params[name] for name in direction}, watch)
         self.t = t
-        self.line = Line(t, self.direction, self.name_of)
+        self.direction = {id(params[name]): value for name, value in direction.items()}
         self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
+        self.followed: list[Tensor] = []  # what was made of parameters: its ids are in use as long as it is here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, and carry on the mark of what has rows."""
@@ -454,44 +462,70 @@ class InterpolatedWeights(MovedWeights):
 
     def intercept(self, call: FunctionCall) -> Any:
         """Make the call, and add t times the call along the direction."""
-        if call.function is normalise_by_statistics:
+        if call.statistics:
             require_rows(call.input, call.input, len(self.t), call.params[0])
             return self.normalise(call)
-        held, along, moved = call.in_slots(), {}, 0
-        for name, value in held.items():
-            if value is None:
-                continue
-            step = self.direction.get(id(value))
-            moved += step is not None
-            along[name] = torch.zeros_like(value) if step is None else step
-        if moved != len(call.params):
-            result = call.run()
-            if not has_tensors(result):
-                return result
-            followed = self.line.follow(call.function, call.args, call.kwargs, result)
-            if followed is NotImplemented:
-                call.require_all_in_slots(0)
-            return followed
-        if call.function in LINEAR_IN_INPUT:
-            joins = call.function in CONVOLUTIONS and call.argument(6, "groups") in (None, 1)
-            result, change = call_with_both(call.with_slots, call.input, held, along, joins=joins)
+        if not call.in_slots:
+            return self._followed(call)
+        along = dict[str, Tensor]()
+        for name, value in call.held.items():
+            if value is not None:
+                step = self.direction.get(id(value))
+                along[name] = torch.zeros_like(value) if step is None else step
+        if call.function is LINEAR or call.function in CONVOLUTIONS:
+            groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups")
+            joins = call.function in CONVOLUTIONS and groups in (None, 1)
+            result, change = _called_with_both(call, along, joins=joins)
         else:
-            result, change = call.run(), call.with_slots(along)
+            result, change = call.run(), call.run(along)
         require_rows(call.input, result, len(self.t), call.params[0])
-        return add_multiple(result, self.t.view(-1, *[1] * (result.ndim - 1)), change)
+        return self._moved(result, change)
+
+    def _moved(self, value: Tensor, along: Tensor) -> Tensor:
+        return add_multiple(value, self.t.view(-1, *[1] * (value.ndim - 1)), along)
+
+    def _followed(self, call: FunctionCall) -> Any:
+        """Make a call that is linear in its parameters wherever they are.
+
+        If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
+        """
+        result = call.run()
+        results, tensors = list(tensors_in((result,))), list(tensors_in((call.args, call.kwargs)))
+        if not results:
+            return result
+        along = along_direction(call, self.direction)
+        has_batch = any(has_rows(value) for value in tensors)
+        if along is NotImplemented or (has_batch and any(not y.ndim or len(y) != len(self.t) for y in results)):
+            raise UnsupportedParameterUseError(
+                f"the weights {sorted(call.params)} must be used by functions that are linear in them."
+            )
+        steps = list(tensors_in((along,)))
+        if has_batch:
+            moved = [self._moved(*pair) for pair in zip(results, steps, strict=True)]
+            return moved[0] if isinstance(result, Tensor) else type(result)(moved)
+        for value, step in zip(results, steps, strict=True):
+            self.followed.append(value)
+            self.direction[id(value)], self.name_of[id(value)] = step, call.params[0]
+        return result
 
 
 @final
-class StackedWeights(MovedWeights):
+class StackedWeights(ParameterInterception):
     """Evaluate each of G equal parts of the rows at weights of its own.
 
     Args:
         params: Parameters by name; their values are not used.
         stacked: By name, with a first dimension of G.
+        watch: As for `ParameterInterception`.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> None:
-        super().__init__({name: params[name] for name in stacked})
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        stacked: Mapping[str, Tensor],
+        watch: Callable[[FunctionCall | None, Any], None] | None = None,
+    ) -> None:
+        super().__init__({name: params[name] for name in stacked}, watch)
         self.stacked = {id(params[name]): value for name, value in stacked.items()}
         self.num_parts = len(next(iter(stacked.values())))
 
@@ -510,29 +544,29 @@ class StackedWeights(MovedWeights):
         rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
         if not rows or rows % self.num_parts:  # whether these are all of the rows is known to the layer recorder
             raise UnsupportedParameterUseError(f"the layer of {call.params[0]} must see all rows: it saw {rows}.")
-        if call.function is normalise_by_statistics:
+        if call.statistics:
             return self.normalise(call)
-        held = call.in_slots()
-        own = {name: self.stacked[id(value)] for name, value in held.items() if id(value) in self.stacked}
-        call.require_all_in_slots(len(own))
+        own = {name: self.stacked[id(value)] for name, value in call.held.items() if id(value) in self.stacked}
+        if not call.in_slots:
+            raise UnsupportedParameterUseError(
+                f"the weights {sorted(call.params)} must be used by functions that are linear in them."
+            )
         parts = x.unflatten(0, (self.num_parts, -1))
-        if call.function is LINEAR and (held["bias"] is None or "bias" in own) and "weight" in own:
-            return _batched_linear(parts, own["weight"], own.get("bias")).flatten(0, 1)
-        return torch.cat(
-            [call.with_slots({name: value[g] for name, value in own.items()}, part) for g, part in enumerate(parts)]
-        )
-
-
-def _batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply G linear layers, (G, n_out, n_in), to (G, n, ..., n_in)."""
-    rows = x.flatten(1, -2)
-    result = rows @ weight.mT if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
-    return result.view(*x.shape[:-1], -1)
+        if call.function is LINEAR and (call.held["bias"] is None or "bias" in own) and "weight" in own:
+            inputs = parts.flatten(1, -2)
+            result = (
+                torch.baddbmm(own["bias"][:, None], inputs, own["weight"].mT)
+                if "bias" in own
+                else inputs @ own["weight"].mT
+            )
+            return result.view(*parts.shape[:-1], -1).flatten(0, 1)
+        values = ({"input": x, **{name: value[g] for name, value in own.items()}} for g, x in enumerate(parts))
+        return torch.cat([call.run(of_part) for of_part in values])
 
 
 def has_tensors(result: Any) -> bool:
     """Return whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
-    return any(True for _ in tensors_in((result,)))
+    return next(tensors_in((result,)), None) is not None
 
 
 def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
@@ -550,14 +584,3 @@ def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
     rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
     if rows != num_rows or len(result) != num_rows:
         raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {rows}.")
-
-
-def _find(name_of: Mapping[int, str], values: Iterable[Any], names: list[str]) -> None:
-    """Append the names of the parameters among values, lists and dictionaries of values included."""
-    for value in values:
-        if id(value) in name_of:
-            names.append(name_of[id(value)])
-        elif isinstance(value, list | tuple):
-            _find(name_of, value, names)
-        elif isinstance(value, dict):
-            _find(name_of, value.values(), names)

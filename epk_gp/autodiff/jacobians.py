@@ -4,227 +4,73 @@ For a linear layer the gradient of output k at point e is delta_k (x) a: the gra
 times the layer's input. A convolution, or a layer used at several positions or several times, sums such products over
 its positions. Which representation a layer takes is decided by counted cost (`ContractionCost`), the same on both
 sides of an inner product. Parameters that are not a layer's are differentiated sample by sample (`dense_jacobian`).
+
+A layer uses its weight at L positions for every sample. Inputs are brought to the shape (E, L, G, n_in) and output
+gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that do not mix.
+
+* A linear layer has one group. Its positions are whatever lies between samples and features, such as the places of a
+  sequence. A convolution's positions are the places of its output; its inputs are the patches that it sees there.
+* A normalisation's scale and shift are G groups of one input and one output, one for every number that they scale.
+
+A weight that is used by several calls has the positions of all of them.
+
+A max-pool hands each gradient to one position of its window, whatever the output. The layer's gradient is therefore a
+sum over the pool's windows, and no gradient goes back through the pool, nor through a ReLU before it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import islice
-from typing import final
+from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import functional as F
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, dense_jacobian, group_rows
+from epk_gp.autodiff.dense import (
+    Cotangents,
+    PlannedModel,
+    all_outputs,
+    dense_jacobian,
+    group_rows,
+    propagate_cotangents,
+    pulled_back,
+)
+from epk_gp.autodiff.forward_mode import graph_nodes
 from epk_gp.autodiff.interception import (
+    CHANNELS_LAST,
+    CONVOLUTIONS,
+    LAYERS,
     LINEAR,
+    NORMALISATIONS,
+    FunctionCall,
     InterpolatedWeights,
-    MovedWeights,
+    ParameterInterception,
     StackedWeights,
     UnsupportedParameterUseError,
-)
-from epk_gp.autodiff.layer_builder import (
-    LayerIO,
-    LayerIORecorder,
-    LayerJacobianBuilder,
-    Users,
-    pool_windows,
-    users_of_nodes,
+    has_tensors,
+    require_rows,
 )
 from epk_gp.autodiff.representations import (
     ContractionCost,
     DenseJacobian,
     LayerJacobian,
-    LeftFactor,
-    NodeWeights,
+    LogitsLastLayer,
     OuterProductJacobian,
-    ProductSum,
+    SoftmaxLastLayer,
     append_bias_column,
     concat_rows,
-    concat_scaled,
-    expect_representation,
-    is_short,
-    same_representation,
+    sum_outer_products,
 )
 from epk_gp.autodiff.secants import SecantDerivatives, mean_of_rows
-from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head, apply_head
-from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
 from epk_gp.core.torch_overrides import disable_fused_attention
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class LogitsLastLayer(LayerJacobian):
-    """The last, linear layer's gradients of all C logits: output_grads[k, e] is the unit vector e_k.
-
-    Inner products are zero for different outputs, and the same for all pairs of equal ones.
-
-    Attributes:
-        inputs: The layer's inputs, (E, n), with the 1 of a bias.
-        num_outputs: C.
-    """
-
-    inputs: Float[Tensor, "E n"]
-    num_outputs: int
-
-    commutes_with_average = True
-
-    @property
-    def multiplications_per_pair(self) -> int:
-        """Of the inputs."""
-        return self.inputs.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return self.inputs.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return is_short(self.inputs.shape[1])
-
-    def to_dense(self) -> Float[Tensor, "C E P_layer"]:
-        """Put each output's inputs into the place of its row of the weight."""
-        eye = torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
-        return (eye[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
-
-    def rows(self, rows: slice) -> "LogitsLastLayer":
-        """Return some of the points."""
-        return replace(self, inputs=self.inputs[rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "LogitsLastLayer":
-        """Append other points."""
-        return replace(
-            self, inputs=torch.cat([self.inputs, *(same_representation(self, other).inputs for other in others)])
-        )
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "LogitsLastLayer":
-        """Concatenate the inputs."""
-        return replace(
-            self, inputs=concat_scaled([same_representation(self, step).inputs for step in (self, *others)], weights, 1)
-        )
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "LogitsLastLayer":
-        """Average the inputs."""
-        return replace(
-            self, inputs=nodes.add(None if before is None else same_representation(self, before).inputs, self.inputs, 0)
-        )
-
-    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Add one product of the inputs for all outputs."""
-        total.add_same_class((self.inputs @ same_representation(self, other).inputs.T).mul_(weight))
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
-        """Multiply row by row."""
-        products = (self.inputs * same_representation(self, other).inputs).sum(1)
-        return torch.diag_embed(products[:, None].expand(-1, self.num_outputs))
-
-    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
-        """Sketch the inputs with each unit vector."""
-        eye = torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
-        total.add_outer_products(self.inputs, eye[:, None].expand(-1, len(self.inputs), -1), weight, generator)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class SoftmaxLastLayer(LayerJacobian):
-    """The last, linear layer's gradients of all C log-softmax outputs: output_grads[k, e] = e_k - p_e.
-
-    Attributes:
-        inputs: The layer's inputs, (E, n), with the 1 of a bias.
-        output_grads: (C, E, C).
-        probabilities: Softmax probabilities p, (E, C).
-        input_is_constant: The inputs depend neither on weights nor on the step.
-    """
-
-    inputs: Float[Tensor, "E n"]
-    output_grads: Float[Tensor, "C E C"]
-    probabilities: Float[Tensor, "E C"]
-    input_is_constant: bool
-
-    commutes_with_average = True
-    fits_concatenation = False
-
-    @property
-    def multiplications_per_pair(self) -> int:
-        """Of inputs and output gradients."""
-        return self.inputs.shape[1] + self.output_grads.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of inputs and output gradients."""
-        return self.inputs.nbytes + self.output_grads.nbytes
-
-    def as_outer_product(self) -> OuterProductJacobian:
-        """Return the same gradients as any other layer's."""
-        grads = self.output_grads.unsqueeze(2)
-        return OuterProductJacobian(self.inputs[:, None], grads, False, self.input_is_constant, False)
-
-    def to_dense(self) -> Float[Tensor, "C E P_layer"]:
-        """Write the outer products out."""
-        return self.as_outer_product().to_dense()
-
-    def rows(self, rows: slice) -> "SoftmaxLastLayer":
-        """Return some of the points."""
-        grads, p = self.output_grads[:, rows], self.probabilities[rows]
-        return replace(self, inputs=self.inputs[rows], output_grads=grads, probabilities=p)
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "SoftmaxLastLayer":
-        """Append other points."""
-        parts = [self, *(same_representation(self, other) for other in others)]
-        return replace(
-            self,
-            inputs=torch.cat([part.inputs for part in parts]),
-            output_grads=torch.cat([part.output_grads for part in parts], dim=1),
-            probabilities=torch.cat([part.probabilities for part in parts]),
-        )
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "SoftmaxLastLayerAverage":
-        """Average the inputs, and their products with each probability."""
-        values = torch.cat([self.inputs[None], self.probabilities.T[:, :, None] * self.inputs])
-        last = None if before is None else expect_representation(SoftmaxLastLayerAverage, before).values
-        return SoftmaxLastLayerAverage(nodes.add(last, values, 1))
-
-    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Add the inner products of the outer products."""
-        b = same_representation(self, other).as_outer_product()
-        self.as_outer_product().add_inner(b, total, weight, layer=layer, same_points=same_points)
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
-        """Multiply row by row."""
-        return self.as_outer_product().pointwise_products(same_representation(self, other).as_outer_product())
-
-    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
-        """Sketch the outer products."""
-        self.as_outer_product().sketch(total, weight, generator)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class SoftmaxLastLayerAverage(LeftFactor):
-    """Averages over t of a `SoftmaxLastLayer`: of its inputs a, and of p_c a for every output c; (1 + C, N, n)."""
-
-    values: Float[Tensor, "rows N n"]
-
-    fits_concatenation = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the averages."""
-        return self.values.nbytes
-
-    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Add the inner products with the other side's factors, or averages (docs/theory.md, section 5)."""
-        if isinstance(other, SoftmaxLastLayerAverage):
-            total.add_softmax_averages(self.values, other.values, weight)
-            return
-        b = expect_representation(SoftmaxLastLayer, other)
-        total.add_softmax_last_layer(self.values, b.inputs, b.probabilities, weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,8 +85,8 @@ class WeightLocation:
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
-        secant_head: Rows come in pairs, at t = 0 and at t = 1, and every operation has the mean of its derivative over
-            the segment between both (`autodiff.secants`), this head included: cotangents are those of its outputs.
+        secant_head: Rows come in pairs, at t = 0 and t = 1, and every operation, this head included, has the mean of
+            its derivative between both (`autodiff.secants`): cotangents are those of the head's outputs.
     """
 
     w: Float[Tensor, " PQ"]
@@ -248,11 +94,6 @@ class WeightLocation:
     t: Float[Tensor, " E"] | None = None
     stacked: Float[Tensor, "G PQ"] | None = None
     secant_head: Head | None = None
-
-    @property
-    def is_one_point(self) -> bool:
-        """Whether all rows have the same weights."""
-        return self.t is None and self.stacked is None
 
 
 def layer_jacobians(
@@ -281,74 +122,76 @@ def layer_jacobians(
     model, plan = net.model, net.plan
     if at.t is not None and not (cost.all_dense or plan.supports_interpolation):
         raise ValueError("rows at different points of a segment need a plan that supports interpolation, or all dense.")
-    params = {name: value.detach().requires_grad_() for name, value in model.unflatten(at.w).items()}
     if cost.all_dense:
         with torch.set_grad_enabled(create_graph), disable_fused_attention():
-            values = cotangents.of_logits(logits_row_by_row(net, at, X))
+            values = cotangents.of_logits(_logits(net, at, X))
         return [dense_jacobian(net, model.names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)]
     with torch.enable_grad(), disable_fused_attention():
-        moved = _moved_weights(net, params, at)
-        recorder = LayerIORecorder(params, plan.bias_of, len(X), keep_graph=create_graph, moved=moved)
-        secants = secant_derivatives(params, at, moved)
-        with moved or nullcontext(), recorder, secants:
-            z = outputs_at(model, params, X, at)
-        values = cotangents.of_logits(z if create_graph else z.detach())
-        has_secants = at.secant_head is not None
-        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents, has_secants, create_graph)
-        layers = [recorded.start_layer(name, params[name].shape, cost) for name in plan.bias_of]
-        builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
-        skips_last = at.is_one_point and not create_graph
-        for output_grads in recorded.backward(params, skips_last=skips_last):
-            for builder in builders:
-                builder.add_cotangents(output_grads)
-    jacobians = [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
+        recorded = _RecordedPass(net, at, X, cotangents, create_graph)
+        jacobians = recorded.jacobians(cost)
     if plan.dense_params:
-        names = plan.dense_params
-        if at.secant_head is not None:
-            jacobians.append(_dense_secants(net, names, at, X, values))
-            return jacobians
-        jacobians.append(dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph))
+        names, values = plan.dense_params, recorded.values
+        jacobians.append(
+            dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)
+            if at.secant_head is None
+            else _dense_secants(net, at, X, values)
+        )
     return jacobians
 
 
-def secant_derivatives(
-    params: Mapping[str, Tensor], at: WeightLocation, moved: MovedWeights | None
-) -> AbstractContextManager[object]:
-    """Return the mode under which a forward pass has secants, where they are asked for."""
-    if at.secant_head is None:
-        return nullcontext()
-    if not isinstance(moved, InterpolatedWeights):
-        raise TypeError("secants need rows at both ends of a segment: this is a bug in epk_gp.")
-    return SecantDerivatives(params, moved)
+def _evaluate(
+    net: PlannedModel,
+    params: dict[str, Tensor],
+    at: WeightLocation,
+    X: Tensor,
+    recorder: "_RecordedPass | None" = None,
+    statistics: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, ParameterInterception]:
+    """Evaluate the logits, or with secants the outputs that the cotangents belong to, under the mode that is returned.
+
+    Args:
+        net: The network.
+        params: Its parameters at w.
+        at: The weights of the rows.
+        X: E inputs.
+        recorder: Is told of the calls that take its parameters.
+        statistics: Moving statistics of every row, in place of those at w + t_e d.
+    """
+    model, watch = net.model, None if recorder is None else recorder.watch
+    mode: ParameterInterception
+    if at.stacked is not None:
+        mode = StackedWeights(params, model.unflatten_rows(at.stacked.detach().requires_grad_()), watch)
+    elif at.t is not None and at.d is not None:
+        mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
+        if at.secant_head is not None:
+            secants = SecantDerivatives(params, mode)  # before the mode is entered
+            with mode, secants:
+                return apply_head(model(params, X), at.secant_head), mode
+    else:
+        observed = set[str]() if recorder is None else recorder.observed
+        mode = ParameterInterception({name: params[name] for name in observed}, watch)
+    with mode if mode.name_of else nullcontext():
+        return model(params, X), mode
 
 
-def outputs_at(
-    model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "E ..."], at: WeightLocation
-) -> Float[Tensor, "E C"]:
-    """Evaluate the logits, or with secants the outputs that the cotangents belong to."""
-    z = model(params, X)
-    return z if at.secant_head is None else apply_head(z, at.secant_head)
+def _logits(net: PlannedModel, at: WeightLocation, X: Tensor) -> Float[Tensor, "E C"]:
+    """Evaluate the logits at each row's weights, also where the network does not support interpolation."""
+    model = net.model
+    if at.t is None or at.d is None or net.plan.supports_interpolation:
+        return _evaluate(net, model.unflatten(at.w), at, X)[0]
+    points, groups = group_rows(at.t) if net.plan.shares_pass else (at.t, torch.arange(len(X)).split(1))
+    parts = [model(model.unflatten(at.w + t * at.d), X[rows]) for t, rows in zip(points, groups, strict=True)]
+    return torch.cat(parts)[torch.cat([*groups]).argsort()]
 
 
-def _dense_secants(
-    net: PlannedModel, names: tuple[str, ...], at: WeightLocation, X: Shaped[Tensor, "E ..."], values: Tensor
-) -> DenseJacobian:
-    """Differentiate the outputs of each pair of rows with respect to some parameters, pair by pair."""
+def _dense_secants(net: PlannedModel, at: WeightLocation, X: Tensor, values: Tensor) -> DenseJacobian:
+    """Differentiate the outputs of each pair of rows with respect to the dense parameters, pair by pair."""
     parts = []
     for rows in torch.arange(len(X), device=X.device).split(2):
-        params = {name: value.detach().requires_grad_() for name, value in net.model.unflatten(at.w).items()}
-        here = replace(at, t=None if at.t is None else at.t[rows])
+        params, here = net.leaves(at.w), replace(at, t=None if at.t is None else at.t[rows])
         with torch.enable_grad(), disable_fused_attention():
-            moved = _moved_weights(net, params, here)
-            secants = secant_derivatives(params, here, moved)
-            with moved or nullcontext(), secants:
-                z = outputs_at(net.model, params, X[rows], here)
-            own = [params[name] for name in names]
-            grads = [
-                torch.autograd.grad(z, own, value, retain_graph=True, allow_unused=True, materialize_grads=True)
-                for value in values[:, rows]
-            ]
-        parts.append(torch.stack([torch.cat([grad.flatten() for grad in of_output]) for of_output in grads]) / 2)
+            z, _ = _evaluate(net, params, here, X[rows])
+            parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, rows]) / 2)
     return DenseJacobian(torch.stack(parts, dim=1).repeat_interleave(2, dim=1))
 
 
@@ -374,8 +217,7 @@ def layer_jacobians_at_weights(
 ) -> Iterator[list[LayerJacobian]]:
     """Compute the layer Jacobians of all outputs of n inputs at several weights, small ones together.
 
-    Measured, float64, steps of a 100-64-3 network with 4 nodes: together 7 times faster for 8 points, 3.4 for 128, 1.3
-    for 512; a 784-128-10 network loses from 512 points on.
+    Measured, float64, 100-64-3 network: 7 times faster for 8 points, 3.4 for 128, 1.3 for 512; 784-128-10 loses there.
 
     Args:
         net: The network.
@@ -398,189 +240,359 @@ def layer_jacobians_at_weights(
             yield [jacobian.rows(slice(start, start + len(X))) for jacobian in jacobians]
 
 
+def statistics_jacobian(
+    net: PlannedModel, at: WeightLocation, X: Shaped[Tensor, "E ..."], cotangents: Cotangents
+) -> Float[Tensor, "K E Q"]:
+    """Differentiate the contracted logits of E inputs with respect to the moving statistics.
+
+    Where the network supports interpolation, every row is evaluated with statistics of its own, so that one backward
+    pass per cotangent gives the gradients of all rows. Arguments: as `layer_jacobians`.
+    """
+    model = net.model
+    if not net.plan.supports_interpolation:
+        with torch.no_grad(), disable_fused_attention():
+            values = cotangents.of_logits(_logits(net, at, X))
+        return dense_jacobian(net, model.statistics, at.w, X, values, d=at.d, t=at.t).values
+    w = at.w.detach()
+    t = w.new_zeros(len(X)) if at.t is None else at.t
+    d = torch.zeros_like(w) if at.d is None else at.d.detach()
+    with torch.enable_grad(), disable_fused_attention():
+        rows = (w[model.num_weights :] + t[:, None] * d[model.num_weights :]).requires_grad_()
+        pieces = rows.split([shape.numel() for shape in model.statistic_shapes], dim=1)
+        named = zip(model.statistics, pieces, model.statistic_shapes, strict=True)
+        own = {name: piece.reshape(len(X), *shape) for name, piece, shape in named}
+        z, _ = _evaluate(net, model.unflatten(w), replace(at, d=d, t=t), X, statistics=own)
+        values = cotangents.of_logits(z.detach())
+        if not z.requires_grad:  # no statistic is used
+            return values.new_zeros(len(values), *rows.shape)
+        return pulled_back(z, [rows], values).view(len(values), *rows.shape)
+
+
 @dataclass(frozen=True, eq=False)
-class _RecordedForward:
-    """One recorded forward pass, and the cotangents of its logits.
+class _LayerCall:
+    """One call of a layer's function with a trained weight.
 
     Attributes:
-        net: The network.
-        calls: Its layers' calls; of a convolution that a max-pool alone sees, with the edge of the pool's output.
-        z: Its logits, (E, C).
-        values: The cotangents of the logits, (K, E, C).
-        cotangents: What they are the cotangents of.
-        has_secants: Its operations have secants, which one cotangent goes through at a time.
-        create_graph: Its gradients are kept differentiable.
+        call: The call.
+        weight: Name of its weight.
+        input: What the layer saw, (E, ...), detached unless a graph is kept.
+        input_is_constant: The input does not depend on the weights.
+        shape: Shape of its output, (E, ...).
+        edge: Where the gradient with respect to the call's output can be taken.
     """
 
-    net: PlannedModel
-    calls: list[LayerIO]
-    z: Tensor
-    values: Tensor
-    cotangents: Cotangents
-    has_secants: bool = False
-    create_graph: bool = False
+    call: FunctionCall
+    weight: str
+    input: Tensor
+    input_is_constant: bool
+    shape: torch.Size
+    edge: GradientEdge
 
-    @cached_property
-    def users(self) -> Users:
-        """Who takes the outputs of each node of the graph."""
-        return users_of_nodes(self.z)
+    @property
+    def options(self) -> dict[str, Any]:
+        """Stride, padding, dilation and groups of a convolution, by name."""
+        keys = ("stride", "padding", "dilation", "groups")
+        named = {name: value for name, value in self.call.kwargs.items() if name in keys}
+        return {**dict(zip(keys, self.call.args[3:], strict=False)), **named}
 
-    def start_layer(self, name: str, shape: torch.Size, cost: ContractionCost) -> LayerJacobianBuilder | LayerJacobian:
+    def normalised(self, mode: ParameterInterception) -> Tensor:
+        """Return what a normalisation scales and shifts."""
+        call, x = self.call, self.input
+        rest = [None if k in call.slots.values() else value for k, value in enumerate(call.args)][1:]
+        named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots}}
+        if call.statistics:
+            rest[:2] = [mode.of_rows(value, len(x)).detach() for value in call.statistics]
+        result: Tensor = call.function(x, *rest, **named)
+        return result
+
+
+class _RecordedPass:
+    """A forward pass in which the layers' calls are recorded, with the cotangents of its outputs.
+
+    Arguments: as `layer_jacobians`.
+    """
+
+    def __init__(
+        self, net: PlannedModel, at: WeightLocation, X: Tensor, cotangents: Cotangents, create_graph: bool
+    ) -> None:
+        self.net, self.at, self.cotangents, self.create_graph = net, at, cotangents, create_graph
+        self.bias_of, self.num_rows = net.plan.bias_of, len(X)
+        self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
+        self.calls = list[_LayerCall]()
+        self.params = net.leaves(at.w)
+        self.z, self.mode = _evaluate(net, self.params, at, X, self)
+        self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
+
+    def watch(self, call: FunctionCall | None, result: Any) -> None:
+        """Record a call if it is a layer's."""
+        if call is None or not (params := self.observed.intersection(call.params)):
+            return
+        weight, bias = (name if name in self.observed else None for name in map(call.names.get, ("weight", "bias")))
+        is_layer = weight is not None and call.function in LAYERS
+        if weight is None or not is_layer or self.bias_of.get(weight, weight) != bias or params - {weight, bias}:
+            if not has_tensors(result):  # a shape or a dtype
+                return
+            raise UnsupportedParameterUseError(f"the weights {sorted(params)} must be used by their layers only.")
+        x = call.input
+        require_rows(x, result, self.num_rows, weight)
+        is_constant = not self.create_graph and not x.requires_grad and not call.statistics
+        kept = x if self.create_graph else x.detach()
+        edge = get_gradient_edge(result)
+        self.calls.append(_LayerCall(call, weight, kept, is_constant, result.shape, edge))
+
+    def jacobians(self, cost: ContractionCost) -> list[LayerJacobian]:
+        """Compute the Jacobian of every layer."""
+        layers = [self._start_layer(name, cost) for name in self.bias_of]
+        builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
+        for output_grads in self._backward():
+            for builder in builders:
+                builder.add_cotangents(output_grads)
+        return [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
+
+    def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | LayerJacobian":
         """Collect the calls of one weight; a head's last layer has its Jacobian at once."""
         own = [(number, call) for number, call in enumerate(self.calls) if call.weight == name]
         if not own:
             raise UnsupportedParameterUseError(
-                f"the layer of {name} must see all {len(self.z)} rows: it was not called."
+                f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        has_bias = self.net.plan.bias_of[name] is not None
+        has_bias, shape = self.bias_of[name] is not None, self.params[name].shape
         is_last = all(call.edge.node is self.z.grad_fn for _, call in own)
-        head = self.cotangents.head
-        if is_last and own[0][1].function is LINEAR and head and cost.factored_last_layer_is_cheaper(shape, head):
-            ((_, last),) = own
-            return self._last_layer(last, head, has_bias=has_bias)
+        head, (_, last) = self.cotangents.head, own[-1]
+        if is_last and last.call.function is LINEAR and head and cost.factored_last_layer_is_cheaper(shape, head):
+            inputs = append_bias_column(last.input) if has_bias else last.input
+            if head == "logits":
+                return LogitsLastLayer(inputs, self.z.shape[1])
+            p, is_constant = self.z.detach().softmax(dim=1), last.input_is_constant
+            return SoftmaxLastLayer(inputs[:, None], self.values.unsqueeze(2), False, is_constant, False, p)
         builder = LayerJacobianBuilder(
             own,
             shape,
             cost,
+            self.mode,
             has_bias=has_bias,
             cotangent_is_constant=self.cotangents.are_constant and is_last,
             ends_network=is_last and cost.cotangents_are_constant,
         )
-        self._see_through_pool(builder, cost)
+        if self.net.plan.supports_pool_windows and not self.create_graph and self.at.secant_head is None:
+            self._see_through_pool(builder, cost)
         return builder
 
-    def _see_through_pool(self, builder: LayerJacobianBuilder, cost: ContractionCost) -> None:
-        """Let gradients end at a max-pool that alone sees a layer's output, where that costs less."""
-        is_possible = self.net.plan.supports_pool_windows and not (self.create_graph or self.has_secants)
-        if not is_possible or (pooled := builder.pooled_call()) is None:
+    @cached_property
+    def _users(self) -> "_Users":
+        """Who takes the outputs of each node of the graph: the node and the number of the output, for each use."""
+        users: _Users = defaultdict(list)
+        for node in graph_nodes([self.z]):
+            for source, number in node.next_functions:
+                if source is not None:
+                    users[source].append((node, number))
+        return users
+
+    def _see_through_pool(self, builder: "LayerJacobianBuilder", cost: ContractionCost) -> None:
+        """Let gradients end at a max-pool that alone sees a convolution's output, where that costs less.
+
+        The convolution is the only call of its weight, without groups, and its gradients are written out.
+        """
+        (number, layer), *others = builder.calls
+        if others or builder.is_factored or builder.num_groups > 1 or layer.call.function not in CONVOLUTIONS:
             return
-        number, call, n_in = pooled
-        if (windows := pool_windows(self.users, call)) is None:
+        if (windows := _pool_windows(self._users, layer)) is None:
             return
         num_outputs = self.net.plan.num_outputs  # what was verified
         num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
-        collected = n_in * windows.shape.numel()  # against the numbers that go back through the pool
-        if collected <= num_cotangents * call.shape.numel() and fits_pass(collected, self.net.itemsize):
+        shape = windows.positions.shape
+        collected = builder.inputs[0].shape[3] * shape.numel()  # against the numbers that go back through the pool
+        if collected <= num_cotangents * layer.shape.numel() and fits_pass(collected, self.net.itemsize):
             builder.see_through(windows)
-            self.calls[number] = replace(call, edge=windows.edge, shape=windows.shape)
+            self.calls[number] = replace(layer, edge=windows.edge, shape=shape)
 
-    def backward(self, params: Mapping[str, Tensor], *, skips_last: bool) -> Iterator[list[Tensor]]:
+    def _backward(self) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
 
-        Args:
-            params: The network's parameters.
-            skips_last: A last, linear layer may be passed without a matrix product, where there is one.
+        A last, linear layer is passed without a matrix product: the cotangents at its input are rows of its weight.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
-        if skips_last and self.cotangents.head is not None and ends_in_linear(self.z, calls):
-            weight = params[calls[-1].weight]
-            values, known = cotangents_before_last_linear(weight, self.z, self.cotangents.head), [values]
-            calls, outputs = calls[:-1], calls[-1].source
+        last, head, has_secants = calls[-1] if calls else None, self.cotangents.head, self.at.secant_head is not None
+        is_one_point = self.at.t is None and self.at.stacked is None
+        ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
+        if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
+            W = self.params[last.weight].detach()
+            rows = W[:, None].expand(-1, self.num_rows, -1)
+            values, known = rows - self.z.detach().softmax(dim=1) @ W if head == "log_softmax" else rows, [values]
+            calls, outputs = calls[:-1], last.call.input
         plan = self.net.plan
-        size = cotangents_per_pass(plan, self.net.itemsize, len(self.z), len(values))
+        size = cotangents_per_pass(plan, self.net.itemsize, self.num_rows, len(values))
         for start in range(0, len(values), size):
             part = slice(start, start + size)
             grads = propagate_cotangents(
                 outputs,
-                calls,
+                [(call.edge, call.shape) for call in calls],
                 values[part],
-                batched=plan.supports_batched_vjp and not self.has_secants,
+                batched=plan.supports_batched_vjp and not has_secants,
                 frees_graph=part.stop >= len(values),
                 create_graph=self.create_graph,
             )
-            if self.has_secants:  # gradients are captured before the hooks of the calls' outputs
+            if has_secants:  # gradients are captured before the hooks of the calls' outputs
                 grads = [mean_of_rows(grad.transpose(0, 1)).transpose(0, 1) for grad in grads]
             yield [*grads, *(grad[part] for grad in known)]
 
-    def _last_layer(self, last: LayerIO, head: Head, *, has_bias: bool) -> LayerJacobian:
-        inputs = append_bias_column(last.input) if has_bias else last.input
-        if head == "logits":
-            return LogitsLastLayer(inputs, self.z.shape[1])
-        return SoftmaxLastLayer(inputs, self.values, self.z.detach().softmax(dim=1), last.input_is_constant)
+
+_POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
+_Users = defaultdict[Node, list[tuple[Node, int]]]
 
 
-def ends_in_linear(z: Tensor, calls: Sequence[LayerIO]) -> bool:
-    """Return whether the outputs depend on other layers through the input of a last, linear one."""
-    last = calls[-1] if calls else None
-    return last is not None and last.function is LINEAR and last.edge.node is z.grad_fn and not last.input_is_constant
+@dataclass(frozen=True, eq=False)
+class _PoolWindows:
+    """The windows of a max-pool over a convolution's output.
+
+    Attributes:
+        edge: Where the gradient with respect to the pool's output can be taken.
+        positions: The largest position of each window, through the convolution's output, (E, channels, *windows).
+        relu: What a ReLU between both returned, (E, channels, *positions); None without one.
+    """
+
+    edge: GradientEdge
+    positions: Int64[Tensor, "E channels ..."]
+    relu: Float[Tensor, "E channels ..."] | None
 
 
-def cotangents_before_last_linear(weight: Tensor, z: Tensor, head: Head) -> Tensor:
-    """Return a head's cotangents at the last layer's input, where they are rows of its weight: no product is needed."""
-    W = weight.detach()
-    rows = W[:, None].expand(-1, len(z), -1)
-    return rows - z.detach().softmax(dim=1) @ W if head == "log_softmax" else rows
+def _pool_windows(users: _Users, layer: _LayerCall) -> _PoolWindows | None:
+    """Find the max-pool that alone sees a convolution's output, or the output of a ReLU that alone sees it."""
+    relu, pool = None, _only_user(users, layer.edge.node)
+    if pool is not None and pool.name() == "ReluBackward0":
+        relu, pool = pool, _only_user(users, pool)
+    if pool is None or pool.name() not in _POOLS:
+        return None
+    # torch's names for what nodes keep: under other names, verification finds that windows cannot be had
+    positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
+    if positions.dim() != len(layer.shape):
+        return None
+    outputs: Tensor | None = None if relu is None else relu._saved_result.detach()  # type: ignore[attr-defined]
+    return _PoolWindows(GradientEdge(pool, 0), positions, outputs)
 
 
-def propagate_cotangents(
-    outputs: Float[Tensor, "E ..."],
-    calls: Sequence[LayerIO],
-    cotangents: Float[Tensor, "K E ..."],
-    *,
-    batched: bool,
-    frees_graph: bool = True,
-    create_graph: bool = False,
-) -> list[Tensor]:
-    """Propagate K cotangents back to the outputs of layer calls: one (K, E, ...) tensor each.
+def _only_user(users: _Users, node: Node) -> Node | None:
+    """Return the node that takes a node's first output, if nothing else takes any."""
+    return users[node][0][0] if [number for _, number in users[node]] == [0] else None
+
+
+class LayerJacobianBuilder:
+    """Builds one weight's Jacobian from the gradients of its calls' outputs, some cotangents at a time.
 
     Args:
-        outputs: What the cotangents belong to, usually the logits.
-        calls: The layer calls.
-        cotangents: The cotangents.
-        batched: Propagate them in one call.
-        frees_graph: The graph is not used again.
-        create_graph: Keep the result differentiable.
+        calls: The weight's calls, each with its number among all calls.
+        shape: Shape of the weight.
+        cost: Decides between factored and dense.
+        mode: What moves the rows' statistics.
+        has_bias: A trained bias goes with it.
+        cotangent_is_constant: The output gradients do not depend on the weights.
+        ends_network: The last layer, under a head whose test-side cotangents are constant, so that its inputs can be
+            averaged over t. Also true on the training side, whose cotangents may vary: both sides must choose alike.
     """
-    if not calls:
-        return []
-    edges = [call.edge for call in calls]
-    columns: list[Tensor | None]
-    if batched and len(cotangents) > 1 and not create_graph:
-        grads = torch.autograd.grad(
-            outputs, edges, cotangents, is_grads_batched=True, retain_graph=not frees_graph, allow_unused=True
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[int, _LayerCall]],
+        shape: torch.Size,
+        cost: ContractionCost,
+        mode: ParameterInterception,
+        *,
+        has_bias: bool,
+        cotangent_is_constant: bool,
+        ends_network: bool,
+    ) -> None:
+        self.calls, self.has_bias, self.cotangent_is_constant = calls, has_bias, cotangent_is_constant
+        first = calls[0][1]
+        scales = first.call.function in NORMALISATIONS
+        is_convolution = first.call.function in CONVOLUTIONS
+        self.num_groups: int = shape.numel() if scales else first.options.get("groups", 1) if is_convolution else 1
+        self.input_is_constant = all(call.input_is_constant for _, call in calls)
+        self.n_in, self.n_out = (1, 1) if scales else (shape[1:].numel(), shape[0] // self.num_groups)
+        num_positions = sum(call.shape[1:].numel() // (self.num_groups * self.n_out) for _, call in calls)
+        is_averaged = ends_network or self.input_is_constant
+        self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
+            num_positions, self.n_in, self.n_out, is_averaged=is_averaged
         )
-        columns = [None if grad is None else grad.detach() for grad in grads]
+        self.inputs = [self._inputs_at_positions(call, shape[2:], mode) for _, call in calls]
+        self.parts: list[Tensor] = []
+        self.patches: Tensor | None = None
+
+    def _inputs_at_positions(self, layer: _LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
+        """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
+        function, appends = layer.call.function, self.has_bias and not self.is_factored
+        x = layer.normalised(mode) if function in NORMALISATIONS else layer.input
+        if function in CHANNELS_LAST:
+            x = x.reshape(len(x), -1, self.num_groups, self.n_in)
+            return append_bias_column(x) if appends else x
+        windows = x if function in NORMALISATIONS else _windows(x, layer.options, kernel)
+        patches = windows.reshape(len(x), self.num_groups, self.n_in, -1)
+        if appends:
+            patches = torch.cat([patches, x.new_ones(len(x), self.num_groups, 1, patches.shape[3])], dim=2)
+        return patches.permute(0, 3, 1, 2)
+
+    def _grads_at_positions(self, layer: _LayerCall, grads: Tensor) -> Tensor:
+        """Bring a call's output gradients to (K, E, L, G, n_out)."""
+        if layer.call.function in CHANNELS_LAST:
+            return grads.reshape(*grads.shape[:2], -1, self.num_groups, self.n_out)
+        positions = grads.reshape(*grads.shape[:2], self.num_groups * self.n_out, -1).transpose(2, 3)
+        return positions.view(*positions.shape[:3], self.num_groups, self.n_out)
+
+    def see_through(self, windows: _PoolWindows) -> None:
+        """Take the gradients of a max-pool's output from now on, in place of the convolution's.
+
+        Each channel's windows see some of the convolution's patches; zeros where the ReLU returned zero.
+        """
+        x, positions = self.inputs[0].squeeze(2).mT, windows.positions.flatten(2)
+        (E, channels, W), n_in = positions.shape, x.shape[1]
+        spread = x.unsqueeze(1).expand(E, channels, -1, -1)
+        self.patches = spread.gather(3, positions.unsqueeze(2).expand(E, channels, n_in, W))
+        if windows.relu is not None:
+            is_zero = windows.relu.flatten(2).gather(2, positions) <= 0
+            self.patches.masked_fill_(is_zero.unsqueeze(2), 0)
+
+    def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
+        """Take the next cotangents' gradients with respect to the outputs of all calls."""
+        if self.patches is not None:  # one product per point and channel, for all cotangents
+            grads = output_grads[self.calls[0][0]].flatten(3)
+            product = grads.permute(1, 2, 0, 3) @ self.patches.mT  # E channels K n_in
+            self.parts.append(product.permute(2, 0, 1, 3).flatten(2))
+            return
+        own = [self._grads_at_positions(call, output_grads[number]) for number, call in self.calls]
+        if self.is_factored:
+            self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
+            return
+        dense = [sum_outer_products(a, delta) for a, delta in zip(self.inputs, own, strict=True)]
+        self.parts.append(reduce(torch.add, dense))
+
+    def build(self) -> LayerJacobian:
+        """Return the Jacobian for all cotangents so far."""
+        values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        if not self.is_factored:
+            return DenseJacobian(values)
+        a = (self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)).squeeze(2)
+        return OuterProductJacobian(a, values, self.has_bias, self.input_is_constant, self.cotangent_is_constant)
+
+
+def _windows(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
+    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
+    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims = len(kernel)
+    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Return the zeros before and after each dimension, last dimension first."""
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        rows = [
-            torch.autograd.grad(
-                outputs,
-                edges,
-                cotangent,
-                retain_graph=create_graph or not frees_graph or k + 1 < len(cotangents),
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-            for k, cotangent in enumerate(cotangents)
-        ]
-        columns = [
-            None if own[0] is None else own[0][None] if len(own) == 1 else torch.stack(own)
-            for own in zip(*rows, strict=True)
-        ]
-    return [
-        outputs.new_zeros(len(cotangents), *call.shape) if column is None else column
-        for call, column in zip(calls, columns, strict=True)
-    ]
-
-
-def _moved_weights(net: PlannedModel, params: Mapping[str, Tensor], at: WeightLocation) -> MovedWeights | None:
-    if at.stacked is not None:
-        return StackedWeights(params, net.model.unflatten_rows(at.stacked.detach().requires_grad_()))
-    if at.t is None or at.d is None:
-        return None
-    return InterpolatedWeights(params, net.model.unflatten(at.d), at.t)
-
-
-def logits_row_by_row(net: PlannedModel, at: WeightLocation, X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E C"]:
-    """Evaluate the logits at each row's weights, also where the network does not support interpolation."""
-    model = net.model
-    params = model.unflatten(at.w)
-    if at.t is None or at.d is None or net.plan.supports_interpolation:
-        with _moved_weights(net, params, at) or nullcontext():
-            return model(params, X)
-    if net.plan.shares_pass:
-        points, groups = group_rows(at.t)
-        parts = [model(model.unflatten(at.w + t * at.d), X[rows]) for t, rows in zip(points, groups, strict=True)]
-        return torch.cat(parts)[torch.cat(groups).argsort()]
-    direction = model.unflatten(at.d)
-    moved = ({name: w + t * direction[name] for name, w in params.items()} for t in at.t)
-    return torch.cat([model(here, X[e : e + 1]) for e, here in enumerate(moved)])
+        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]

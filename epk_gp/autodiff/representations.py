@@ -7,7 +7,7 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, final, runtime_checkable
+from typing import ClassVar, Protocol, Self, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -25,9 +25,8 @@ from epk_gp.core.plans import empty_huge_pages
 _SCALE_AND_ADD = 64
 _ADD = 32
 
-# Gradients with more numbers than so many times k are sketched by their factors, which takes two Fourier transforms of
-# k numbers. Measured on one thread, float32, k = 1024 and 4096: written out, 2 k numbers take 2.6 microseconds a point,
-# 4 k numbers 5 and 33; by their factors, 1.7 and 7.2.
+# Gradients with more numbers than so many times k are sketched by their factors. Measured, k = 1024 and 4096: written
+# out, 4 k numbers take 5 and 33 microseconds a point; by their factors, 1.7 and 7.2.
 _SKETCHED_FACTORS = 2
 
 
@@ -84,14 +83,12 @@ class ContractionCost:
         return (n_out + 1) * n_in / self.num_output_pairs + 2 * _SCALE_AND_ADD < dense
 
 
-# Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured
-# on one thread (AMD EPYC), blocks of 8 to 1000 points, 16 to 100 steps: joined, layers of 32 and 64 outputs take 0.94
-# to 1.03 of the time of one product per step; layers of 200 to 300 outputs 0.99 to 1.07, once 1.35.
+# Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured:
+# joined, layers of 32 and 64 outputs take 0.94 to 1.03 of the time; layers of 200 to 300 outputs 0.99 to 1.07.
 LONG_INNER_DIM = 256
 
-# Positions up to which gradients are written out output by output, into the memory of the result. Measured on one
-# thread, float64: 1200 points, 2 outputs, a layer of 64 x 65 and 1 to 8 positions take 13 to 19 ms in place of 34 to
-# 55, most of which were new pages; 100 points, 10 outputs, 16 x 72 and 196 positions 28 in place of 19.
+# Positions up to which gradients are written out output by output, into the memory of the result. Measured, float64: a
+# layer of 64 x 65 with 1 to 8 positions 13 to 19 ms in place of 34 to 55; 16 x 72 with 196 positions 28 in place of 19.
 _FEW_POSITIONS = 64
 
 J = TypeVar("J", bound="LeftFactor")
@@ -165,6 +162,7 @@ class NodeWeights:
         return self.points
 
 
+@dataclass(frozen=True, eq=False)
 class LeftFactor(ABC):
     """What can stand on the left of an inner product: a layer Jacobian, or an average of some."""
 
@@ -188,17 +186,24 @@ class LeftFactor(ABC):
         """Bytes that the representation takes."""
 
     @property
-    @abstractmethod
     def fits_concatenation(self) -> bool:
         """Whether several steps of these points can be summed in one matrix product, and gain by it."""
+        return False
 
     def concat_steps(self, others: Sequence["LeftFactor"], weights: Sequence[float]) -> "LayerJacobian":
         """Concatenate what changes from step to step along the inner dimension, each step times its weight."""
         raise TypeError(f"{type(self).__name__} has no common inner dimension: this is a bug in epk_gp.")
 
 
+@dataclass(frozen=True, eq=False)
 class LayerJacobian(LeftFactor):
-    """One layer's gradients of K outputs at E points."""
+    """One layer's gradients of K outputs at E points.
+
+    Attributes:
+        point_dims: The dimension of the points in each of its tensors.
+    """
+
+    point_dims: ClassVar[dict[str, int]]
 
     @property
     @abstractmethod
@@ -214,13 +219,17 @@ class LayerJacobian(LeftFactor):
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""
 
-    @abstractmethod
-    def rows(self, rows: slice) -> "LayerJacobian":
+    def rows(self, rows: slice) -> Self:
         """Return some of the points."""
+        return replace(
+            self, **{n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
+        )
 
-    @abstractmethod
-    def concat_rows(self, others: Sequence["LayerJacobian"]) -> "LayerJacobian":
+    def concat_rows(self, others: Sequence["LayerJacobian"]) -> Self:
         """Append other points' Jacobians of the same layer."""
+        parts = [self, *(expect_representation(type(self), other) for other in others)]
+        joined = {n: torch.cat([getattr(part, n) for part in parts], dim=dim) for n, dim in self.point_dims.items()}
+        return replace(self, **joined)
 
     @abstractmethod
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
@@ -233,17 +242,10 @@ class LayerJacobian(LeftFactor):
     def add_states(
         self, total: LeftFactor | None, others: Sequence["LayerJacobian"], weights: Sequence[float]
     ) -> LeftFactor:
-        """Add the weighted sum of this Jacobian and those of the same points at other states to an average.
-
-        Args:
-            total: The average so far.
-            others: The Jacobians at other states.
-            weights: Of this one, and of the others; all that are ever added sum to 1.
-        """
-        for jacobian, weight in zip((self, *others), weights, strict=True):
+        """Add the weighted sum of this Jacobian and those of the same points at other states to an average."""
+        total = self.average(total, NodeWeights(weights[0], None, 0))
+        for jacobian, weight in zip(others, weights[1:], strict=True):
             total = jacobian.average(total, NodeWeights(weight, None, 0))
-        if total is None:
-            raise ValueError("a sum over states must have some: there are none.")
         return total
 
     @abstractmethod
@@ -251,14 +253,291 @@ class LayerJacobian(LeftFactor):
         """Compute the inner products of each point with the same row of another Jacobian."""
 
     def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
-        """Add weight times a random sketch of the gradients to a sum; written out, unless the factors will do.
-
-        Args:
-            total: The sum.
-            weight: Factor.
-            generator: Draws the sketch, the same for the same state.
-        """
+        """Add weight times a random sketch of the gradients to a sum; written out, unless the factors will do."""
         total.add_dense(self.to_dense(), weight, generator)
+
+
+def expect_representation(kind: type[J], other: LeftFactor) -> J:
+    """Return a factor that must have the given representation."""
+    if not isinstance(other, kind):
+        raise TypeError(
+            f"a layer must keep its representation on both sides and from node to node: {kind.__name__} met "
+            f"{type(other).__name__}. This is a bug in epk_gp."
+        )
+    return other
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DenseJacobian(LayerJacobian):
+    """A layer's gradients, or those of several parameters, written out: (K, E, P_layer)."""
+
+    values: Float[Tensor, "K E P_layer"]
+
+    point_dims: ClassVar = {"values": 1}
+    commutes_with_average = True
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """One for each parameter."""
+        return self.values.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.values.nbytes
+
+    @property
+    def fits_concatenation(self) -> bool:
+        """Whether the inner dimension is short."""
+        return is_short(self.values.shape[2])
+
+    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
+        """Return the values."""
+        return self.values
+
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "DenseJacobian":
+        """Concatenate steps along the parameters."""
+        steps = [self.values, *(expect_representation(DenseJacobian, step).values for step in others)]
+        return DenseJacobian(concat_scaled(steps, weights, 2))
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "DenseJacobian":
+        """Average the values."""
+        total = None if before is None else expect_representation(DenseJacobian, before).values
+        return DenseJacobian(nodes.add(total, self.values, 1))
+
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Add one matrix product."""
+        total.add_products(self.values, expect_representation(DenseJacobian, other).values, weight)
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
+        """Multiply row by row."""
+        return self.values.transpose(0, 1) @ other.to_dense().transpose(0, 1).mT
+
+
+@dataclass(frozen=True, eq=False)
+class OuterProductJacobian(LayerJacobian):
+    """A layer's gradients as sums of outer products over positions: output_grads[k, e, l] (x) inputs[e, l].
+
+    Attributes:
+        inputs: Layer inputs, (E, L, n_in).
+        output_grads: Gradients with respect to the layer's outputs, (K, E, L, n_out).
+        has_bias: A trained bias belongs to the layer: the inputs have one more entry, 1, which is not stored.
+        input_is_constant: The inputs depend neither on weights nor on the step.
+        cotangent_is_constant: The output gradients do not depend on the weights.
+    """
+
+    inputs: Float[Tensor, "E L n_in"]
+    output_grads: Float[Tensor, "K E L n_out"]
+    has_bias: bool
+    input_is_constant: bool
+    cotangent_is_constant: bool
+
+    point_dims: ClassVar = {"inputs": 0, "output_grads": 1}
+
+    @property
+    def commutes_with_average(self) -> bool:
+        """Whether one of the two factors does not depend on t."""
+        return self.input_is_constant or self.cotangent_is_constant
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Of inputs and output gradients at every pair of positions."""
+        return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.inputs.nbytes + self.output_grads.nbytes
+
+    @property
+    def fits_concatenation(self) -> bool:
+        """Whether the output gradients alone change from step to step, and are short."""
+        return self.inputs.shape[1] == 1 and self.input_is_constant and is_short(self.output_grads.shape[3])
+
+    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
+        """Sum the outer products over positions."""
+        return sum_outer_products(self._biased().unsqueeze(2), self.output_grads.unsqueeze(3))
+
+    def _biased(self) -> Tensor:
+        """Return the inputs with the 1 of a bias."""
+        return append_bias_column(self.inputs) if self.has_bias else self.inputs
+
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> Self:
+        """Concatenate the output gradients; the inputs are the same at every step."""
+        steps = [self.output_grads, *(expect_representation(type(self), step).output_grads for step in others)]
+        return replace(self, output_grads=concat_scaled(steps, weights, 3))
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
+        """Average the factor that depends on t."""
+        last = None if before is None else expect_representation(type(self), before)
+        inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
+        if self.input_is_constant:
+            output_grads = nodes.add(output_grads, self.output_grads, 1)
+            return replace(self, inputs=nodes.place(inputs, self.inputs, 0), output_grads=output_grads)
+        # constant along the step, but each point has its own where each is asked about another output
+        output_grads = nodes.place(output_grads, self.output_grads, 1)
+        return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
+
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Multiply the products of both factors: at the end of the run where the inputs are constant."""
+        b = expect_representation(type(self), other)
+        if self.inputs.shape[1] > 1:
+            total.add_positionwise((self._biased(), b._biased()), (self.output_grads, b.output_grads), weight)
+            return
+        x, y = self.output_grads[:, :, 0], b.output_grads[:, :, 0]
+        if self.input_is_constant and same_points:
+            total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
+        else:
+            total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
+
+    def multiplies_nodes(self, cost: ContractionCost) -> bool:
+        """Whether both factors change from node to node, and products of them cost less than dense ones."""
+        if self.commutes_with_average:
+            return False
+        n_in, n_out = self.inputs.shape[2] + self.has_bias, self.output_grads.shape[3]
+        return cost.factored_is_cheaper(self.inputs.shape[1], n_in, n_out, is_averaged=False)
+
+    def add_states(
+        self, total: LeftFactor | None, others: Sequence[LayerJacobian], weights: Sequence[float]
+    ) -> LeftFactor:
+        """Add states: written out in one product, with states as positions, where both factors change."""
+        if self.commutes_with_average:
+            return super().add_states(total, others, weights)
+        parts = [self, *(expect_representation(OuterProductJacobian, other) for other in others)]
+        inputs = torch.cat([part._biased() for part in parts], dim=1)
+        grads = concat_scaled([part.output_grads for part in parts], weights, 2)
+        values = sum_outer_products(inputs.unsqueeze(2), grads.unsqueeze(3))
+        return DenseJacobian(
+            values if total is None else expect_representation(DenseJacobian, total).values.add_(values)
+        )
+
+    def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
+        """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""
+        products = self.inputs[:, 0] @ other.inputs[:, 0].T
+        return products.add_(1) if self.has_bias else products
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
+        """Multiply row by row, summed over pairs of positions."""
+        b = expect_representation(type(self), other)
+        inputs = self.inputs @ b.inputs.mT + float(self.has_bias)  # E L L
+        x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
+        weighted = torch.einsum("elr,ekro->eklo", inputs, y)
+        return x.flatten(2) @ weighted.flatten(2).mT
+
+    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
+        """Sketch the factors of one position; products of several positions are summed first."""
+        if self.inputs.shape[1] > 1:
+            super().sketch(total, weight, generator)
+        else:
+            total.add_outer_products(self._biased()[:, 0], self.output_grads[:, :, 0], weight, generator)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LogitsLastLayer(LayerJacobian):
+    """The last layer's gradients of all C logits: products are 0 for different outputs, and the same for equal ones.
+
+    Attributes:
+        inputs: The layer's inputs, (E, n), with the 1 of a bias.
+        num_outputs: C.
+    """
+
+    inputs: Float[Tensor, "E n"]
+    num_outputs: int
+
+    point_dims: ClassVar = {"inputs": 0}
+    commutes_with_average = True
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Of the inputs."""
+        return self.inputs.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.inputs.nbytes
+
+    @property
+    def fits_concatenation(self) -> bool:
+        """Whether the inner dimension is short."""
+        return is_short(self.inputs.shape[1])
+
+    def _unit_vectors(self) -> Tensor:
+        return torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
+
+    def to_dense(self) -> Float[Tensor, "C E P_layer"]:
+        """Put each output's inputs into the place of its row of the weight."""
+        return (self._unit_vectors()[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
+
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "LogitsLastLayer":
+        """Concatenate the inputs."""
+        steps = [self.inputs, *(expect_representation(LogitsLastLayer, step).inputs for step in others)]
+        return replace(self, inputs=concat_scaled(steps, weights, 1))
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "LogitsLastLayer":
+        """Average the inputs."""
+        total = None if before is None else expect_representation(LogitsLastLayer, before).inputs
+        return replace(self, inputs=nodes.add(total, self.inputs, 0))
+
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Add one product of the inputs for all outputs."""
+        total.add_same_class((self.inputs @ expect_representation(LogitsLastLayer, other).inputs.T).mul_(weight))
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
+        """Multiply row by row."""
+        products = (self.inputs * expect_representation(LogitsLastLayer, other).inputs).sum(1)
+        return torch.diag_embed(products[:, None].expand(-1, self.num_outputs))
+
+    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
+        """Sketch the inputs with each unit vector."""
+        grads = self._unit_vectors()[:, None].expand(-1, len(self.inputs), -1)
+        total.add_outer_products(self.inputs, grads, weight, generator)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SoftmaxLastLayer(OuterProductJacobian):
+    """The last, linear layer's gradients of all C log-softmax outputs: output_grads[k, e] = e_k - p_e.
+
+    Attributes:
+        probabilities: Softmax probabilities p, (E, C).
+    """
+
+    probabilities: Float[Tensor, "E C"]
+
+    point_dims: ClassVar = {"inputs": 0, "output_grads": 1, "probabilities": 0}
+    commutes_with_average = True
+    fits_concatenation = False
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "SoftmaxLastLayerAverage":
+        """Average the inputs, and their products with each probability."""
+        inputs = self.inputs[:, 0]
+        values = torch.cat([inputs[None], self.probabilities.T[:, :, None] * inputs])
+        last = None if before is None else expect_representation(SoftmaxLastLayerAverage, before).values
+        return SoftmaxLastLayerAverage(nodes.add(last, values, 1))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SoftmaxLastLayerAverage(LeftFactor):
+    """Averages over t of a `SoftmaxLastLayer`: of its inputs a, and of p_c a for every output c; (1 + C, N, n)."""
+
+    values: Float[Tensor, "rows N n"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the averages."""
+        return self.values.nbytes
+
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Add the inner products with the other side's factors, or averages (docs/theory.md, section 5)."""
+        if isinstance(other, SoftmaxLastLayerAverage):
+            total.add_softmax_averages(self.values, other.values, weight)
+        else:
+            b = expect_representation(SoftmaxLastLayer, other)
+            total.add_softmax_last_layer(self.values, b.inputs[:, 0], b.probabilities, weight)
 
 
 def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
@@ -295,12 +574,7 @@ def concat_rows(parts: Sequence[Sequence[LayerJacobian]]) -> list[LayerJacobian]
 
 
 def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K E P"]:
-    """Write layer Jacobians out in the order of the flat weights.
-
-    Args:
-        jacobians: One per layer.
-        columns: Place in the flat weights of each entry (`autodiff.planned_model.flat_columns`).
-    """
+    """Write layer Jacobians out in the order of the flat weights, in which `dense.flat_columns` are their entries."""
     rows = [jacobian.to_dense() for jacobian in jacobians]
     out = rows[0].new_empty(*rows[0].shape[:2], len(columns))
     first = 0
@@ -324,208 +598,3 @@ def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -
     for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
         torch.mul(part, weight, out=target)
     return out
-
-
-def same_representation(own: J, other: LeftFactor) -> J:
-    """Return the other factor, which must have the representation of this one."""
-    return expect_representation(type(own), other)
-
-
-def expect_representation(kind: type[J], other: LeftFactor) -> J:
-    """Return a factor that must have the given representation.
-
-    Raises:
-        TypeError: It has another one.
-    """
-    if not isinstance(other, kind):
-        raise TypeError(
-            f"a layer must keep its representation on both sides and from node to node: {kind.__name__} met "
-            f"{type(other).__name__}. This is a bug in epk_gp."
-        )
-    return other
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class DenseJacobian(LayerJacobian):
-    """A layer's gradients, or those of several parameters, written out: (K, E, P_layer)."""
-
-    values: Float[Tensor, "K E P_layer"]
-
-    commutes_with_average = True
-
-    @property
-    def multiplications_per_pair(self) -> int:
-        """One for each parameter."""
-        return self.values.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the representation takes."""
-        return self.values.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return is_short(self.values.shape[2])
-
-    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Return the values."""
-        return self.values
-
-    def rows(self, rows: slice) -> "DenseJacobian":
-        """Return some of the points."""
-        return replace(self, values=self.values[:, rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "DenseJacobian":
-        """Append other points."""
-        return replace(
-            self, values=torch.cat([self.values, *(same_representation(self, other).values for other in others)], dim=1)
-        )
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "DenseJacobian":
-        """Concatenate steps along the parameters."""
-        return DenseJacobian(
-            concat_scaled([same_representation(self, step).values for step in (self, *others)], weights, 2)
-        )
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "DenseJacobian":
-        """Average the values."""
-        return DenseJacobian(
-            nodes.add(None if before is None else same_representation(self, before).values, self.values, 1)
-        )
-
-    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Add one matrix product."""
-        total.add_products(self.values, same_representation(self, other).values, weight)
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
-        """Multiply row by row."""
-        return self.values.transpose(0, 1) @ other.to_dense().transpose(0, 1).mT
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class OuterProductJacobian(LayerJacobian):
-    """A layer's gradients as sums of outer products over positions: output_grads[k, e, l] (x) inputs[e, l].
-
-    Attributes:
-        inputs: Layer inputs, (E, L, n_in).
-        output_grads: Gradients with respect to the layer's outputs, (K, E, L, n_out).
-        has_bias: A trained bias belongs to the layer: the inputs have one more entry, 1, which is not stored.
-        input_is_constant: The inputs depend neither on weights nor on the step.
-        cotangent_is_constant: The output gradients do not depend on the weights.
-    """
-
-    inputs: Float[Tensor, "E L n_in"]
-    output_grads: Float[Tensor, "K E L n_out"]
-    has_bias: bool
-    input_is_constant: bool
-    cotangent_is_constant: bool
-
-    @property
-    def commutes_with_average(self) -> bool:
-        """Whether one of the two factors does not depend on t."""
-        return self.input_is_constant or self.cotangent_is_constant
-
-    @property
-    def multiplications_per_pair(self) -> int:
-        """Of inputs and output gradients at every pair of positions."""
-        return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both factors."""
-        return self.inputs.nbytes + self.output_grads.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the output gradients alone change from step to step, and are short."""
-        return self.inputs.shape[1] == 1 and self.input_is_constant and is_short(self.output_grads.shape[3])
-
-    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Sum the outer products over positions."""
-        return sum_outer_products(self._biased().unsqueeze(2), self.output_grads.unsqueeze(3))
-
-    def _biased(self) -> Tensor:
-        """Return the inputs with the 1 of a bias."""
-        return append_bias_column(self.inputs) if self.has_bias else self.inputs
-
-    def rows(self, rows: slice) -> "OuterProductJacobian":
-        """Return some of the points."""
-        return replace(self, inputs=self.inputs[rows], output_grads=self.output_grads[:, rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "OuterProductJacobian":
-        """Append other points."""
-        parts = [self, *(same_representation(self, other) for other in others)]
-        inputs = torch.cat([part.inputs for part in parts])
-        return replace(self, inputs=inputs, output_grads=torch.cat([part.output_grads for part in parts], dim=1))
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "OuterProductJacobian":
-        """Concatenate the output gradients; the inputs are the same at every step."""
-        steps = [same_representation(self, step).output_grads for step in (self, *others)]
-        return replace(self, output_grads=concat_scaled(steps, weights, 3))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "OuterProductJacobian":
-        """Average the factor that depends on t."""
-        last = None if before is None else same_representation(self, before)
-        inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
-        if self.input_is_constant:
-            output_grads = nodes.add(output_grads, self.output_grads, 1)
-            return replace(self, inputs=nodes.place(inputs, self.inputs, 0), output_grads=output_grads)
-        # constant along the step, but each point has its own where each is asked about another output
-        output_grads = nodes.place(output_grads, self.output_grads, 1)
-        return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
-
-    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Multiply the products of both factors: at the end of the run where the inputs are constant."""
-        b = same_representation(self, other)
-        if self.inputs.shape[1] > 1:
-            total.add_positionwise((self._biased(), b._biased()), (self.output_grads, b.output_grads), weight)
-            return
-        x, y = self.output_grads[:, :, 0], b.output_grads[:, :, 0]
-        if self.input_is_constant and same_points:
-            total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
-        else:
-            total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
-
-    def multiplies_nodes(self, cost: ContractionCost) -> bool:
-        """Whether both factors change from node to node, and products of them cost less than dense ones."""
-        if self.commutes_with_average:
-            return False
-        n_in, n_out = self.inputs.shape[2] + self.has_bias, self.output_grads.shape[3]
-        return cost.factored_is_cheaper(self.inputs.shape[1], n_in, n_out, is_averaged=False)
-
-    def add_states(
-        self, total: LeftFactor | None, others: Sequence[LayerJacobian], weights: Sequence[float]
-    ) -> LeftFactor:
-        """Add states: written out in one product, with states as positions, where both factors change."""
-        if self.commutes_with_average:
-            return super().add_states(total, others, weights)
-        parts = [self, *(same_representation(self, other) for other in others)]
-        inputs = torch.cat([part._biased() for part in parts], dim=1)
-        grads = concat_scaled([part.output_grads for part in parts], weights, 2)
-        values = sum_outer_products(inputs.unsqueeze(2), grads.unsqueeze(3))
-        return DenseJacobian(
-            values if total is None else expect_representation(DenseJacobian, total).values.add_(values)
-        )
-
-    def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
-        """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""
-        products = self.inputs[:, 0] @ other.inputs[:, 0].T
-        return products.add_(1) if self.has_bias else products
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
-        """Multiply row by row, summed over pairs of positions."""
-        b = same_representation(self, other)
-        inputs = self.inputs @ b.inputs.mT + float(self.has_bias)  # E L L
-        x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
-        weighted = torch.einsum("elr,ekro->eklo", inputs, y)
-        return x.flatten(2) @ weighted.flatten(2).mT
-
-    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
-        """Sketch the factors of one position; products of several positions are summed first."""
-        if self.inputs.shape[1] > 1:
-            super().sketch(total, weight, generator)
-        else:
-            total.add_outer_products(self._biased()[:, 0], self.output_grads[:, :, 0], weight, generator)

@@ -26,6 +26,7 @@ from epk_gp.autodiff.interception import (
     PRODUCTS,
     QUOTIENTS,
     SUMS,
+    WRITTEN_OUT,
     InterpolatedWeights,
     functions_named,
     has_rows,
@@ -33,7 +34,6 @@ from epk_gp.autodiff.interception import (
     substituted,
     tensors_in,
 )
-from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
 
@@ -42,34 +42,14 @@ def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
     return lambda *args, **kwargs: thresholds
 
 
-def _range(
-    x: Any,
-    min: Any = None,  # noqa: A002  # torch's argument names
-    max: Any = None,  # noqa: A002
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[float, ...]:
-    return tuple(float(bound) for bound in (min, max) if isinstance(bound, int | float))
+def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
+    """Return what gives the thresholds among a call's arguments behind the first, which have names and defaults."""
 
+    def thresholds(x: Any, *args: Any, **kwargs: Any) -> tuple[float, ...]:
+        named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        return tuple(float(named[name]) for name in defaults if isinstance(named[name], int | float))
 
-def _minimum(x: Any, min: Any = None, *args: Any, **kwargs: Any) -> tuple[float, ...]:  # noqa: A002
-    return _range(x, min)
-
-
-def _maximum(x: Any, max: Any = None, *args: Any, **kwargs: Any) -> tuple[float, ...]:  # noqa: A002
-    return _range(x, max)
-
-
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-    return (min_val, max_val)
-
-
-def _threshold(x: Any, threshold: float, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-    return (threshold,)
-
-
-def _softshrink(x: Any, lambd: float = 0.5, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-    return (-lambd, lambd)
+    return thresholds
 
 
 # Functions that are smooth between thresholds of their first argument.
@@ -85,17 +65,17 @@ THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
     F.relu6: _at(0.0, 6.0),
     F.hardswish: _at(-3.0, 3.0),
     F.hardsigmoid: _at(-3.0, 3.0),
-    **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
+    **dict.fromkeys((F.hardtanh, F.hardtanh_), _given(min_val=-1.0, max_val=1.0)),
     **{
-        getattr(F, name): _threshold  # untyped names of torch's
+        getattr(F, name): _given(threshold=None)  # untyped names of torch's
         for name in ("threshold", "threshold_", "_threshold")
         if hasattr(F, name)
     },
-    **dict.fromkeys((torch.clamp, torch.Tensor.clamp, torch.Tensor.clamp_), _range),
-    **dict.fromkeys((torch.clip, torch.Tensor.clip, torch.Tensor.clip_), _range),
-    **dict.fromkeys((torch.clamp_min, torch.Tensor.clamp_min, torch.Tensor.clamp_min_), _minimum),
-    **dict.fromkeys((torch.clamp_max, torch.Tensor.clamp_max, torch.Tensor.clamp_max_), _maximum),
-    F.softshrink: _softshrink,
+    **dict.fromkeys((torch.clamp, torch.Tensor.clamp, torch.Tensor.clamp_), _given(min=None, max=None)),
+    **dict.fromkeys((torch.clip, torch.Tensor.clip, torch.Tensor.clip_), _given(min=None, max=None)),
+    **dict.fromkeys((torch.clamp_min, torch.Tensor.clamp_min, torch.Tensor.clamp_min_), _given(min=None)),
+    **dict.fromkeys((torch.clamp_max, torch.Tensor.clamp_max, torch.Tensor.clamp_max_), _given(max=None)),
+    F.softshrink: lambda x, lambd=0.5: (-lambd, lambd),
 }  # fmt: skip
 POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.max_pool1d: F.max_pool1d_with_indices,
@@ -347,8 +327,11 @@ class SecantDerivatives(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is normalise_by_statistics:
             return self._normalise(*args, **kwargs)
-        if func in WRITTEN_OUT and (result := write_out(self, func, args, kwargs)) is not NotImplemented:
-            return result
+        if func in WRITTEN_OUT:
+            with self:
+                result = WRITTEN_OUT[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func in QUOTIENTS and any(value is args[1] for value in (*params, *rows)):
             with self:
                 return torch.mul(args[1].reciprocal(), args[0])

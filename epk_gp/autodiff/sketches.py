@@ -4,7 +4,7 @@ docs/theory.md, section 9, derives what each sketch is and its variance.
 """
 
 import hashlib
-from collections.abc import Iterator
+import math
 from typing import final
 
 import torch
@@ -74,10 +74,7 @@ class FeatureSum:
         """
         K, E, k = self.shape
         if self._spectrum is None:
-            complex_zero = torch.zeros((), dtype=self.reference.dtype, device=self.reference.device).to(
-                self.reference.dtype.to_complex()
-            )
-            self._spectrum = complex_zero.new_zeros(K, E, k // 2 + 1)
+            self._spectrum = self.reference.new_zeros(K, E, k // 2 + 1, dtype=self.reference.dtype.to_complex())
         signs = draw_signs(inputs.shape[1], generator, self.reference)
         shifts = _draw_shifts(inputs.shape[1], k, generator)
         grad_signs = draw_signs(output_grads.shape[2], generator, self.reference).mul_(weight)
@@ -112,13 +109,12 @@ def draw_signs(count: int, generator: torch.Generator, reference: Float[Tensor, 
 
 def _draw_shifts(count: int, k: int, generator: torch.Generator) -> list[int]:
     """Draw by how many places each piece of k numbers is rotated."""
-    shifts: list[int] = torch.randint(0, k, (-(-count // k),), generator=generator).tolist()
-    return shifts
+    return list(torch.randint(0, k, (math.ceil(count / k),), generator=generator).tolist())
 
 
 def _draw_places(count: int, k: int, generator: torch.Generator) -> Int64[Tensor, " count"]:
     """Draw a place in 0 .. k - 1 for each number; the numbers of one piece of k have different ones."""
-    pieces = [torch.randperm(k, generator=generator) for _ in range(-(-count // k))]
+    pieces = [torch.randperm(k, generator=generator) for _ in range(math.ceil(count / k))]
     return torch.cat(pieces)[:count]
 
 
@@ -137,16 +133,9 @@ def _rotated_pieces(signed: Float[Tensor, "E n"], shifts: list[int], k: int) -> 
 
 def _placed(signed: Float[Tensor, "K E n"], places: Int64[Tensor, " n"], k: int) -> Float[Tensor, "K E k"]:
     """Add each number to its place."""
-    return _sum(
-        signed.new_zeros(*signed.shape[:2], k).index_copy_(2, places[part], signed[:, :, part])
-        for part in (slice(first, first + k) for first in range(0, signed.shape[2], k))
-    )
-
-
-def _sum(parts: Iterator[Tensor]) -> Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
+    total = signed.new_zeros(*signed.shape[:2], k).index_copy_(2, places[:k], signed[:, :, :k])
+    for part in (slice(first, first + k) for first in range(k, signed.shape[2], k)):
+        total = total + torch.zeros_like(total).index_copy_(2, places[part], signed[:, :, part])
     return total
 
 
@@ -316,7 +305,7 @@ def _orthogonal_frequencies(D: int, count: int, seed: int) -> Float[Tensor, "D c
     """Draw frequencies in blocks of D orthogonal ones, in float64."""
     generator = seeded_generator("frequencies", seed)
     blocks = []
-    for _ in range(-(-count // D)):
+    for _ in range(math.ceil(count / D)):
         Q, R = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))
         lengths = torch.randn(D, D, generator=generator, dtype=torch.float64).norm(dim=0)
         blocks.append(Q * R.diagonal().sign() * lengths)

@@ -10,24 +10,32 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, dense_jacobian
-from epk_gp.autodiff.directional import WeightSegment, jvp_via_double_vjp, mapped_passes
+from epk_gp.autodiff.dense import (
+    Cotangents,
+    PlannedModel,
+    WeightSegment,
+    dense_jacobian,
+    directional_derivatives,
+    values,
+)
 from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
     LAYERS,
-    InterpolatedWeights,
-    ParameterUsage,
-    ParameterUsageRecorder,
+    FunctionCall,
+    ParameterInterception,
     StackedWeights,
     UnsupportedParameterUseError,
+    has_tensors,
+    tensors_in,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
@@ -93,7 +101,7 @@ def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
 def build_plan(
     model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
-    """Observe the network at weights w and choose how to differentiate it.
+    """Observe the network at weights w, and keep of each way to differentiate it what reproduces plain autograd on X.
 
     Args:
         model: The network, in the computation's dtype.
@@ -105,7 +113,16 @@ def build_plan(
         ValueError: A sample's output depends on the other samples of the batch.
     """
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    with ParameterUsageRecorder(params) as recorder, disable_fused_attention():
+    calls, num_activations = list[_Usage](), 0
+
+    def watch(call: FunctionCall | None, result: Any) -> None:
+        nonlocal num_activations
+        num_activations += sum(value.numel() for value in tensors_in((result,)))
+        if call is not None and has_tensors(result):  # a shape or a dtype does not depend on a parameter's value
+            names = call.names.get("weight"), call.names.get("bias")
+            calls.append(_Usage(call.function, tuple(call.params), *names, call.in_slots))
+
+    with ParameterInterception(params, watch) as mode, disable_fused_attention():
         z = model(params, X).detach()
     with torch.no_grad(), disable_fused_attention():
         single = torch.cat([model(params, row) for row in X.split(1)])
@@ -116,38 +133,85 @@ def build_plan(
         )
     graph = model.signature.graph
     all_dense = all_dense or graph is not None
-    activations = max(1, recorder.num_activations // (len(X) if graph is None else graph.num_nodes))
-    per_row = activations if graph is None else max(1, recorder.num_activations)  # a row goes backward through all
-    # hypotheses, of which validate_plan keeps what holds
+    activations = max(1, num_activations // (len(X) if graph is None else graph.num_nodes))
+    per_row = activations if graph is None else max(1, num_activations)  # a row goes backward through all
+    # hypotheses, of which what does not hold is dropped below
     plan = DifferentiationPlan(
-        bias_of={} if all_dense else _layers(recorder.usages),
+        bias_of={} if all_dense else _layers(calls),
         dense_params=(),
         supports_interpolation=not all_dense,
         supports_stacking=True,
         supports_jvp=True,
-        supports_double_backward=True,
+        supports_interpolated_jvp=not all_dense,
         supports_batched_vjp=True,
-        calls_convolutions=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
         supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
+        calls_convolutions=any(usage.function in CONVOLUTIONS for usage in calls),
         vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
-        calls_fused_functions=recorder.calls_fused_functions,
+        calls_fused_functions=mode.calls_fused_functions,
         shares_pass=graph is not None,
     )
-    return validate_plan(model, w, X, plan)
+    trial = _make_trial(model, w, X, plan)
+    one_by_one, bias_of = replace(plan, supports_batched_vjp=False), dict[str, str | None]()
+    for name, bias in plan.bias_of.items():
+        alone = replace(one_by_one, bias_of={name: bias})
+        if passes_check(partial(_layer_jacobians, trial, alone)):
+            bias_of[name] = bias
+    covered = {*bias_of, *bias_of.values()}
+    plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
+    plan = _verified(plan, "supports_batched_vjp", lambda plan: _layer_jacobians(trial, plan))
+    if plan.calls_convolutions and plan.bias_of:
+        first_row = trial.first_row()
+        windows = partial(_layer_jacobians, first_row, tries_pool_windows=True)
+        plan = _verified(replace(plan, supports_pool_windows=True), "supports_pool_windows", windows)
+    plan = _verified(plan, "supports_interpolation", lambda plan: _interpolated_outputs(trial, plan))
+    if not plan.supports_interpolation or plan.dense_params:
+        plan = replace(plan, supports_stacking=False)
+    plan = _verified(plan, "supports_stacking", lambda _: _stacked_outputs(trial))
+    _load_forward_mode_rules()
+    plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
+    if plan.supports_interpolation:
+        plan = _verified(plan, "supports_interpolated_jvp", lambda plan: _slopes(trial, plan))
+    if not plan.supports_interpolated_jvp:  # else in reverse mode
+        plan = _verified(plan, "supports_interpolation", lambda plan: _slopes(trial, plan))
+    if plan.shares_pass and plan.supports_jvp:
+        plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
+    # all parameters are mapped over where derivatives along a segment can be had in no other way
+    names = plan.dense_params if plan.supports_interpolation else model.names + model.statistics
+    return _verified(plan, "supports_vmap", lambda plan: _mapped_jacobian(trial, plan, names)) if names else plan
 
 
-def _layers(usages: Sequence[ParameterUsage]) -> dict[str, str | None]:
+def _verified(
+    plan: DifferentiationPlan, flag: str, attempt: Callable[[DifferentiationPlan], Pair | Iterator[Pair]]
+) -> DifferentiationPlan:
+    """Return the plan without a flag unless what it stands for reproduces what is expected."""
+    if not getattr(plan, flag) or passes_check(lambda: attempt(plan)):
+        return plan
+    without: dict[str, Any] = {flag: False}
+    return replace(plan, **without)
+
+
+class _Usage(NamedTuple):
+    """One call of a function that takes parameters: all of them, and those in the places of weight and bias."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    weight: str | None
+    bias: str | None
+    in_slots: bool
+
+
+def _layers(usages: Sequence[_Usage]) -> dict[str, str | None]:
     """Map the weights that only layers' calls use to the bias that always goes with each."""
-    by_name: dict[str, list[ParameterUsage]] = {}
+    by_name: dict[str, list[_Usage]] = {}
     for usage in usages:
         for name in usage.names:
             by_name.setdefault(name, []).append(usage)
     bias_of: dict[str, str | None] = {}
     for name, own in by_name.items():
-        as_weight = all(usage.is_jointly_linear and usage.weight == name for usage in own)
+        as_weight = all(usage.in_slots and usage.weight == name for usage in own)
         functions = {usage.function for usage in own}
         if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
             bias = own[0].bias
@@ -163,6 +227,7 @@ class _Trial:
     Attributes:
         model: The network.
         w: Flat weights off the trained ones, where a zero could hide a mistake; statistics likewise.
+        d: A direction to move in. A statistic may be a variance: it only grows.
         X: Inputs.
         cotangents: Two random cotangents of each sample's logits.
         expected: The Jacobian of every parameter and statistic, by backward passes sample by sample.
@@ -170,68 +235,25 @@ class _Trial:
 
     model: FunctionalModel
     w: Tensor
+    d: Tensor
     X: Tensor
     cotangents: Tensor
     expected: dict[str, Tensor]
-
-    @property
-    def direction(self) -> Tensor:
-        """A direction to move in. A statistic may be a variance: it only grows."""
-        w, statistics = _split(self.model, self.w)
-        return torch.cat([0.1 * w.flip(0), 0.1 * statistics.abs().flip(0)])
-
-    def compare_slopes(self, slopes: Float[Tensor, "E C"]) -> Pair:
-        """Multiply the outputs' derivatives along the direction with the cotangents, and compute that another way.
-
-        Two numbers of each row stand for all outputs: to differentiate each of a thousand would take a minute.
-        """
-        parts = self.direction.split([rows.shape[2] for rows in self.expected.values()])
-        products = [rows @ part for rows, part in zip(self.expected.values(), parts, strict=True)]
-        return (self.cotangents * slopes).sum(dim=2), torch.stack(products).sum(dim=0)
 
     def first_row(self) -> "_Trial":
         """Leave out all rows but the first: what does not fit into a pass for one row fits for none."""
         expected = {name: rows[:, :1] for name, rows in self.expected.items()}
         return replace(self, X=self.X[:1], cotangents=self.cotangents[:, :1], expected=expected)
 
-
-def validate_plan(
-    model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], plan: DifferentiationPlan
-) -> DifferentiationPlan:
-    """Keep in the plan only what reproduces plain autograd on the rows of X."""
-    trial = _make_trial(model, w, X, plan)
-    bias_of = {}
-    for name, bias in plan.bias_of.items():
-        alone = replace(plan, bias_of={name: bias}, supports_batched_vjp=False)
-        if passes_check(lambda alone=alone: _layer_jacobians(trial, alone)):  # type: ignore[misc]
-            bias_of[name] = bias
-    covered = {*bias_of, *(bias for bias in bias_of.values() if bias is not None)}
-    plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
-    plan = replace(plan, supports_batched_vjp=passes_check(lambda: _layer_jacobians(trial, plan)))
-    if plan.calls_convolutions and plan.bias_of:
-        windows = replace(plan, supports_pool_windows=True)
-        if passes_check(lambda: _layer_jacobians(trial.first_row(), windows, tries_pool_windows=True)):
-            plan = windows
-    if plan.supports_interpolation:
-        plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_outputs(trial)))
-    stacks = plan.supports_interpolation and not plan.dense_params and passes_check(lambda: _stacked_outputs(trial))
-    plan = replace(plan, supports_stacking=stacks)
-    _load_forward_mode_rules()
-    plan = replace(plan, supports_jvp=passes_check(lambda: _jvp(trial)))
-    if plan.supports_jvp and plan.supports_interpolation:
-        plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_slopes(trial)))
-    plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
-    if plan.shares_pass and plan.supports_jvp:
-        plan = replace(plan, supports_mapped_passes=passes_check(lambda: _mapped_passes(trial, plan)))
-    # all parameters are mapped over where derivatives along a segment can be had in no other way
-    names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names + model.statistics
-    return replace(plan, supports_vmap=passes_check(lambda: _mapped_jacobian(trial, plan, names))) if names else plan
+    def segment(self, plan: DifferentiationPlan) -> WeightSegment:
+        """Return the line along the direction."""
+        return WeightSegment(PlannedModel(self.model, plan), self.w, self.d, "logits", 1 << 30)
 
 
 def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: DifferentiationPlan) -> _Trial:
+    P = model.num_weights
     wave = torch.arange(w.numel(), device=w.device, dtype=torch.float64).sin().to(w.dtype)
-    weights, statistics = _split(model, w)
-    here = torch.cat([weights + 0.02 * wave[: len(weights)], statistics + 0.02 * wave[len(weights) :].abs()])
+    here = torch.cat([w[:P] + 0.02 * wave[:P], w[P:] + 0.02 * wave[P:].abs()])
     with torch.no_grad():
         z = model(model.unflatten(here), X)
     num_rows = max(_FEWEST_ROWS, _TRUTH_BYTES // (2 * w.nbytes))
@@ -242,12 +264,8 @@ def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: Differentiat
     names, shapes = model.names + model.statistics, model.shapes + model.statistic_shapes
     truth = dense_jacobian(loop, names, here, X, cotangents).values
     pieces = truth.split([shape.numel() for shape in shapes], dim=2)
-    return _Trial(model, here, X, cotangents, dict(zip(names, pieces, strict=True)))
-
-
-def _split(model: FunctionalModel, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights and the moving statistics of a flat vector."""
-    return w[: model.num_weights], w[model.num_weights :]
+    direction = torch.cat([0.1 * here[:P].flip(0), 0.1 * here[P:].abs().flip(0)])
+    return _Trial(model, here, direction, X, cotangents, dict(zip(names, pieces, strict=True)))
 
 
 def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_windows: bool = False) -> Iterator[Pair]:
@@ -264,57 +282,34 @@ def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_win
         yield jacobian.to_dense(), rows.flatten(2)
 
 
-def _interpolated_outputs(trial: _Trial) -> Pair:
+def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     """Compare outputs for two numbers of rows, so that no other size can be taken for that of the rows."""
-    model, X, d = trial.model, trial.X, trial.direction
+    model, X, segment = trial.model, trial.X, trial.segment(replace(plan, calls_fused_functions=False))
     t = (0.9 + 0.31 * torch.arange(len(X), dtype=trial.w.dtype, device=X.device)) % 1
-    params = model.unflatten(trial.w)
-    together = []
-    with torch.no_grad(), disable_fused_attention():
-        for n in (len(X), len(X) - 1):
-            with InterpolatedWeights(params, model.unflatten(d), t[:n]):
-                together.append(model(params, X[:n]))
-        rows = [model(model.unflatten(trial.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
+    together = [values(segment, X[:n], t[:n]) for n in (len(X), len(X) - 1)]
+    rows = [model(model.unflatten(trial.w + u * trial.d), x) for u, x in zip(t, X.split(1), strict=True)]
     return torch.cat(together), torch.cat([*rows, *rows[:-1]])
-
-
-def _interpolated_slopes(trial: _Trial) -> Pair:
-    model, X, d = trial.model, trial.X, trial.direction
-    params, zeros = model.unflatten(trial.w), torch.zeros(len(X), dtype=trial.w.dtype, device=X.device)
-    with torch.no_grad(), disable_fused_attention(), forward_mode():
-        t = fwAD.make_dual(zeros, torch.ones_like(zeros))
-        with InterpolatedWeights(params, model.unflatten(d), t):
-            z = model(params, X)
-        slope = fwAD.unpack_dual(z).tangent
-    return trial.compare_slopes(slope)
 
 
 def _stacked_outputs(trial: _Trial) -> Pair:
     model, X, w = trial.model, trial.X, trial.w
-    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.direction])
+    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
     params = model.unflatten(w)
-    with torch.no_grad(), disable_fused_attention():
-        with StackedWeights(params, model.unflatten_rows(stacked)):
-            together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
-        parts = [model(model.unflatten(row), X) for row in stacked]
-    return together, torch.cat(parts)
+    with StackedWeights(params, model.unflatten_rows(stacked)):
+        together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
+    return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
 
 
-def _jvp(trial: _Trial) -> Pair:
-    model = trial.model
-    params, direction = model.unflatten(trial.w), model.unflatten(trial.direction)
-    with torch.no_grad(), disable_fused_attention(), forward_mode():
-        duals = {name: fwAD.make_dual(value, direction[name]) for name, value in params.items()}
-        tangent = fwAD.unpack_dual(model(duals, trial.X)).tangent
-    return trial.compare_slopes(tangent)
+def _slopes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
+    """Multiply the outputs' derivatives along the direction with the cotangents, and compute that another way.
 
-
-def _double_vjp(trial: _Trial) -> Pair:
-    model = trial.model
-    leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(trial.w).items()}
-    with torch.enable_grad(), disable_fused_attention():
-        slope = jvp_via_double_vjp(model(leaves, trial.X), leaves, model.unflatten(trial.direction))
-    return trial.compare_slopes(slope)
+    Two numbers of each row stand for all outputs: to differentiate each of a thousand would take a minute.
+    """
+    segment = trial.segment(replace(plan, calls_fused_functions=False))
+    slopes = directional_derivatives(segment, trial.X, trial.w.new_zeros(len(trial.X)))[1]
+    parts = trial.d.split([rows.shape[2] for rows in trial.expected.values()])
+    products = [rows @ part for rows, part in zip(trial.expected.values(), parts, strict=True)]
+    return (trial.cotangents * slopes).sum(dim=2), torch.stack(products).sum(dim=0)
 
 
 def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Iterator[Pair]:
@@ -324,23 +319,12 @@ def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str,
 
 
 def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
+    """Compare passes that are mapped over points of the direction with passes at each point."""
     t = (0.9 + 0.31 * torch.arange(3, dtype=trial.w.dtype, device=trial.X.device)) % 1
-    segment = WeightSegment(PlannedModel(trial.model, plan), trial.w, trial.direction, "logits", 1 << 30)
     X = trial.X[: len(t)]
-    with torch.no_grad(), disable_fused_attention():
-        mapped = mapped_passes(
-            segment, X, (t, list(torch.arange(len(t), device=X.device).split(1))), differentiate=True
-        )
-    f, slopes = mapped
-    model, loop = trial.model, PlannedModel(trial.model, replace(plan, supports_vmap=False))
-    names, cotangents = model.names + model.statistics, trial.cotangents[:, : len(t)]
-    outputs, expected = [], []
-    for e, u in enumerate(t):
-        w, x = trial.w + u * trial.direction, X[e : e + 1]
-        outputs.append(model(model.unflatten(w), x))
-        expected.append(dense_jacobian(loop, names, w, x, cotangents[:, e : e + 1]).values @ trial.direction)
-    computed = [f.flatten(), (cotangents * slopes).sum(dim=2).flatten()]
-    return torch.cat(computed), torch.cat([torch.cat(outputs).flatten(), torch.cat(expected, dim=1).flatten()])
+    mapped = directional_derivatives(trial.segment(plan), X, t)
+    at_each = directional_derivatives(trial.segment(replace(plan, supports_vmap=False)), X, t)
+    return torch.cat(mapped), torch.cat(at_each)
 
 
 def _load_forward_mode_rules() -> None:
@@ -360,16 +344,10 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
             found = attempt()
             return _agree(iter([found]) if isinstance(found, tuple) else found)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError) as error:
-        if _is_out_of_memory(error):
-            raise  # it says nothing about the network, and a plan is kept
+        # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
         return False
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out: on the CPU torch says so in the text of a `RuntimeError` only."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def allclose(computed: Tensor, expected: Tensor) -> bool:

@@ -10,8 +10,18 @@ import torch
 import typer
 
 from epk_gp.core.losses import Head
-from epk_gp.quadrature.paths import WeightPath, chords, layerwise, straight
-from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+from epk_gp.quadrature.rules import (
+    Rule,
+    WeightPath,
+    adaptive,
+    chords,
+    gauss_legendre,
+    layerwise,
+    left_endpoint,
+    left_riemann,
+    midpoint,
+    straight,
+)
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
 

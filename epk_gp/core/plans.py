@@ -47,13 +47,14 @@ class DifferentiationPlan:
         supports_stacking: Equal parts of the rows can have weights of their own
             (`autodiff.interception.StackedWeights`).
         supports_jvp: Forward-mode derivatives work.
-        supports_double_backward: The result of reverse mode can be differentiated once more.
-        supports_batched_vjp: Several cotangents can be propagated backwards in one call.
+        supports_interpolated_jvp: They do of rows at different points of a segment that share calls.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.
         supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
-            (`autodiff.layer_builder`).
-        supports_vmap: `torch.func.vmap` over samples works.
+            (`autodiff.jacobians`).
+        supports_batched_vjp: Several cotangents can be propagated backwards in one call.
+        supports_vmap: `torch.func.vmap` works over samples, and over the weights of passes that compute the rows of all
+            points. Embeddings do not allow it, and their cotangents can go backwards together.
         vmap_chunk_size: Number of samples that one `vmap` call takes.
         activations_per_sample: Numbers that a forward pass computes per sample.
         num_outputs: C.
@@ -61,7 +62,6 @@ class DifferentiationPlan:
             where rows are at few points of a segment, one pass for each point costs less.
         shares_pass: A forward pass computes the rows of all points, whichever are asked for (nodes of a graph). Rows
             are grouped by their weights then, and no layer is taken for one that sees the rows.
-        supports_mapped_passes: `torch.func.vmap` over the weights of such passes works.
     """
 
     bias_of: dict[str, str | None]
@@ -69,7 +69,7 @@ class DifferentiationPlan:
     supports_interpolation: bool
     supports_stacking: bool
     supports_jvp: bool
-    supports_double_backward: bool
+    supports_interpolated_jvp: bool
     supports_batched_vjp: bool
     calls_convolutions: bool
     supports_pool_windows: bool
@@ -79,7 +79,6 @@ class DifferentiationPlan:
     num_outputs: int
     calls_fused_functions: bool = False
     shares_pass: bool = False
-    supports_mapped_passes: bool = False
 
 
 @dataclass(eq=False)

@@ -14,8 +14,7 @@ from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients, validate_path_of_nodes
-from epk_gp.quadrature.paths import WeightPath, path_identity, straight
-from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
+from epk_gp.quadrature.rules import WeightPath, gauss_legendre, left_endpoint, path_identity, straight
 
 EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
 

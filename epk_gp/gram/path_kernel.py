@@ -21,14 +21,17 @@ from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.sums import Steps, jacobians_at_nodes, step_batches, test_nodes
 from epk_gp.gram.tiles import GramWork, gram_tiles, tile_points
-from epk_gp.quadrature.paths import (
+from epk_gp.quadrature.rules import (
+    QuadratureRule,
+    Rule,
     WeightPath,
+    gauss_legendre,
     path_identity,
     require_integrable,
     straight,
     validate_path,
+    validate_rule,
 )
-from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 from epk_gp.work.run import run
 from epk_gp.work.sums import Piece, Place, Sums
 

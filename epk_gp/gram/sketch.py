@@ -27,7 +27,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import require_gradients_of_rows
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.paths import (
+from epk_gp.quadrature.rules import (
     LayerwisePath,
     WeightPath,
     path_identity,

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
 from epk_gp.autodiff.representations import (
     ContractionCost,
@@ -30,8 +30,7 @@ from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage
 from epk_gp.gram.context import ExecutionContext, integral_counts
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.quadrature.paths import stretches_of
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, stretches_of
 
 
 def jacobians_at_nodes(

@@ -21,8 +21,7 @@ from epk_gp.core.trajectory import Trajectory, aligned
 from epk_gp.gram.accumulator import GramAccumulator, scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext, warn_of_integrals
 from epk_gp.gram.sums import CopyBatch, Steps, add_steps, feature_bytes, step_batches
-from epk_gp.quadrature.paths import WeightPath, path_identity
-from epk_gp.quadrature.rules import Rule
+from epk_gp.quadrature.rules import Rule, WeightPath, path_identity
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 

@@ -18,8 +18,7 @@ from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import relative_rounding
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import AdaptiveRule, Rule
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule
 from epk_gp.work.sums import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one

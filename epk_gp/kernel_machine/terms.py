@@ -10,9 +10,16 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, chosen_outputs, flat_columns
-from epk_gp.autodiff.directional import WeightSegment, statistics_jacobian, values
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.dense import (
+    Cotangents,
+    PlannedModel,
+    WeightSegment,
+    all_outputs,
+    chosen_outputs,
+    flat_columns,
+    values,
+)
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows

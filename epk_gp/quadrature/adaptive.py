@@ -3,7 +3,7 @@
 An interval [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
 passes are all that it takes to know. A step on which a unit switches is cut at its kinks before any node is evaluated
 (`kinks.values_at_ends`). Other intervals start with few nodes and go to the smallest rule that promises to suffice
-(`resolution.predicted_errors`), which keeps these nodes (`nested.rising_stages`). Where none does, the interval is
+(`intervals.predicted_errors`), which keeps these nodes (`intervals.rising_stages`). Where none does, the interval is
 searched for kinks (`kinks.locate_kinks`), or else halved.
 The residual only chooses nodes; it is never added to anything. No integrand makes the rule run without end: evaluations
 are bounded, and a status says why it stopped (`QuadratureStatus`).
@@ -16,38 +16,33 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
+from epk_gp.autodiff.dense import WeightSegment, directional_derivatives, values
 from epk_gp.core.checks import validate_finite
 from epk_gp.quadrature.intervals import (
-    Integrated,
-    Intervals,
-    StageTable,
-    between_cuts,
-    extrapolated_errors,
-    fixed_stages,
-    lexicographic,
-    nodes_of,
-    predicted_errors,
-    rising_stages,
-    spectrum_of,
-    stage_table,
-)
-from epk_gp.quadrature.kinks import locate_graph_kinks, locate_kinks, may_switch, values_at_ends
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, gauss_legendre
-from epk_gp.quadrature.status import (
     NOISE_LEVELS,
     OPEN,
     SMOOTH_DECAY,
+    Integrated,
+    Intervals,
     Lineage,
     Parents,
-    QuadratureStatus,
+    StageTable,
+    between_cuts,
+    extrapolated_errors,
     fixed_status,
+    lexicographic,
     limit_status,
     may_be_rounding,
+    nodes_of,
+    predicted_errors,
     residual_status,
     rounding_of,
+    spectrum_of,
+    stage_table,
     trace_lineage,
 )
+from epk_gp.quadrature.kinks import locate_graph_kinks, locate_kinks, may_switch, values_at_ends
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
 # Predicted errors may exceed the tolerance by this factor: they are cautious. With 1, small steps took 2 % more
 # evaluations (7700 intervals of 19 networks); with 4, sums came close to their tolerance.
@@ -58,221 +53,196 @@ _TRUST = 2
 _SEARCH_EVALUATIONS = 2
 
 
-def first_intervals(
-    segment: WeightSegment,
-    X: Tensor,
-    steps: tuple[Intervals, Bool[Tensor, " n"]],
-    table: StageTable,
-    evaluations: Tensor,
-    limit: int,
-) -> Intervals:
-    """Cut steps at the kinks that are located before anything is integrated.
-
-    Args:
-        segment: The step.
-        X: n inputs.
-        steps: The whole step for each of them, and whether a unit stands differently at its ends.
-        table: The orders of intervals.
-        evaluations: Gradients evaluated per point; searches for kinks are added.
-        limit: Bound on these.
-    """
-    whole, switches = steps
-    if limit < _SEARCH_EVALUATIONS + 2 or not bool(switches.any()):
-        return whole
-    owner, cuts = _located_cuts(segment, X, whole, switches.nonzero().squeeze(1), evaluations)
-    parts = torch.ones_like(evaluations).index_add_(0, owner, torch.ones_like(cuts, dtype=evaluations.dtype))
-    kept = (evaluations + parts <= limit)[owner].nonzero().squeeze(1)
-    owner, cuts = owner[kept], cuts[kept]
-    f_cuts = values(segment, X[owner], cuts) if len(cuts) else whole.f_a[:0]
-    is_whole = torch.ones_like(switches).index_fill_(0, owner, False)
-    searched = replace(whole, is_searched=switches & is_whole)
-    return between_cuts(searched, owner, cuts, f_cuts, whole.parent)
-
-
-def refine(
-    segment: WeightSegment, X: Tensor, rule: AdaptiveRule, num_steps: int, found: Integrated, evaluations: Tensor
-) -> tuple[Tensor, Intervals, Parents]:
-    """Refine the intervals that cannot be accepted, as far as the bound on evaluations allows it.
+class _Refinement:
+    """Steps of n points that are integrated under an adaptive rule.
 
     Args:
         segment: The step.
         X: n inputs.
         rule: The rule.
         num_steps: Steps that share its tolerance.
-        found: The intervals of this level.
-        evaluations: Gradients evaluated per point; searches for kinks are added.
+        table: The orders of intervals.
 
-    Returns:
-        Why each interval is accepted, `OPEN` for those that are refined; their parts; and the intervals that these are
-        the parts of.
+    Attributes:
+        evaluations: Gradients evaluated per point, with those that searches for kinks stand for.
     """
-    intervals, table, tol = found.intervals, found.table, rule.tol / num_steps
-    reason = residual_status(found.error, found.rounding, tol)
-    failed = (reason == OPEN).nonzero().squeeze(1)
-    if not len(failed):
-        return reason, intervals[failed], found.parents
-    lineage = trace_lineage(found.parents, intervals.parent, found.residual, reason == OPEN)
-    reason[failed] = limit_status(
-        found.error[failed],
-        found.integral[failed],
-        width=(intervals.b - intervals.a)[failed],
-        rounding=found.rounding[failed],
-        ancestor_error=intervals.parent_residual[failed],
-        lineage=lineage[failed],
-        level=found.level,
-    )
-    # a midpoint can lie on the one place where the derivative is not finite
-    at_middle = ~found.error.isfinite() & (intervals.stage == table.first)
-    reason = torch.where(at_middle, OPEN, reason)
-    reason = _stop_points(reason, intervals.point, len(X))
-    failed = (reason == OPEN).nonzero().squeeze(1)
-    option = _raised_stage(segment, X, found, failed, lineage, tol)
-    # the least that any refinement takes: the next order, a search with two parts, or two halves
-    plan = segment.net.plan
-    searches = ~intervals.is_searched[failed] & (plan.supports_interpolation or plan.shares_pass)
-    split = torch.where(searches, _SEARCH_EVALUATIONS + 2 * table.size[table.first], 2 * table.size[table.half])
-    least = torch.where(option >= 0, (table.size - table.num_known)[option], split).to(evaluations)
-    fits = evaluations.index_add(0, intervals.point[failed], least) <= rule.max_evaluations
-    reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
-    kept = fits[intervals.point[failed]].nonzero().squeeze(1)
-    failed = failed[kept]
-    parts, parents = _parts(segment, X, found, failed, (lineage[failed], option[kept]), evaluations)
-    cost = (table.size - table.num_known)[parts.stage].to(evaluations)
-    fits = evaluations.index_add(0, parts.point, cost) <= rule.max_evaluations
-    reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
-    return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
 
+    def __init__(
+        self, segment: WeightSegment, X: Tensor, rule: AdaptiveRule, num_steps: int, table: StageTable
+    ) -> None:
+        self.segment, self.X, self.table, self.limit = segment, X, table, rule.max_evaluations
+        self.tol, self.evaluations = rule.tol / num_steps, segment.w.new_zeros(len(X))
 
-def _stop_points(reason: Tensor, point: Tensor, n: int) -> Tensor:
-    """Accept all open intervals of points of which one was found inconsistent: no refinement makes these exact."""
-    inconsistent = (reason == QuadratureStatus.INCONSISTENT_DERIVATIVE).long()
-    stops = torch.zeros(n, dtype=torch.long, device=point.device).index_add_(0, point, inconsistent)[point] > 0
-    return torch.where(stops & (reason == OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
+    def cut_at_kinks(self, whole: Intervals, switches: Bool[Tensor, " n"]) -> Intervals:
+        """Cut whole steps at kinks where a unit stands differently at their ends, before anything is integrated."""
+        if self.limit < _SEARCH_EVALUATIONS + 2 or not bool(switches.any()):
+            return whole
+        owner, cuts = self._located_cuts(whole, switches.nonzero().squeeze(1))
+        parts = torch.ones_like(self.evaluations).index_add_(0, owner, torch.ones_like(cuts))
+        kept = (self.evaluations + parts <= self.limit)[owner].nonzero().squeeze(1)
+        owner, cuts = owner[kept], cuts[kept]
+        is_whole = torch.ones_like(switches).index_fill_(0, owner, False)
+        searched = replace(whole, is_searched=switches & is_whole)
+        return between_cuts(searched, owner, cuts, self._values(whole, owner, cuts), whole.parent)
 
+    def refine(self, found: Integrated) -> tuple[Tensor, Intervals, Parents]:
+        """Refine the intervals that cannot be accepted, as far as the bound on evaluations allows it.
 
-def _raised_stage(
-    segment: WeightSegment, X: Tensor, found: Integrated, failed: Tensor, lineage: Lineage, tol: float
-) -> Int64[Tensor, " F"]:
-    """Choose the lowest order that promises to suffice for each failed interval; -1 where none does.
+        Args:
+            found: The intervals of this level.
 
-    From the first order on, the prediction is that of the two last orders' residuals. What may be rounding is raised
-    whatever the prediction: two orders that agree tell it.
-    """
-    table, intervals, error = found.table, found.intervals[failed], found.error[failed]
-    stage, target = intervals.stage, found.rounding[failed].clamp(min=tol)
-    option = torch.full_like(stage, -1)
-    for row in {table.first, table.half}:
-        options = table.stages[row].options
-        rows = (stage == row).nonzero().squeeze(1)
-        if not options or not len(rows):
-            continue
-        coefficients = _coefficients(segment, X, found, failed[rows], row)
-        ids = torch.tensor(options, device=stage.device)
-        suffices = predicted_errors(coefficients, table.errors[ids]) <= _TRUST * target[rows, None]
-        if row != table.first:
-            suffices &= (error <= SMOOTH_DECAY * intervals.error_before)[rows, None]
-        option[rows] = torch.where(suffices.any(dim=1), ids[suffices.int().argmax(dim=1)], -1)
-    later = (~table.is_start[stage] & (table.option[stage] >= 0)).nonzero().squeeze(1)
-    now, following = stage[later], table.option[stage[later]]
-    degrees = (table.degree[row] for row in (now, table.previous[now], following))
-    predicted = extrapolated_errors(error[later], intervals.error_before[later], *degrees)
-    option[later] = torch.where(predicted <= target[later], following, -1)
-    settles = (lineage[failed].raises > 0) | table.is_start[stage]
-    settles = settles & may_be_rounding(error, found.integral[failed], found.rounding[failed])
-    return torch.where((option < 0) & settles, table.option[stage], option)
+        Returns:
+            Why each interval is accepted, `OPEN` for those that are refined; their parts; and the intervals that these
+            are the parts of.
+        """
+        intervals, table = found.intervals, self.table
+        reason = residual_status(found.error, found.rounding, self.tol)
+        failed = (reason == OPEN).nonzero().squeeze(1)
+        if not len(failed):
+            return reason, intervals[failed], found.parents
+        lineage = trace_lineage(found.parents, intervals.parent, found.residual, reason == OPEN)
+        reason[failed] = limit_status(
+            found.error[failed],
+            found.integral[failed],
+            width=(intervals.b - intervals.a)[failed],
+            rounding=found.rounding[failed],
+            ancestor_error=intervals.parent_residual[failed],
+            lineage=lineage[failed],
+            level=found.level,
+        )
+        # a midpoint can lie on the one place where the derivative is not finite
+        at_middle = ~found.error.isfinite() & (intervals.stage == 0)
+        reason = self._stop_points(torch.where(at_middle, OPEN, reason), intervals.point)
+        failed = (reason == OPEN).nonzero().squeeze(1)
+        option = self._raised_stage(found, failed, lineage)
+        # the least that any refinement takes: the next order, a search with two parts, or two halves
+        plan = self.segment.net.plan
+        searches = ~intervals.is_searched[failed] & (plan.supports_interpolation or plan.shares_pass)
+        split = torch.where(searches, _SEARCH_EVALUATIONS + 2 * table.size[0], 2 * table.size[table.half])
+        least = torch.where(option >= 0, (table.size - table.num_known)[option], split)
+        fits = self._fits(intervals.point[failed], least)[intervals.point[failed]]
+        reason[failed] = torch.where(fits, OPEN, QuadratureStatus.EVALUATION_LIMIT)
+        kept = fits.nonzero().squeeze(1)
+        failed = failed[kept]
+        parts, parents = self._parts(found, failed, lineage[failed], option[kept])
+        fits = self._fits(parts.point, (table.size - table.num_known)[parts.stage])
+        reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
+        return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
 
+    def _fits(self, point: Tensor, cost: Tensor) -> Bool[Tensor, " n"]:
+        """Whether evaluations that some intervals of each point take stay within the bound."""
+        return self.evaluations.index_add(0, point, cost.to(self.evaluations)) <= self.limit
 
-def _coefficients(
-    segment: WeightSegment, X: Tensor, found: Integrated, rows: Tensor, stage: int
-) -> Float[Tensor, "E K C"]:
-    """Return Legendre coefficients of df/dt on intervals of one first order; f at its probes takes forward passes."""
-    intervals, first = found.intervals[rows], found.table.stages[stage]
-    n, width = len(first.rule), intervals.b - intervals.a
-    inner, places = found.inner[rows, :n], list(first.rule.nodes)
-    if first.probes:
-        at = intervals.a[:, None] + width[:, None] * width.new_tensor(first.probes)
-        repeated = intervals.point.repeat_interleave(len(first.probes))
-        f = values(segment, X[repeated], at.flatten()).unflatten(0, at.shape)
-        inner, places = torch.cat([inner, f], dim=1), [*places, *first.probes]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    known = torch.cat([intervals.f_a[:, None], inner[:, order], intervals.f_b[:, None]], dim=1)
-    data = torch.cat([found.slopes[rows, :n] * width[:, None, None], known.diff(dim=1)], dim=1)
-    return spectrum_of(first, data) @ data
+    def _stop_points(self, reason: Tensor, point: Tensor) -> Tensor:
+        """Accept all open intervals of points of which one was found inconsistent: no refinement makes these exact."""
+        inconsistent = (reason == QuadratureStatus.INCONSISTENT_DERIVATIVE).long()
+        stops = torch.zeros_like(self.evaluations, dtype=torch.long).index_add_(0, point, inconsistent)
+        return torch.where((stops[point] > 0) & (reason == OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
 
+    def _raised_stage(self, found: Integrated, failed: Tensor, lineage: Lineage) -> Int64[Tensor, " F"]:
+        """Choose the lowest order that promises to suffice for each failed interval; -1 where none does.
 
-def _parts(
-    segment: WeightSegment,
-    X: Tensor,
-    found: Integrated,
-    failed: Tensor,
-    chosen: tuple[Lineage, Tensor],
-    evaluations: Tensor,
-) -> tuple[Intervals, Parents]:
-    """Raise the order of failed intervals where one promises to suffice; cut the others at their kinks, or halve them.
+        From the first order on, the prediction is that of the two last orders' residuals. What may be rounding is
+        raised whatever the prediction: two orders that agree tell it.
+        """
+        table, intervals, error = self.table, found.intervals[failed], found.error[failed]
+        stage, target = intervals.stage, found.rounding[failed].clamp(min=self.tol)
+        option = torch.full_like(stage, -1)
+        for row in {0, table.half}:
+            options = table.stages[row].options
+            rows = (stage == row).nonzero().squeeze(1)
+            if not options or not len(rows):
+                continue
+            ids = torch.tensor(options, device=stage.device)
+            predicted = predicted_errors(self._coefficients(found, failed[rows], row), table.errors[ids])
+            suffices = predicted <= _TRUST * target[rows, None]
+            if row != 0:
+                suffices &= (error <= SMOOTH_DECAY * intervals.error_before)[rows, None]
+            option[rows] = torch.where(suffices.any(dim=1), ids[suffices.int().argmax(dim=1)], -1)
+        later = (~table.is_start[stage] & (table.option[stage] >= 0)).nonzero().squeeze(1)
+        now, following = stage[later], table.option[stage[later]]
+        degrees = (table.degree[row] for row in (now, table.previous[now], following))
+        predicted = extrapolated_errors(error[later], intervals.error_before[later], *degrees)
+        option[later] = torch.where(predicted <= target[later], following, -1)
+        settles = (lineage[failed].raises > 0) | table.is_start[stage]
+        settles = settles & may_be_rounding(error, found.integral[failed], found.rounding[failed])
+        return torch.where((option < 0) & settles, table.option[stage], option)
 
-    Args:
-        segment: The step.
-        X: n inputs.
-        found: The intervals of this level.
-        failed: Which of them failed, (F,).
-        chosen: The lineages of these, and the orders to which they are raised, or -1.
-        evaluations: Gradients evaluated per point; searches for kinks are added.
-    """
-    (lineage, option), table = chosen, found.table
-    intervals, error, rises = found.intervals[failed], found.error[failed], option >= 0
-    to_search = (~rises & ~intervals.is_searched).nonzero().squeeze(1)
-    owner, cuts = _located_cuts(segment, X, intervals, _switching(segment, X, intervals, to_search), evaluations)
-    has_kinks = torch.zeros_like(rises).index_fill_(0, owner, True)
-    is_halved = ~has_kinks & ~rises
-    middle = (intervals.a + intervals.b) / 2
-    owner = torch.cat([owner, is_halved.nonzero().squeeze(1)])
-    cuts = torch.cat([cuts, middle[is_halved]])
-    order = lexicographic(owner, cuts)
-    owner, cuts = owner[order], cuts[order]
-    f_cuts = values(segment, X[intervals.point[owner]], cuts) if len(cuts) else intervals.f_a[:0]
-    # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
-    ancestor = error if found.level % NOISE_LEVELS == 0 else torch.maximum(error, intervals.parent_residual)
-    # what a midpoint alone leaves tells nothing of rounding
-    ancestor = torch.where(intervals.stage == table.first, intervals.parent_residual, ancestor)
-    to_cut, to_raise = (~rises).nonzero().squeeze(1), rises.nonzero().squeeze(1)
-    split = replace(
-        intervals,
-        stage=torch.where(has_kinks, table.first, table.half),
-        error_before=torch.where(has_kinks, torch.inf, error),
-        parent_residual=ancestor,
-        is_searched=torch.zeros_like(rises),
-    )
-    split = between_cuts(split, owner, cuts, f_cuts, to_cut)
-    raised = replace(intervals, stage=option, known=found.slopes[failed], error_before=error)[to_raise]
-    raised = replace(raised, parent=to_raise)
-    joined = (torch.cat(pair) for pair in zip(vars(split).values(), vars(raised).values(), strict=True))
-    return Intervals(*joined), Parents(found.residual[failed], lineage, is_halved, rises)
+    def _coefficients(self, found: Integrated, rows: Tensor, stage: int) -> Float[Tensor, "E K C"]:
+        """Return Legendre coefficients of df/dt on intervals of one first order, from f at its probes too."""
+        intervals, first = found.intervals[rows], self.table.stages[stage]
+        n, width = len(first.rule), intervals.b - intervals.a
+        inner, places = found.inner[rows, :n], list(first.rule.nodes)
+        if first.probes:
+            at = intervals.a[:, None] + width[:, None] * width.new_tensor(first.probes)
+            repeated = torch.arange(len(rows), device=rows.device).repeat_interleave(len(first.probes))
+            f = self._values(intervals, repeated, at.flatten()).unflatten(0, at.shape)
+            inner, places = torch.cat([inner, f], dim=1), [*places, *first.probes]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        known = torch.cat([intervals.f_a[:, None], inner[:, order], intervals.f_b[:, None]], dim=1)
+        data = torch.cat([found.slopes[rows, :n] * width[:, None, None], known.diff(dim=1)], dim=1)
+        return spectrum_of(first, data.dtype, data.device) @ data
 
+    def _parts(self, found: Integrated, failed: Tensor, lineage: Lineage, option: Tensor) -> tuple[Intervals, Parents]:
+        """Raise the order of failed intervals where one promises to suffice; cut the others at kinks, or halve them.
 
-def _switching(segment: WeightSegment, X: Tensor, intervals: Intervals, rows: Tensor) -> Tensor:
-    """List those of some rows in whose intervals a unit may switch; for a graph, all."""
-    if segment.net.plan.shares_pass:
-        return rows
-    return rows[may_switch(segment, X[intervals.point[rows]], intervals.a[rows], intervals.b[rows])]
+        Args:
+            found: The intervals of this level.
+            failed: Which of them failed, (F,).
+            lineage: The lineages of these.
+            option: The orders to which they are raised, or -1.
+        """
+        intervals, error, rises = found.intervals[failed], found.error[failed], option >= 0
+        to_search = (~rises & ~intervals.is_searched).nonzero().squeeze(1)
+        if not self.segment.net.plan.shares_pass:
+            at = intervals[to_search]
+            to_search = to_search[may_switch(self.segment, self.X[at.point], at.a, at.b)]
+        owner, cuts = self._located_cuts(intervals, to_search)
+        has_kinks = torch.zeros_like(rises).index_fill_(0, owner, True)
+        is_halved = ~has_kinks & ~rises
+        middle = (intervals.a + intervals.b) / 2
+        owner = torch.cat([owner, is_halved.nonzero().squeeze(1)])
+        cuts = torch.cat([cuts, middle[is_halved]])
+        order = lexicographic(owner, cuts)
+        owner, cuts = owner[order], cuts[order]
+        # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
+        ancestor = error if found.level % NOISE_LEVELS == 0 else torch.maximum(error, intervals.parent_residual)
+        # what a midpoint alone leaves tells nothing of rounding
+        ancestor = torch.where(intervals.stage == 0, intervals.parent_residual, ancestor)
+        to_cut, to_raise = (~rises).nonzero().squeeze(1), rises.nonzero().squeeze(1)
+        split = replace(
+            intervals,
+            stage=torch.where(has_kinks, 0, self.table.half),
+            error_before=torch.where(has_kinks, torch.inf, error),
+            parent_residual=ancestor,
+            is_searched=torch.zeros_like(rises),
+        )
+        split = between_cuts(split, owner, cuts, self._values(intervals, owner, cuts), to_cut)
+        raised = replace(intervals, stage=option, known=found.slopes[failed], error_before=error)[to_raise]
+        raised = replace(raised, parent=to_raise)
+        joined = (torch.cat(pair) for pair in zip(vars(split).values(), vars(raised).values(), strict=True))
+        return Intervals(*joined), Parents(found.residual[failed], lineage, is_halved, rises)
 
+    def _values(self, intervals: Intervals, owner: Tensor, t: Tensor) -> Float[Tensor, "B C"]:
+        """Evaluate f in some intervals."""
+        return values(self.segment, self.X[intervals.point[owner]], t) if len(t) else intervals.f_a[:0]
 
-def _located_cuts(
-    segment: WeightSegment, X: Tensor, intervals: Intervals, rows: Tensor, evaluations: Tensor
-) -> tuple[Tensor, Tensor]:
-    """List the kinks inside of those intervals that are searched for them: owner (B,) and position (B,), in order."""
-    locate = locate_graph_kinks if segment.net.plan.shares_pass else locate_kinks
-    kinks = locate(segment, X[intervals.point[rows]], intervals.a[rows], intervals.b[rows])
-    searched = intervals.point[rows[kinks.is_searched]]
-    evaluations.index_add_(0, searched, torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=evaluations.dtype))
-    owner, cuts = rows[kinks.interval], kinks.position
-    gap = 64 * torch.finfo(intervals.a.dtype).eps
-    inside = (cuts > intervals.a[owner] + gap) & (cuts < intervals.b[owner] - gap)
-    owner, cuts = owner[inside], cuts[inside]
-    order = lexicographic(owner, cuts)
-    owner, cuts = owner[order], cuts[order]
-    is_new = torch.ones_like(owner, dtype=torch.bool)
-    is_new[1:] = (owner[1:] != owner[:-1]) | (cuts[1:] - cuts[:-1] > gap)
-    return owner[is_new], cuts[is_new]
+    def _located_cuts(self, intervals: Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
+        locate = locate_graph_kinks if self.segment.net.plan.shares_pass else locate_kinks
+        kinks = locate(self.segment, self.X[intervals.point[rows]], intervals.a[rows], intervals.b[rows])
+        searched = intervals.point[rows[kinks.is_searched]]
+        cost = torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=self.evaluations.dtype)
+        self.evaluations.index_add_(0, searched, cost)
+        owner, cuts = rows[kinks.interval], kinks.position
+        gap = 64 * torch.finfo(intervals.a.dtype).eps
+        inside = (cuts > intervals.a[owner] + gap) & (cuts < intervals.b[owner] - gap)
+        owner, cuts = owner[inside], cuts[inside]
+        order = lexicographic(owner, cuts)
+        owner, cuts = owner[order], cuts[order]
+        is_new = torch.ones_like(owner, dtype=torch.bool)
+        is_new[1:] = (owner[1:] != owner[:-1]) | (cuts[1:] - cuts[:-1] > gap)
+        return owner[is_new], cuts[is_new]
 
 
 # Breakpoints closer than that are one.
@@ -347,15 +317,14 @@ def integrate(
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
     status, num_intervals = torch.zeros_like(every), torch.zeros_like(every)
-    table = stage_table(
-        fixed_stages(rule) if isinstance(rule, QuadratureRule) else rising_stages(rule.order), segment.w
-    )
+    table = stage_table(rule, segment.w.dtype, segment.w.device)
     accepted: list[tuple[Tensor, ...]] = []
     none_known = start.new_zeros(n, table.num_kept, start.shape[1])
-    first = torch.full_like(every, table.first)
-    intervals = Intervals(every, zeros, ones, start, end, zeros, first, none_known, ones * torch.inf, no, every)
+    intervals = Intervals(every, zeros, ones, start, end, zeros, every * 0, none_known, ones * torch.inf, no, every)
+    refinement = None
     if isinstance(rule, AdaptiveRule):
-        intervals = first_intervals(segment, X, (intervals, switches), table, evaluations, rule.max_evaluations)
+        refinement = _Refinement(segment, X, rule, num_steps, table)
+        intervals, evaluations = refinement.cut_at_kinks(intervals, switches), refinement.evaluations
     parents = Parents(torch.zeros_like(start), Lineage(every * 0, no, every * 0, zeros), no, no)
     rounding = rounding_of(start, end)
     level = 0
@@ -377,11 +346,11 @@ def integrate(
         difference = intervals.f_b - intervals.f_a - integral
         error = difference.abs().amax(dim=1)
         noise = rounding[intervals.point]
-        found = Integrated(intervals, parents, integral, slopes, inner, difference, error, noise, level, table)
-        if isinstance(rule, QuadratureRule):
+        found = Integrated(intervals, parents, integral, slopes, inner, difference, error, noise, level)
+        if refinement is None:
             reason, intervals = fixed_status(error), intervals[every[:0]]
         else:
-            reason, intervals, parents = refine(segment, X, rule, num_steps, found, evaluations)
+            reason, intervals, parents = refinement.refine(found)
         done = (reason != OPEN).nonzero().squeeze(1)
         finished = found.intervals[done]
         total.index_add_(0, finished.point, integral[done])

@@ -4,7 +4,7 @@ f' is smooth on an interval if its Legendre coefficients c_k fall geometrically.
 interval has anyway: df/dt at its nodes, and f at its nodes and ends. The errors of larger rules are predicted from
 them. A kink makes the coefficients fall slowly, so that no rule promises to suffice.
 
-An interval starts with few nodes, and df/dt and f there tell how fast f is resolved (`resolution.spectrum`). It then
+An interval starts with few nodes, and df/dt and f there tell how fast f is resolved (`spectrum`). It then
 goes to the smallest rule that promises to suffice and keeps the nodes that there are: the midpoint is a node of every
 Gauss-Legendre rule of odd order, and other rules are extended by the nodes that give the highest degree (Kronrod 1965,
 Patterson 1968). So a higher order costs its new nodes only.
@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
-from epk_gp.quadrature.status import Parents
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
 # Coefficients that a predicted error is summed over, and the slowest fall that is predicted from.
 NUM_TERMS, _SLOWEST = 80, 0.95
@@ -121,37 +120,20 @@ class Stage:
     probes: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The orders that intervals pass through.
-
-    Attributes:
-        table: All of them; every option stands behind what it is an option of.
-        first: Index of the one with which a step, or an interval between located kinks, starts.
-        half: Index of that with which a half of an interval starts.
-    """
-
-    table: tuple[Stage, ...]
-    first: int
-    half: int
-
-
-def fixed_stages(rule: QuadratureRule) -> Stages:
-    """Return a rule that is used as it is."""
-    return Stages((Stage(rule, 0, 0, -1, (), ()),), 0, 0)
-
-
 @cache
-def rising_stages(order: int) -> Stages:
-    """Return the orders of an adaptive rule, whose halves of intervals start with `order` Gauss-Legendre nodes."""
+def rising_stages(order: int) -> tuple[tuple[Stage, ...], int]:
+    """Return the orders of an adaptive rule, whose halves of intervals start with `order` Gauss-Legendre nodes.
+
+    Every option stands behind what it is an option of. The number is that of the order with which halves start.
+    """
     middle = _family(gauss_legendre(1), [_odd_gauss(n) for n in range(3, _MAX_RAISED_NODES + 1, 2)], 0, _PROBES)
     if order == 1:
-        return Stages(middle, 0, 0)
+        return middle, 0
     start = gauss_legendre(order)
     counts = range(order + 1, max(order + 2, _MAX_RAISED_NODES)) if order <= _MAX_EXTENDED_NODES else range(0)
     wider = [extend(start, count) for count in counts]
     halves = _family(start, [rule for rule in wider if rule is not None], len(middle), ())
-    return Stages((*middle, *halves), 0, len(middle))
+    return (*middle, *halves), len(middle)
 
 
 def _family(
@@ -232,6 +214,166 @@ def extend(rule: QuadratureRule, number: int | None = None) -> QuadratureRule | 
     )
 
 
+# A residual below this many eps of the outputs' size is taken for rounding of the sums in it.
+_ROUNDING = 16
+
+# Every so many levels, a residual below _NOISE times that rounding is accepted if the levels since then, which made the
+# interval 2^NOISE_LEVELS times shorter, did not make it 4 times smaller: it is rounding inside the network.
+_NOISE, NOISE_LEVELS = 1024, 8
+
+# The shortest interval that is still split, in eps.
+_SHORTEST = 8
+
+# Halving an interval shows that its quadrature has converged to something else than f(b) - f(a) if it changes the
+# integral by at most this fraction of the residual, and either half keeps more than that of it. After so many
+# generations of that the interval is accepted (docs/engine.md, section 8).
+_CONVERGED_CHANGE, _GENERATIONS = 1e-2, 4
+
+# Where f is smooth, a higher order or a half of the interval has at most this fraction of the residual. Halving an
+# interval divides that of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
+SMOOTH_DECAY = 1e-2
+
+# An integral has settled if so many higher orders in a row let its residual fall like that or, as the last one must,
+# change it by at most _CONVERGED_CHANGE of the residual. What is left is taken for rounding inside the network if it is
+# at most _SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
+# fraction of the integral: a kink that all of these orders miss lies so near to an end of the interval.
+_RAISES, _SETTLED, _SMALL_PART = 2, 4, 1e-6
+
+OPEN = -1  # the interval is to be refined
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """For how many generations the quadrature of E intervals has converged to something else than f(b) - f(a).
+
+    Attributes:
+        raises: How many higher orders in a row behaved as where f is smooth.
+        has_settled: The last of at least `_RAISES` higher orders hardly changed the integral.
+        generations: How many halvings in a row did so, the interval's parent included.
+        error: The residual of the ancestor with which they began.
+    """
+
+    raises: Int64[Tensor, " E"]
+    has_settled: Bool[Tensor, " E"]
+    generations: Int64[Tensor, " E"]
+    error: Float[Tensor, " E"]
+
+    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Lineage":
+        """Return those of some of the intervals."""
+        return Lineage(*(value[rows] for value in vars(self).values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Parents:
+    """F intervals that the intervals of the next level are parts of.
+
+    Attributes:
+        residual: f(b) - f(a) - integral, (F, C).
+        lineage: Their lineages.
+        is_halved: They were cut in the middle, and not at located kinks.
+        is_raised: They were not cut, but given a higher order.
+    """
+
+    residual: Float[Tensor, "F C"]
+    lineage: "Lineage"
+    is_halved: Bool[Tensor, " F"]
+    is_raised: Bool[Tensor, " F"]
+
+
+def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
+    """Return the residual that is taken for rounding of each point's outputs."""
+    size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=1.0)
+    return _ROUNDING * torch.finfo(size.dtype).eps * size
+
+
+def fixed_status(error: Float[Tensor, " E"]) -> Int64[Tensor, " E"]:
+    """Return the status of intervals under a fixed rule, from their residuals."""
+    return torch.where(error.isfinite(), QuadratureStatus.FIXED, QuadratureStatus.NOT_FINITE)
+
+
+def residual_status(error: Float[Tensor, " E"], rounding: Float[Tensor, " E"], tol: float) -> Int64[Tensor, " E"]:
+    """Return the status of intervals whose residuals are small, and `OPEN` for the others.
+
+    Args:
+        error: Their residuals.
+        rounding: Residual that is taken for rounding of the outputs.
+        tol: Tolerance of a step.
+    """
+    reason = torch.where(error <= rounding, QuadratureStatus.ROUNDING, OPEN)
+    return torch.where(error <= tol, QuadratureStatus.CONVERGED, reason)
+
+
+def trace_lineage(
+    parents: Parents, parent: Int64[Tensor, " E"], residual: Float[Tensor, "E C"], is_open: Bool[Tensor, " E"]
+) -> Lineage:
+    """Continue the parents' lineages.
+
+    A generation counts if halving an interval hardly changed its integral, and both halves keep a part of its residual.
+
+    Args:
+        parents: The intervals that were refined last.
+        parent: Which of them each of the E intervals is a part of.
+        residual: The intervals' f(b) - f(a) - integral.
+        is_open: Their residuals are not small.
+    """
+    # in the difference of residuals, f(b) - f(a) cancels: it is the sum of the parts' integrals less the parent's
+    change = parents.residual.index_add(0, parent, residual, alpha=-1).abs().amax(dim=1)
+    error, before = parents.residual.abs().amax(dim=1), parents.lineage
+    threshold = _CONVERGED_CHANGE * error
+    is_left = is_open & (residual.abs().amax(dim=1) > threshold[parent])
+    num_left = torch.zeros_like(before.generations).index_add_(0, parent, is_left.long())
+    counts = parents.is_halved & (change <= threshold) & (num_left == 2)
+    generations = torch.where(counts, before.generations + 1, 0)
+    own = torch.zeros_like(error).index_add_(0, parent, residual.abs().amax(dim=1))  # of the one part, if raised
+    is_smooth = (change <= threshold) | (own <= SMOOTH_DECAY * error)
+    raises = torch.where(parents.is_raised & is_smooth, before.raises + 1, 0)
+    has_settled = (raises >= _RAISES) & (change <= threshold)
+    return Lineage(raises, has_settled, generations, torch.where(generations > 1, before.error, error))[parent]
+
+
+def may_be_rounding(
+    error: Float[Tensor, " E"], integral: Float[Tensor, "E C"], rounding: Float[Tensor, " E"]
+) -> Bool[Tensor, " E"]:
+    """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
+    is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * integral.abs().amax(dim=1))
+    return (error <= _SETTLED * rounding) | is_small_part
+
+
+def limit_status(
+    error: Float[Tensor, " E"],
+    integral: Float[Tensor, "E C"],
+    *,
+    width: Float[Tensor, " E"],
+    rounding: Float[Tensor, " E"],
+    ancestor_error: Float[Tensor, " E"],
+    lineage: Lineage,
+    level: int,
+) -> Int64[Tensor, " E"]:
+    """Return the status of intervals that are not refined although their residuals are not small, else `OPEN`.
+
+    Args:
+        error: Their residuals.
+        integral: Their integrals.
+        width: Their lengths.
+        rounding: Residual that is taken for rounding of the outputs.
+        ancestor_error: Largest residual of the last levels of intervals that they are parts of.
+        lineage: Their lineages.
+        level: How often the intervals were refined.
+    """
+    is_noise = error <= _NOISE * rounding
+    has_stalled = is_noise & (error > ancestor_error / 4) & (level > 0 and level % NOISE_LEVELS == 0)
+    is_jump = error > _NOISE * integral.abs().amax(dim=1)
+    at_limit = torch.where(is_jump, QuadratureStatus.INCONSISTENT_DERIVATIVE, QuadratureStatus.INTERVAL_LIMIT)
+    at_limit = torch.where(is_noise, QuadratureStatus.ROUNDING, at_limit)
+    reason = torch.where(width <= _SHORTEST * torch.finfo(error.dtype).eps, at_limit, OPEN)
+    began_as_noise = lineage.error <= _NOISE * rounding
+    converged = torch.where(began_as_noise, QuadratureStatus.ROUNDING, QuadratureStatus.INCONSISTENT_DERIVATIVE)
+    reason = torch.where(lineage.generations >= _GENERATIONS, converged, reason)
+    has_settled = lineage.has_settled & may_be_rounding(error, integral, rounding)
+    reason = torch.where(has_stalled | has_settled, QuadratureStatus.ROUNDING, reason)
+    return torch.where(error.isfinite(), reason, QuadratureStatus.NOT_FINITE)
+
+
 @dataclass(frozen=True, eq=False)
 class Intervals:
     """E intervals [a, b] of points.
@@ -286,7 +428,6 @@ class Integrated:
         error: Its largest output.
         rounding: Residual that is taken for rounding of the outputs.
         level: How often the intervals were refined.
-        table: The orders that they pass through.
     """
 
     intervals: Intervals
@@ -298,7 +439,6 @@ class Integrated:
     error: Float[Tensor, " E"]
     rounding: Float[Tensor, " E"]
     level: int
-    table: "StageTable"
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +447,8 @@ class StageTable:
 
     Attributes:
         stages: The orders.
-        first, half: As in `nested.Stages`.
+        half: Row of that with which a half of an interval starts; a step, or an interval between located kinks, starts
+            with the first one.
         nodes: Padded with zeros, (R, Q).
         weights: Likewise, (R, Q).
         size: Number of nodes.
@@ -321,7 +462,6 @@ class StageTable:
     """
 
     stages: tuple[Stage, ...]
-    first: int
     half: int
     nodes: Float[Tensor, "R Q"]
     weights: Float[Tensor, "R Q"]
@@ -335,14 +475,15 @@ class StageTable:
     num_kept: int
 
 
-def stage_table(stages: Stages, reference: Tensor) -> StageTable:
-    """Return the orders of intervals as tensors of a reference's dtype, on its device."""
-    return _stage_table(stages, reference.dtype, reference.device)
-
-
 @lru_cache(maxsize=16)
-def _stage_table(stages: Stages, dtype: torch.dtype, device: torch.device) -> StageTable:
-    table, reference = stages.table, torch.zeros((), dtype=dtype, device=device)
+def stage_table(rule: QuadratureRule | AdaptiveRule, dtype: torch.dtype, device: torch.device) -> StageTable:
+    """Return the orders of intervals under a rule as tensors."""
+    table: tuple[Stage, ...]
+    if isinstance(rule, QuadratureRule):
+        table, half = (Stage(rule, 0, 0, -1, (), ()),), 0
+    else:
+        table, half = rising_stages(rule.order)
+    reference = torch.zeros((), dtype=dtype, device=device)
     width = max(len(stage.rule) for stage in table)
 
     def padded(rows: list[tuple[float, ...]]) -> Tensor:
@@ -355,8 +496,7 @@ def _stage_table(stages: Stages, dtype: torch.dtype, device: torch.device) -> St
     errors = [legendre_errors(stage.rule, stage.degree) for stage in table] if rises else [np.zeros(NUM_TERMS)]
     return StageTable(
         stages=table,
-        first=stages.first,
-        half=stages.half,
+        half=half,
         nodes=padded([stage.rule.nodes for stage in table]),
         weights=padded([stage.rule.weights for stage in table]),
         size=integers([len(stage.rule) for stage in table]),
@@ -370,13 +510,9 @@ def _stage_table(stages: Stages, dtype: torch.dtype, device: torch.device) -> St
     )
 
 
-def spectrum_of(stage: Stage, reference: Tensor) -> Float[Tensor, "K K"]:
-    """Return the matrix that gives Legendre coefficients of f' from what an interval's first order knows."""
-    return _spectrum_of(stage, reference.dtype, reference.device)
-
-
 @lru_cache(maxsize=16)
-def _spectrum_of(stage: Stage, dtype: torch.dtype, device: torch.device) -> Tensor:
+def spectrum_of(stage: Stage, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "K K"]:
+    """Return the matrix that gives Legendre coefficients of f' from what an interval's first order knows."""
     points = tuple(sorted({*stage.rule.nodes, *stage.probes}))
     return torch.tensor(spectrum(stage.rule.nodes, points), dtype=dtype, device=device)
 

@@ -10,7 +10,8 @@ first layers it is linear in t, and its zero follows from the ends.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.dense import group_rows
-from epk_gp.autodiff.directional import WeightSegment, values
+from epk_gp.autodiff.dense import WeightSegment, group_rows, values
 from epk_gp.autodiff.secants import EXTREMES, POOLS, THRESHOLDS
-from epk_gp.core.losses import apply_head
 from epk_gp.core.model import StopForwardError
 from epk_gp.core.torch_overrides import disable_fused_attention
 
@@ -43,113 +42,97 @@ class Preactivations:
     argmax: Int64[Tensor, "E V"] | None
     edge: GradientEdge | None
 
+    def differ(self, other: "Preactivations") -> Bool[Tensor, "E V"]:
+        """Return which units stand on the other side of their thresholds, or pick another input, in another pass."""
+        if self.argmax is None or other.argmax is None:
+            return self.inputs.sign() * other.inputs.sign() < 0
+        return self.argmax != other.argmax
 
-class PreactivationRecorder(TorchFunctionMode):
-    """Keep the inputs of every call of a piecewise-smooth function that sees all rows."""
 
-    def __init__(self, num_rows: int, *, keep_edges: bool) -> None:
-        """Start without a call.
+class UnitWatcher(TorchFunctionMode):
+    """See the inputs of every call of a piecewise-smooth function that sees all rows, before it is made.
 
-        Args:
-            num_rows: E.
-            keep_edges: Keep the gradient edges of the calls' outputs too.
-        """
+    Args:
+        num_rows: E; None takes every call with thresholds, whatever it sees, for one row.
+        keep_edges: Keep the gradient edges of the calls' outputs too.
+    """
+
+    def __init__(self, num_rows: int | None, *, keep_edges: bool = False) -> None:
         super().__init__()
         self.calls: list[Preactivations] = []
         self.num_rows, self.keep_edges = num_rows, keep_edges
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Record the call's inputs, then make it."""
+        """Note what the call picks from, and make it."""
         kwargs = kwargs or {}
-        if func not in WATCHED:
+        x = args[0] if args else kwargs.get("input")
+        watched = THRESHOLDS if self.num_rows is None else WATCHED
+        if func not in watched or not isinstance(x, Tensor) or not self._sees_all_rows(x):
             return func(*args, **kwargs)
-        x, rest = _first(args, kwargs)
-        sees_all_rows = _has_rows(x, self.num_rows)
-        thresholds = THRESHOLDS[func](x, *args[1:], **rest) if sees_all_rows and func in THRESHOLDS else ()
-        kept = x.detach().flatten(1).clone() if thresholds else None
+        rest, first = {name: value for name, value in kwargs.items() if name != "input"}, len(self.calls)
+        rows = x.detach().flatten(1) if self.num_rows is not None else x.detach().reshape(1, -1)
+        for level in THRESHOLDS[func](x, *args[1:], **rest) if func in THRESHOLDS else ():
+            self.note(rows, level, None)  # the call may be in place
         result = func(*args, **kwargs)
         output = result if isinstance(result, Tensor) else result[0]
-        edge = get_gradient_edge(output) if self.keep_edges and output.requires_grad else None
-        if kept is not None:
-            self.calls += [
-                Preactivations(kept - threshold if threshold else kept, None, edge) for threshold in thresholds
-            ]
-        elif sees_all_rows and func in POOLS and result is output:
-            self.calls.append(_pool_units(func, (x, *args[1:]), rest, edge))
-        elif sees_all_rows and func in EXTREMES:
+        if func in POOLS and result is output:
+            self.note(rows, 0.0, lambda: _pool_argmax(func, (x, *args[1:]), rest))
+        elif func in EXTREMES:
             picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
-            self.calls += [] if picked is None else [Preactivations(*picked, edge)]
+            if picked is not None:
+                self.note(picked[0], 0.0, lambda: picked[1])
+        if self.keep_edges and output.requires_grad:
+            edge = get_gradient_edge(output)
+            self.calls[first:] = [replace(units, edge=edge) for units in self.calls[first:]]
         return result
 
+    def _sees_all_rows(self, x: Tensor) -> bool:
+        if self.num_rows is None:
+            return x.is_floating_point()
+        return x.ndim > 1 and len(x) == self.num_rows and not x.is_complex()
 
-class EventReader(TorchFunctionMode):
-    """Read the inputs of given units in a forward pass, and stop it (`StopForwardError`) after the last of them."""
-
-    def __init__(self, num_rows: int, requested: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Start without a value.
+    def note(self, x: Tensor, level: float, argmax: Callable[[], Tensor] | None) -> None:
+        """Keep the units of a call.
 
         Args:
-            num_rows: E.
-            requested: Rows and units, each (B,), by number of the call in `PreactivationRecorder.calls`.
+            x: What they see, (E, U), which may be overwritten.
+            level: Their threshold.
+            argmax: Returns what each output picks; None for thresholds.
         """
-        super().__init__()
-        self.num_rows, self.requested = num_rows, requested
+        self.calls.append(Preactivations(x - level, None if argmax is None else argmax(), None))
+
+
+class EventReader(UnitWatcher):
+    """Read the inputs of given units in a forward pass, and stop it (`StopForwardError`) after the last of them.
+
+    Args:
+        num_rows: E.
+        requested: Rows and units, each (B,), by number of the call in `UnitWatcher.calls`.
+    """
+
+    def __init__(self, num_rows: int, requested: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        super().__init__(num_rows)
+        self.requested = requested
         self.values: dict[int, Tensor] = {}
         self._number, self._last = 0, max(requested)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Read the call's inputs, then make it."""
-        kwargs = kwargs or {}
-        if func not in WATCHED:
-            return func(*args, **kwargs)
-        x, rest = _first(args, kwargs)
-        sees_all_rows = _has_rows(x, self.num_rows)
-        if sees_all_rows and func in THRESHOLDS:
-            for threshold in THRESHOLDS[func](x, *args[1:], **rest):
-                self._read(x, threshold)
-            return func(*args, **kwargs)
-        if sees_all_rows and func in POOLS:
-            # the last unit's inputs are read before the call, whose result is not needed then
-            returns_tensor = len(args) <= 2 and not rest.get("return_indices")
-            result = None if returns_tensor and self._number == self._last else func(*args, **kwargs)
-            if result is None or isinstance(result, Tensor):
-                self._read(x, 0.0)
-            return result
-        result = func(*args, **kwargs)
-        if sees_all_rows:
-            output = result if isinstance(result, Tensor) else result[0]
-            picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
-            if picked is not None:
-                self._read(picked[0], 0.0)
-        return result
-
-    def _read(self, x: Tensor, threshold: float) -> None:
+    def note(self, x: Tensor, level: float, argmax: Callable[[], Tensor] | None) -> None:
+        """Read the units that are asked for."""
         if self._number in self.requested:
             rows, units = self.requested[self._number]
-            self.values[self._number] = x.detach().flatten(1)[rows, units] - threshold
+            self.values[self._number] = x[rows, units] - level
         if self._number == self._last:
             raise StopForwardError
         self._number += 1
 
 
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    rest = {name: value for name, value in kwargs.items() if name != "input"}
-    return (args[0] if args else kwargs.get("input")), rest
-
-
-def _has_rows(x: Any, num_rows: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_rows and not x.is_complex()
-
-
-def _pool_units(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], edge: GradientEdge | None
-) -> Preactivations:
+def _pool_argmax(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the index of the input that each output of a max-pool picks, (E, V)."""
     x = args[0].detach()
     options = {key: value for key, value in kwargs.items() if key != "return_indices"}
-    _, indices = POOLS[func](x, *args[1:6], **options)
-    channels, places = x.shape[1], x[0, 0].numel()
-    offset = places * torch.arange(channels, device=x.device).view(1, -1, 1)
-    return Preactivations(x.flatten(1), (indices.flatten(2) + offset).flatten(1), edge)
+    indices: Tensor = POOLS[func](x, *args[1:6], **options)[1]
+    offset: Tensor = x[0, 0].numel() * torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
+    return (indices.flatten(2) + offset).flatten(1)
 
 
 def _picked(
@@ -227,7 +210,7 @@ def values_at_ends(
     for rows in torch.arange(len(X), device=X.device).split(min(segment.rows_per_kink_search, segment.rows_per_block)):
         calls = list[list[Preactivations]]()
         for t, outputs in ((zeros[rows], starts), (zeros[rows] + 1, ends)):
-            with PreactivationRecorder(len(rows), keep_edges=False) as recorder:
+            with UnitWatcher(len(rows)) as recorder:
                 outputs.append(values(segment, X[rows], t))
             calls.append(recorder.calls)
         is_seen = segment.net.plan.supports_interpolation
@@ -246,7 +229,7 @@ def may_switch(
         calls = list[list[Preactivations]]()
         for t in (a[rows], b[rows]):
             params, moved = segment.interpolated(t)
-            recorder = PreactivationRecorder(len(rows), keep_edges=False)
+            recorder = UnitWatcher(len(rows))
             with torch.no_grad(), disable_fused_attention(), recorder, moved:
                 segment.net.model(params, X[rows])
             calls.append(recorder.calls)
@@ -258,11 +241,8 @@ def _stand_differently(calls: list[list[Preactivations]], num_rows: int) -> Bool
     """Compare the calls of two forward passes, row by row."""
     found = torch.zeros(num_rows, dtype=torch.bool)
     for at_a, at_b in zip(*calls, strict=True):
-        if at_a.argmax is None or at_b.argmax is None:
-            changes = at_a.inputs.sign() * at_b.inputs.sign() < 0
-        else:
-            changes = at_a.argmax != at_b.argmax
-        found = found.to(changes.device) | changes.any(dim=1)
+        differs = at_a.differ(at_b)
+        found = found.to(differs.device) | differs.any(dim=1)
     return found
 
 
@@ -292,7 +272,10 @@ def locate_kinks(
         is_searched[rows] = True
         events = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
         intervals.append(rows[events.interval])
-        positions.append(_solve(segment, X[rows], a[rows], b[rows], events))
+        x, ends = X[rows], (a[rows][events.interval], b[rows][events.interval])
+        eps = torch.finfo(X.dtype if X.is_floating_point() else a.dtype).eps
+        value_of = partial(_event_values, segment, x, events)
+        positions.append(_solve(value_of, ends, (events.at_a, events.at_b), eps))
     return Kinks(torch.cat(intervals), torch.cat(positions), is_searched)
 
 
@@ -302,18 +285,14 @@ def _bracket_events(
     """List the units that affect f and stand differently at both ends."""
     columns: list[tuple[Tensor, ...]] = []
     for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
-        affects_output = affects_a | affects_b
+        interval, first = (at_a.differ(at_b) & (affects_a | affects_b)).nonzero(as_tuple=True)
+        second = torch.full_like(first, -1)
         if at_a.argmax is None or at_b.argmax is None:
-            changes = (at_a.inputs.sign() * at_b.inputs.sign() < 0) & affects_output
-            interval, unit = changes.nonzero(as_tuple=True)
-            values = at_a.inputs[interval, unit], at_b.inputs[interval, unit]
-            call, no_second = torch.full_like(interval, number), torch.full_like(interval, -1)
-            columns.append((interval, call, unit, no_second, *values))
-            continue
-        interval, output = ((at_a.argmax != at_b.argmax) & affects_output).nonzero(as_tuple=True)
-        first, second = at_a.argmax[interval, output], at_b.argmax[interval, output]
-        lead_a, lead_b = (units.inputs[interval, first] - units.inputs[interval, second] for units in (at_a, at_b))
-        crosses = lead_a * lead_b < 0
+            lead_a, lead_b = (units.inputs[interval, first] for units in (at_a, at_b))
+        else:
+            first, second = at_a.argmax[interval, first], at_b.argmax[interval, first]
+            lead_a, lead_b = (units.inputs[interval, first] - units.inputs[interval, second] for units in (at_a, at_b))
+        crosses = lead_a.sign() * lead_b.sign() < 0
         column = (interval, torch.full_like(interval, number), first, second, lead_a, lead_b)
         columns.append(tuple(value[crosses] for value in column))
     return BracketedEvents(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
@@ -321,18 +300,14 @@ def _bracket_events(
 
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
     """List the units' inputs at t, and which of their outputs a random combination of f depends on."""
-    model = segment.net.model
-    params = {name: value.detach().requires_grad_() for name, value in model.unflatten(segment.w).items()}
+    params = segment.net.leaves(segment.w)
     _, moved = segment.interpolated(t, params)
     with torch.enable_grad(), disable_fused_attention():
-        recorder = PreactivationRecorder(len(X), keep_edges=True)
+        recorder = UnitWatcher(len(X), keep_edges=True)
         with recorder, moved:  # what `moved` writes out is seen by the other
-            z = model(params, X)
-        f = apply_head(z, segment.head)
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(f.shape[1], generator=generator, dtype=torch.float64).to(f)
+            f = segment.outputs(params, X)
         edges = [units.edge for units in recorder.calls if units.edge is not None]
-        grads = torch.autograd.grad(f @ v, edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
+        grads = torch.autograd.grad(_combined(f), edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
     grad_of = dict(zip([id(edge) for edge in edges], grads, strict=True))
     listed = []
     for units in recorder.calls:
@@ -343,20 +318,31 @@ def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[
     return listed
 
 
-def _solve(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor, events: BracketedEvents) -> Tensor:
-    """Solve all events by the Illinois method (Dowell & Jarratt 1971), which keeps them bracketed."""
-    low, high = a[events.interval].clone(), b[events.interval].clone()
-    at_low, at_high = events.at_a.clone(), events.at_b.clone()
+def _solve(
+    value_of: Callable[[Tensor, Tensor], Tensor],
+    ends: tuple[Tensor, Tensor],
+    at_ends: tuple[Tensor, Tensor],
+    eps: float,
+) -> Float[Tensor, " B"]:
+    """Solve all events by the Illinois method (Dowell & Jarratt 1971), which keeps them bracketed.
+
+    Args:
+        value_of: Evaluates some of the events at given places.
+        ends: Where each of the B events is bracketed.
+        at_ends: Its values there.
+        eps: Of the inputs.
+    """
+    (low, high), (at_low, at_high) = (x.clone() for x in ends), (x.clone() for x in at_ends)
     scale = at_low.abs() + at_high.abs()
     root = low.clone()
-    active = torch.arange(len(root), device=X.device)
+    active = torch.arange(len(root), device=root.device)
     side = torch.zeros_like(active)
     for _ in range(MAX_ITERATIONS):
         if not len(active):
             break
         lo, hi, f_lo, f_hi = low[active], high[active], at_low[active], at_high[active]
         guess = (lo * f_hi - hi * f_lo) / (f_hi - f_lo)
-        value = _event_values(segment, X, guess, events, active)
+        value = value_of(guess, active)
         root[active] = guess
         left = value * f_lo > 0  # the guess replaces the lower end
         low[active] = torch.where(left, guess, lo)
@@ -365,13 +351,12 @@ def _solve(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor, events: Brac
         at_low[active] = torch.where(left, value, torch.where(again_high, f_lo / 2, f_lo))
         at_high[active] = torch.where(left, torch.where(again_low, f_hi / 2, f_hi), value)
         side[active] = torch.where(left, 1, -1)
-        eps = torch.finfo(X.dtype).eps if X.is_floating_point() else torch.finfo(a.dtype).eps
         done = (value.abs() <= 4 * eps * scale[active]) | ((high[active] - low[active]) <= 4 * eps)
         active = active[~done]
     return root
 
 
-def _event_values(segment: WeightSegment, X: Tensor, t: Tensor, events: BracketedEvents, active: Tensor) -> Tensor:
+def _event_values(segment: WeightSegment, X: Tensor, events: BracketedEvents, t: Tensor, active: Tensor) -> Tensor:
     """Evaluate events, early layers' first: a forward pass stops at the last unit that is asked for."""
     model = segment.net.model
     value = torch.zeros_like(t)
@@ -397,30 +382,6 @@ def _event_values(segment: WeightSegment, X: Tensor, t: Tensor, events: Brackete
 # Difference of a unit's value in the middle of an interval from the mean of its ends that is rounding, relative to
 # these. A position that is not exact only costs another split.
 _LINEAR = 16.0
-
-
-class _ThresholdRecorder(TorchFunctionMode):
-    """Keep the inputs of every call of a function with thresholds, and where its output's gradient can be taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs: list[Tensor] = []
-        self.edges: list[GradientEdge | None] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Record the call's inputs, then make it."""
-        kwargs = kwargs or {}
-        if func not in THRESHOLDS:
-            return func(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "input"}
-        x = args[0] if args else kwargs.get("input")
-        is_seen = isinstance(x, Tensor) and x.is_floating_point()
-        kept = [x.detach().reshape(-1) - level for level in THRESHOLDS[func](x, *args[1:], **rest)] if is_seen else []
-        result = func(*args, **kwargs)
-        edge = get_gradient_edge(result) if isinstance(result, Tensor) and result.requires_grad else None
-        self.inputs += kept
-        self.edges += [edge] * len(kept)
-        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,31 +421,35 @@ def locate_graph_kinks(
 
 def _units(segment: WeightSegment, X: Tensor, t: Tensor) -> _Units:
     """Return what the units see at t, and on which of them a random combination of each row's f depends."""
-    model, plan = segment.net.model, segment.net.plan
-    params = {name: value.requires_grad_() for name, value in model.unflatten(segment.w + t * segment.d).items()}
+    plan = segment.net.plan
+    params = segment.net.leaves(segment.w + t * segment.d)
     with torch.enable_grad(), disable_fused_attention():
-        with _ThresholdRecorder() as recorder:
-            f = apply_head(model(params, X), segment.head)
-        if not recorder.inputs:
+        with UnitWatcher(None, keep_edges=True) as watcher:
+            f = segment.outputs(params, X)
+        calls = watcher.calls
+        if not calls:
             return _Units(segment.w[:0], torch.zeros(len(X), 0, dtype=torch.bool, device=X.device))
-        generator = torch.Generator().manual_seed(0)
-        combined = f @ torch.randn(f.shape[1], generator=generator, dtype=torch.float64).to(f)
-        edges = [edge for edge in recorder.edges if edge is not None]
-        parts = []
+        edges = [units.edge for units in calls if units.edge is not None]
+        parts, combined = [], _combined(f)
         one_hot = torch.eye(len(X), dtype=f.dtype, device=f.device)
         for rows in one_hot.split(plan.vmap_chunk_size if plan.supports_vmap else 1):
-            grads = torch.autograd.grad(
-                combined, edges, rows, is_grads_batched=True, retain_graph=True, allow_unused=True
+            found = iter(
+                torch.autograd.grad(combined, edges, rows, is_grads_batched=True, retain_graph=True, allow_unused=True)
             )
-            found = iter(grads)
             columns = [
-                torch.zeros(len(rows), len(values), dtype=torch.bool, device=X.device)
-                if edge is None or (grad := next(found)) is None
+                torch.zeros(len(rows), units.inputs.numel(), dtype=torch.bool, device=X.device)
+                if units.edge is None or (grad := next(found)) is None
                 else grad.reshape(len(rows), -1) != 0
-                for edge, values in zip(recorder.edges, recorder.inputs, strict=True)
+                for units in calls
             ]
             parts.append(torch.cat(columns, dim=1))
-    return _Units(torch.cat(recorder.inputs), torch.cat(parts))
+    return _Units(torch.cat([units.inputs[0] for units in calls]), torch.cat(parts))
+
+
+def _combined(f: Tensor) -> Float[Tensor, " E"]:
+    """Return a random combination of each row's outputs."""
+    v = torch.randn(f.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return f @ v.to(f)
 
 
 def _crossings(
@@ -498,36 +463,20 @@ def _crossings(
     if len(units):
         middle = _inputs_at(segment, (a + b) / 2)[units]
         rounding = _LINEAR * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
-        for k in ((middle - (low + high) / 2).abs() > rounding).nonzero().squeeze(1).tolist():
-            position[k] = _solve_crossings(segment, int(units[k]), ends, (low[k], high[k]))
+        bent = ((middle - (low + high) / 2).abs() > rounding).nonzero().squeeze(1)
+
+        def value_of(t: Tensor, active: Tensor) -> Tensor:
+            return torch.stack([_inputs_at(segment, u)[units[bent[k]]] for u, k in zip(t, active, strict=True)])
+
+        ends, values = (a.expand(len(bent)), b.expand(len(bent))), (low[bent], high[bent])
+        position[bent] = _solve(value_of, ends, values, torch.finfo(low.dtype).eps)
     row, unit = affects[:, units].nonzero(as_tuple=True)
     return row, position[unit]
-
-
-def _solve_crossings(
-    segment: WeightSegment, unit: int, ends: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Find the zero of what a unit sees by the Illinois method, which keeps it bracketed."""
-    (low, high), (at_low, at_high) = ends, values
-    eps, scale, side = torch.finfo(low.dtype).eps, at_low.abs() + at_high.abs(), 0
-    guess = low
-    for _ in range(MAX_ITERATIONS):
-        guess = (low * at_high - high * at_low) / (at_high - at_low)
-        value = _inputs_at(segment, guess)[unit]
-        if value.abs() <= 4 * eps * scale or high - low <= 4 * eps:
-            break
-        if value * at_low > 0:
-            low, at_low, at_high = guess, value, at_high / 2 if side == 1 else at_high
-            side = 1
-        else:
-            high, at_high, at_low = guess, value, at_low / 2 if side == -1 else at_low
-            side = -1
-    return guess
 
 
 def _inputs_at(segment: WeightSegment, t: Tensor) -> Float[Tensor, " U"]:
     model = segment.net.model
     node = torch.zeros(1, 1, dtype=torch.int64, device=segment.w.device)
-    with torch.no_grad(), disable_fused_attention(), _ThresholdRecorder() as recorder:
+    with torch.no_grad(), disable_fused_attention(), UnitWatcher(None) as watcher:
         model(model.unflatten(segment.w + t * segment.d), node)
-    return torch.cat(recorder.inputs)
+    return torch.cat([units.inputs[0] for units in watcher.calls])

@@ -1,7 +1,13 @@
-"""Quadrature rules on [0, 1], as values."""
+"""Quadrature rules on [0, 1], and paths between the recorded states along which they integrate, as values.
+
+Any path from w_0 through recorded states to w_S gives an exact kernel machine (section 3.6, Bell et al. 2023): the
+terms of a prediction differ, their sum does not (docs/theory.md, section 11).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
 
 import numpy as np
 
@@ -58,11 +64,6 @@ class QuadratureRule:
         return len(self.nodes)
 
     @property
-    def interval_rule(self) -> "QuadratureRule":
-        """The rule on one interval of a step: this rule, as the step is one interval."""
-        return self
-
-    @property
     def num_contractions(self) -> int:
         """Inner products that a step costs where nothing can be averaged over its nodes."""
         return len(self)
@@ -103,11 +104,6 @@ class AdaptiveRule:
         validate_positive(self.tol, "tol")
         _validate_nodes(self.order, MAX_GAUSS_LEGENDRE_NODES, "order")
         validate_count(self.max_evaluations, "max_evaluations", minimum=self.order)
-
-    @property
-    def interval_rule(self) -> QuadratureRule:
-        """The rule on one interval of a step."""
-        return gauss_legendre(self.order)
 
     @property
     def num_contractions(self) -> int:
@@ -186,3 +182,165 @@ def _validate_nodes(n: object, maximum: int, name: str = "the number of nodes") 
     validate_count(n, name)
     if int(n) > maximum:  # type: ignore[call-overload]  # an integer, as validate_count has made sure
         raise ValueError(f"{name} must be at most {maximum}: got {n}. The adaptive rule needs no such number.")
+
+
+class QuadratureStatus(IntEnum):
+    """Why the rule stopped; a point's status is the most severe of its intervals'.
+
+    From `INTERVAL_LIMIT` on, the integral is not the change of the outputs to the tolerance nor to rounding.
+
+    Attributes:
+        CONVERGED: The residual is within the tolerance.
+        ROUNDING: The residual is above the tolerance, and at the level of the outputs' rounding.
+        FIXED: A fixed rule was used as it is; nothing was steered.
+        INTERVAL_LIMIT: The interval is as short as rounding of t, and its residual is not small: the derivative is not
+            bounded there.
+        EVALUATION_LIMIT: Another refinement would have passed the bound on evaluations.
+        INCONSISTENT_DERIVATIVE: The integral of the derivative has converged, but not to the change of the outputs: the
+            outputs jump, or what autograd computes is not their derivative.
+        NOT_FINITE: The derivative, or the outputs inside the step, hold NaN or infinity.
+    """
+
+    CONVERGED = 0
+    ROUNDING = 1
+    FIXED = 2
+    INTERVAL_LIMIT = 3
+    EVALUATION_LIMIT = 4
+    INCONSISTENT_DERIVATIVE = 5
+    NOT_FINITE = 6
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the integration did what it was asked for: a fixed rule is asked for nothing."""
+        return self < QuadratureStatus.INTERVAL_LIMIT
+
+
+@dataclass(frozen=True)
+class StraightPath:
+    """Every step is a straight line of its own: the path of Definition 3.4, Bell et al. (2023)."""
+
+    every: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class ChordPath:
+    """Straight lines between every k-th state.
+
+    Training gradients stay those at each step's own weights; the test side is integrated along the chord. That costs
+    about as much as one step, and some 3 evaluations for each kink on it.
+
+    Attributes:
+        every: k, from 1. The last chord has the steps that are left; where k is larger than S there is one chord.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        """Raise if k is no number of steps."""
+        validate_count(self.every, "every")
+
+
+@dataclass(frozen=True)
+class LayerwisePath:
+    """No path of the weights: between every k-th state, every operation's inputs move on a straight line of their own.
+
+    The derivative of each operation of the network is averaged over the line between its inputs at both states: in
+    closed form where it is linear in each of two factors, works number by number, or picks the largest of several.
+    The averages are multiplied as derivatives are by the chain rule. So the terms sum to the outputs exactly, with two
+    forward passes and one backward pass per point and stretch, however many units switch there; nothing is integrated.
+    The averaged gradient is not the average of the gradient along the chord: both differ by second order in the
+    stretch's length.
+
+    Attributes:
+        every: k, from 1. The last stretch has the steps that are left; where k is larger than S there is one.
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise if k is no number of steps."""
+        validate_count(self.every, "every")
+
+
+WeightPath = StraightPath | ChordPath | LayerwisePath
+
+
+def straight() -> StraightPath:
+    """Every step is a straight line: the path of the paper, and the default everywhere."""
+    return StraightPath()
+
+
+def chords(every: int) -> ChordPath:
+    """Straight lines between every k-th state; see `ChordPath`.
+
+    Args:
+        every: k. `chords(1)` is `straight()`.
+
+    Raises:
+        TypeError: k is not a whole number.
+        ValueError: k is below 1.
+    """
+    return ChordPath(every)
+
+
+def layerwise(every: int = 1) -> LayerwisePath:
+    """Derivatives averaged operation by operation between every k-th state; see `LayerwisePath`.
+
+    Args:
+        every: k.
+
+    Raises:
+        TypeError: k is not a whole number.
+        ValueError: k is below 1.
+    """
+    return LayerwisePath(every)
+
+
+def validate_path(path: object) -> None:
+    """Raise if an object is not a path.
+
+    Raises:
+        TypeError: The object is neither straight steps, nor chords, nor a layerwise path.
+    """
+    if not isinstance(path, WeightPath):
+        raise TypeError(f"path must be a path such as epk_gp.straight() or epk_gp.chords(every=20): got {path!r}.")
+
+
+def path_identity(path: WeightPath) -> tuple[WeightPath, ...]:
+    """Return what a fingerprint depends on: nothing for straight steps, whose fingerprints knew of no paths."""
+    return () if isinstance(path, StraightPath) or path == ChordPath(1) else (path,)
+
+
+def stretches_of(path: WeightPath, num_steps: int, steps: slice = slice(None)) -> list[range]:
+    """List the stretches of a path, each as the steps that it stands for, in their order.
+
+    Args:
+        path: The path.
+        num_steps: S.
+        steps: Some of the steps, which begin and end where stretches do.
+    """
+    own = range(num_steps)[steps]
+    return [range(first, min(first + path.every, own.stop)) for first in own[:: path.every]]
+
+
+def stretch_of(path: WeightPath, step: int, num_steps: int) -> range:
+    """Return the stretch that a step belongs to."""
+    first = step - step % path.every
+    return range(first, min(first + path.every, num_steps))
+
+
+def require_integrable(path: WeightPath, what: str) -> None:
+    """Raise if a path has no line on which something could be integrated.
+
+    Args:
+        path: The path.
+        what: What integrates along it, for the message.
+
+    Raises:
+        ValueError: The path is a layerwise one.
+    """
+    if isinstance(path, LayerwisePath):
+        raise ValueError(
+            f"{what} integrates along a path of the weights, straight() or chords(every=k): got "
+            f"layerwise(every={path.every}), which is for attributions."
+        )

@@ -24,15 +24,17 @@ from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.quadrature.paths import (
+from epk_gp.quadrature.rules import (
     ChordPath,
     LayerwisePath,
+    Rule,
     StraightPath,
     WeightPath,
+    adaptive,
     straight,
     validate_path,
+    validate_rule,
 )
-from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
 from epk_gp.report.content import lessen, report_content
 from epk_gp.report.explanations import divide, explain
 from epk_gp.report.overview import overview, reason_without_kernel

@@ -11,8 +11,7 @@ from torch import nn
 from torch.func import jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment, directional_derivatives, values
 from epk_gp.autodiff.forward_mode import forward_mode, split_dual
 from epk_gp.autodiff.interception import add_multiple
 from epk_gp.autodiff.verification import build_plan

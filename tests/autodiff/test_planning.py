@@ -129,7 +129,6 @@ def test_a_network_of_many_outputs_is_verified_by_as_many_backward_passes(monkey
         vmap_chunk_size=plans[0].vmap_chunk_size,
     )
     assert plans[0].supports_jvp
-    assert plans[0].supports_double_backward
 
 
 def test_both_sides_must_have_one_representation() -> None:

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.autodiff import jacobians
 from epk_gp.autodiff.dense import all_outputs, flat_columns
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
+from epk_gp.autodiff.jacobians import LayerJacobianBuilder, WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.trajectory import flat_weights
@@ -125,6 +124,19 @@ def found(monkeypatch):
     return listed
 
 
+def recorded(net, X, lr):
+    """Train one step, and return the run, its planned network, the weights before it and those after it."""
+    net(X)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    run = epk.train(net, X, torch.arange(ROWS) % OUTPUTS, optimizer=optimizer, steps=1)
+    return run, plan_for(run, run.model_for(X)), *(flat_weights(run, s, X) for s in (0, 1))
+
+
+def computed(planned, at, X):
+    jacobians = layer_jacobians(planned, at, X, all_outputs("logits"), ContractionCost(OUTPUTS**2, 1))
+    return to_flat_order(jacobians, flat_columns(planned, all_dense=False))
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", SEEN)
 def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypatch):
@@ -132,23 +144,13 @@ def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypa
     of_convolution, make = SEEN[name]
     net = Net(of_convolution, make()).double()
     size = 8 if net.conv.weight.dim() < 5 else 5
-    channels = net.conv.in_channels
-    X = torch.randn(ROWS, channels, *[size] * (net.conv.weight.dim() - 2), dtype=torch.float64)
+    X = torch.randn(ROWS, net.conv.in_channels, *[size] * (net.conv.weight.dim() - 2), dtype=torch.float64)
     X = X.round(decimals=0) if name == "relu" else X  # equal entries of a window
-    net(X)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    run = epk.train(net, X, torch.arange(ROWS) % OUTPUTS, optimizer=optimizer, steps=1)
-    planned = plan_for(run, run.model_for(X))
-    start, end = (flat_weights(run, s, X) for s in (0, 1))
+    run, planned, start, end = recorded(net, X, 0.5)
     t = torch.linspace(0, 1, ROWS, dtype=torch.float64)
-    at, cost = WeightLocation(start, end - start, t), ContractionCost(OUTPUTS**2, 1)
-    columns = flat_columns(planned, all_dense=False)
-
-    def computed():
-        return to_flat_order(layer_jacobians(planned, at, X, all_outputs("logits"), cost), columns)
-
+    at = WeightLocation(start, end - start, t)
     found.clear()
-    with_windows = computed()
+    with_windows = computed(planned, at, X)
     assert bool(found) == (name not in DENSE)
 
     def outputs(flat, x):
@@ -159,7 +161,7 @@ def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypa
         torch.testing.assert_close(with_windows[:, e], expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr(jacobians, "fits_pass", lambda *_: False)
     found.clear()
-    torch.testing.assert_close(with_windows, computed(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(with_windows, computed(planned, at, X), rtol=1e-12, atol=1e-13)
     assert not found  # windows that do not fit into a pass are not taken
 
 
@@ -170,15 +172,10 @@ def test_hooks_between_convolution_and_pool_are_found_and_obeyed(where):
     torch.manual_seed(0)
     net = Net(hooked(where), nn.Conv2d(1, 2, 3, padding=1)).double()
     X = torch.randn(ROWS, 1, 8, 8, dtype=torch.float64)
-    net(X)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = epk.train(net, X, torch.arange(ROWS) % OUTPUTS, optimizer=optimizer, steps=1)
-    planned = plan_for(run, run.model_for(X))
+    run, planned, start, _ = recorded(net, X, 0.1)
     assert planned.plan.supports_pool_windows == (where == "pool")
-    at, cost = WeightLocation(flat_weights(run, 0, X)), ContractionCost(OUTPUTS**2, 1)
-    computed = layer_jacobians(planned, at, X, all_outputs("logits"), cost)
-    values = to_flat_order(computed, flat_columns(planned, all_dense=False))
-    net.load_state_dict(run.model.unflatten(at.w))
+    values = computed(planned, WeightLocation(start), X)
+    net.load_state_dict(run.model.unflatten(start))
     for e in range(ROWS):
         for k in range(OUTPUTS):
             grads = torch.autograd.grad(net(X[e : e + 1])[0, k], list(net.parameters()))

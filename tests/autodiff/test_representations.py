@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
 from epk_gp.autodiff.representations import (
     DenseJacobian,
     LayerJacobian,
     LeftFactor,
+    LogitsLastLayer,
     NodeWeights,
     OuterProductJacobian,
+    SoftmaxLastLayer,
+    SoftmaxLastLayerAverage,
     concat_rows,
     sum_outer_products,
     to_flat_order,
@@ -41,7 +43,7 @@ def outer(n: int, *, positions: int = 1, bias: bool = False, constant: str = "")
 def softmax(n: int) -> SoftmaxLastLayer:
     p = normal(n, C).softmax(1)
     grads = torch.eye(C, dtype=torch.float64)[:, None] - p
-    return SoftmaxLastLayer(normal(n, IN), grads, p, False)
+    return SoftmaxLastLayer(normal(n, 1, IN), grads[:, :, None], False, False, False, p)
 
 
 MAKE: dict[str, Callable[[int], LayerJacobian]] = {
@@ -155,8 +157,10 @@ def test_what_cannot_be_joined_says_so(name: str) -> None:
     assert not jacobian.fits_concatenation
     assert name == "softmax" or not jacobian.commutes_with_average
     if name == "softmax":
-        with pytest.raises(TypeError, match="SoftmaxLastLayer has no common inner dimension"):
-            jacobian.concat_steps([jacobian], [1.0, 1.0])
+        average = jacobian.average(None, NodeWeights(1.0, None, LEFT))
+        assert not average.fits_concatenation
+        with pytest.raises(TypeError, match="SoftmaxLastLayerAverage has no common inner dimension"):
+            average.concat_steps([average], [1.0, 1.0])
 
 
 def test_flat_order_puts_columns_into_their_places() -> None:

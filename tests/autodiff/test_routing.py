@@ -114,14 +114,13 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
     plan = plan_for(trajectory, trajectory.model_for(X)).plan
     assert plan.supports_interpolation
     assert plan.bias_of
+    a, b = epk.Points(T, False), epk.Points(X[:2], True)
     if ask == "gram_block":
-        a, b = epk.Points(T, False), epk.Points(X[:2], True)
         expected = reference.gram_block(trajectory, a, b, head, RULE)
         assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), expected)
     elif ask == "gram_diagonal_blocks":
-        block = reference.gram_block(trajectory, epk.Points(T, False), epk.Points(T, False), head, RULE)
-        found = gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
-        assert_close(found, torch.einsum("ncnd->ncd", block).contiguous())
+        expected = torch.einsum("ncnd->ncd", reference.gram_block(trajectory, a, a, head, RULE)).contiguous()
+        assert_close(gram_diagonal_blocks(trajectory, a, head=head, rule=RULE), expected)
     elif ask == "attribute":
         expected = reference.contributions(trajectory, T, head, RULE)
         assert_close(epk.attribute(trajectory, T, head=head, rule=RULE).samples, expected)
@@ -149,18 +148,8 @@ class Bag(nn.Module):
         return self.out(F.softplus(self.bag(x)))
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_one_backward_pass_is_enough(head: str) -> None:
-    trajectory = trained(Bag().double(), torch.arange(24).reshape(6, 4) % 9)
-    check(trajectory, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]]), head)
-    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
-    assert not plan.supports_interpolation
-    assert not plan.supports_double_backward
-    assert not plan.supports_jvp
-
-
 class Cubed(torch.autograd.Function):
-    """A function of one's own that torch can differentiate backwards only, and cannot map over samples."""
+    """A function of one's own that torch can differentiate backwards only, and once."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -168,29 +157,10 @@ class Cubed(torch.autograd.Function):
         return x**3
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (x,) = ctx.saved_tensors
         return 3 * x**2 * grad
-
-
-class OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.relu(Cubed.apply(self.hidden(x))))
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_function_of_ones_own_may_lack_forward_mode_and_vmap(head: str) -> None:
-    """All of its weights are layers', and still nothing may be mapped over samples."""
-    trajectory = trained(OwnFunction().double(), inputs(8))
-    check(trajectory, inputs(12), head)
-    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
-    assert plan.supports_interpolation
-    assert not plan.supports_jvp
-    assert not plan.supports_vmap
 
 
 class WrongTangent(torch.autograd.Function):
@@ -216,6 +186,17 @@ class WrongTangent(torch.autograd.Function):
         return ctx.saved_tensors[0].cos() * tangent * (1 - 1e-3 * (torch.arange(tangent.shape[-1]) == 2))
 
 
+class Applied(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.hidden, self.out, self.function = nn.Linear(4, 6), nn.Linear(6, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.function(self.hidden(x))))
+
+
 class WrongInOneOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,25 +206,38 @@ class WrongInOneOutput(nn.Module):
         return WrongTangent.apply(self.layer(x))
 
 
-def test_a_wrong_forward_mode_derivative_of_one_output_is_found() -> None:
-    trajectory = trained(WrongInOneOutput().double(), inputs(8))
-    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
-    assert not plan.supports_jvp
-    assert plan.supports_double_backward
-    check(trajectory, inputs(12), "logits")
-
-
 class Gated(nn.Module):
-    """Parameters that are used, and have no gradient."""
+    """Parameters that are used, and have no gradient: their kernel is zero."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.value = nn.Linear(4, 5), nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             gate = self.gate(x).sum(dim=1, keepdim=True).sigmoid()
         return self.value(gate * x)
+
+
+# Each with what its plan supports: interpolation, forward mode, `vmap`.
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[bool, bool, bool]]] = {
+    "one_backward_pass": (Bag, (False, False, False)),
+    "own_function": (lambda: Applied(Cubed.apply), (True, False, True)),
+    "wrong_tangent": (WrongInOneOutput, (True, False, True)),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", KINDS)
+def test_what_torch_cannot_do_is_done_another_way(name: str, head: str) -> None:
+    """One backward pass is enough; of the second, through the places of the rows on the step."""
+    make, supported = KINDS[name]
+    tokens = torch.arange(24).reshape(6, 4) % 9
+    X, T = (tokens, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]])) if make is Bag else (inputs(8), inputs(12))
+    trajectory = trained(make().double(), X)
+    check(trajectory, T, head)
+    plan = plan_for(trajectory, trajectory.model_for(X)).plan
+    assert (plan.supports_interpolation, plan.supports_jvp, plan.supports_vmap) == supported
 
 
 def test_parameters_without_a_gradient_have_a_kernel_of_zero() -> None:

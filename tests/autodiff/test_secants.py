@@ -28,31 +28,12 @@ def heads(x):
     return x.view(-1, 2, 3, 2)
 
 
+ACTIVATIONS = (
+    "relu", "leaky_relu", "elu", "celu", "selu", "relu6", "hardtanh", "hardswish", "hardsigmoid",
+    "gelu", "silu", "mish", "softplus", "softsign", "tanhshrink", "softshrink", "logsigmoid", "tanh", "sigmoid",
+)  # fmt: skip
 FUNCTIONS = {
-    **{
-        name: getattr(F, name)
-        for name in (
-            "relu",
-            "leaky_relu",
-            "elu",
-            "celu",
-            "selu",
-            "relu6",
-            "hardtanh",
-            "hardswish",
-            "hardsigmoid",
-            "gelu",
-            "silu",
-            "mish",
-            "softplus",
-            "softsign",
-            "tanhshrink",
-            "softshrink",
-            "logsigmoid",
-            "tanh",
-            "sigmoid",
-        )
-    },
+    **{name: getattr(F, name) for name in ACTIVATIONS},
     **{name: getattr(torch, name) for name in ("abs", "exp", "sin", "square", "erf")},
     "power": lambda x: x.abs() ** 1.5 + x**3,
     "root": lambda x: (x.square() + 1).sqrt().log(),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer
-from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.autodiff.representations import DenseJacobian, LogitsLastLayer, OuterProductJacobian, SoftmaxLastLayer
 from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
 from helpers import assert_close
 
@@ -73,7 +72,7 @@ def test_the_last_layers_are_sketched_like_any_outer_product(generator) -> None:
     assert_close(sketched(logits, 16), logits.to_dense() @ S)
     p = torch.randn(E, C, generator=generator, dtype=torch.float64).softmax(1)
     grads = torch.eye(C, dtype=torch.float64)[:, None] - p
-    softmax = SoftmaxLastLayer(a, grads, p, False)
+    softmax = SoftmaxLastLayer(a[:, None], grads[:, :, None], False, False, False, p)
     assert_close(sketched(softmax, 16), softmax.to_dense() @ S)
 
 

@@ -7,9 +7,15 @@ import torch
 from statistics_runs import cnn, in_plain_words, mlp, reference_jacobian, reference_outputs, rows, train_by_hand
 from torch import nn
 
-from epk_gp.autodiff.dense import PlannedModel, all_outputs, flat_columns
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, statistics_jacobian, values
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.dense import (
+    PlannedModel,
+    WeightSegment,
+    all_outputs,
+    directional_derivatives,
+    flat_columns,
+    values,
+)
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.trajectory import flat_state, network_outputs

@@ -14,14 +14,8 @@ import epk_gp as epk
 from epk_gp.autodiff import jacobians
 from epk_gp.autodiff.dense import all_outputs
 from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUseError
-from epk_gp.autodiff.jacobians import (
-    LogitsLastLayer,
-    SoftmaxLastLayer,
-    WeightLocation,
-    layer_jacobians,
-    layer_jacobians_blocked,
-)
-from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
+from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights

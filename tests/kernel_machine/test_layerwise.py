@@ -13,7 +13,7 @@ from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import QuadratureStatus
 from helpers import NETWORKS, assert_close, make_case
 
 

@@ -10,7 +10,7 @@ from statistics_runs import Unusual, cnn, in_plain_words, mlp, rows, sequence, t
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.model import functionalize
 from epk_gp.core.plans import MemoryPlan
@@ -21,8 +21,7 @@ from epk_gp.kernel_machine.terms import AttributionProblem, integrate_stretch
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.kinks import Kinks
-from epk_gp.quadrature.rules import adaptive, gauss_legendre
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import QuadratureStatus, adaptive, gauss_legendre
 
 FLAT, IMAGE = (4,), (1, 8, 8)
 

@@ -14,7 +14,7 @@ from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.kernel_machine.terms import IntegratedLine
 from epk_gp.quadrature.kinks import Kinks
-from epk_gp.quadrature.paths import WeightPath
+from epk_gp.quadrature.rules import WeightPath
 from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {

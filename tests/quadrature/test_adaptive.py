@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by

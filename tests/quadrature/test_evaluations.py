@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives
+from epk_gp.autodiff.dense import WeightSegment, directional_derivatives
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.losses import Head
 from epk_gp.datasets import three_gaussians
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import QuadratureStatus
 
 
 class Recurrent(nn.Module):

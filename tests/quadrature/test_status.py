@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.show import CertificateWarning
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
-from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus
 
 
 class OneWeight(nn.Module):
