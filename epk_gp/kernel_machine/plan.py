@@ -9,14 +9,12 @@ from typing import Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tiles import GramWork, sum_dtype
+from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine.attribute import parse_groupings
 from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import Axis
@@ -60,14 +58,15 @@ def plan_gram(
     """
     validate_positive(seconds, "seconds")
 
-    def measured(context: ExecutionContext) -> Plan:
-        work = GramWork.of(context, a, b)
-        tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
-        kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
-        result_bytes = len(a) * len(b) * context.num_sums * sum_dtype(context).itemsize
-        return _measured(work, kinds, result_bytes, seconds)
-
-    return kernel.with_context(a, b, parse_options("plan_gram", ("checkpoint", "executor"), **options), measured)
+    parsed = parse_options("plan_gram", ("checkpoint", "executor"), **options)
+    kernel.validate_points(a, b, parsed)
+    while True:
+        with planned(kernel.trajectory, a.X) as net:
+            work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
+            tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
+            kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
+            result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
+            return _measured(work, kinds, result_bytes, seconds)
 
 
 def plan_attribution(
@@ -96,13 +95,12 @@ def plan_attribution(
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
     axes, packed = parse_groupings(kernel.trajectory, groupings), parse_problem(kernel, X, classes)
 
-    def measured(net: PlannedModel) -> Plan:
-        budget = parsed.memory_budget
-        work = AttributionWork(kernel, packed, classes, budget, axes, splits_statistics=True, plan=net.plan)
-        kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-        return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
-
-    return with_plan(kernel.trajectory, kernel.trajectory.model_for(packed), measured)
+    while True:
+        with planned(kernel.trajectory, packed) as net:
+            budget = parsed.memory_budget
+            work = AttributionWork(kernel, packed, classes, budget, axes, splits_statistics=True, plan=net.plan)
+            kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
+            return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
 
 
 def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds: float) -> Plan:
