@@ -116,7 +116,7 @@ def _split(indices: Int64[Tensor, " n"], size: int, wanted: int) -> Sequence[Ten
     most, count = min(wanted, len(indices) // SMALL_TILE), 1
     while 2 * count <= most:  # 2, 4, 8, ... of them are shared equally by so many workers
         count *= 2
-    return indices.split(min(size, max(1, math.ceil(len(indices) / count))))
+    return list(indices.split(min(size, max(1, math.ceil(len(indices) / count)))))
 
 
 def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[slice]:
