@@ -13,7 +13,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.core.options import ComputeOptions
-from epk_gp.gram import tiles
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tiles import WHOLE, step_ranges
+from epk_gp.gram.tiles import WHOLE, GramWork, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import workers as carrying
+from epk_gp.work.run import run as carry_out
 
 app = typer.Typer(help=__doc__, add_completion=False)
 app.command()(grid)
@@ -154,18 +154,18 @@ def simulated(
     begun, ahead = time.perf_counter(), carrying.num_ahead
     with (
         mock.patch("epk_gp.work.run.PartialSums", workers.sums),
-        mock.patch.object(tiles, "assembled", drained),
+        mock.patch("epk_gp.gram.path_kernel.assemble", drained),
         mock.patch.object(carrying, "num_ahead", lambda num_bytes, _: ahead(num_bytes, disk)),
     ):
         kernel.trace_block(*points, replace(options, executor=workers))
     return workers, time.perf_counter() - begun
 
 
-def drained(tiles: list[Any], totals: Iterator[Tensor], shape: tuple[int, ...], reference: Tensor) -> Tensor:
+def drained(work: GramWork) -> Tensor:
     """Let all tiles be summed, and return a block of zeros that takes no memory."""
-    for _ in zip(tiles, totals, strict=True):
+    for _ in carry_out(work, work.planned.options, "kernel"):
         pass
-    return reference.new_zeros(()).expand(shape)
+    return torch.zeros(()).expand(work.planned.block_shape(len(work.a), len(work.b)))
 
 
 @dataclass(frozen=True)
@@ -270,12 +270,12 @@ def tile_side(kernel: PathKernel, options: ComputeOptions) -> int:
     """Count the points on each side of the kernel's tiles."""
     found: list[int] = []
 
-    def noted(context: Any, *_: Any) -> Tensor:
-        found.append(tiles.tile_points(context))
-        return context.reference.new_empty(1, 1, 1)
+    def noted(work: GramWork) -> Tensor:
+        found.append(work.planned.tile_points)
+        return torch.empty(1, 1, 1)
 
     points = epk.Points(torch.zeros(1, 2, dtype=torch.float64), is_train=False)
-    with mock.patch("epk_gp.gram.path_kernel.gram_tiles", noted):
+    with mock.patch("epk_gp.gram.path_kernel.assemble", noted):
         kernel.trace_block(points, points, options)
     return found[0]
 

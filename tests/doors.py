@@ -16,7 +16,6 @@ from torch import Tensor
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
-from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
@@ -85,10 +84,6 @@ def half_retrained(run: epk.Trajectory) -> Any:
     return epk.retrain(run, torch.full((1, run.num_points), 0.5, dtype=torch.float64))
 
 
-def thinning_errors(thinned: Any) -> Tensor:
-    return torch.tensor([thinned.error, thinned.max_error], dtype=torch.float64)
-
-
 def samples_and_steps(run: epk.Trajectory, X: Any, **options: Any) -> Any:
     return attribute_many(run, X, [[by_sample(run)], [by_step(run)]], **options)
 
@@ -117,12 +112,6 @@ DOORS = {
             lambda run, X, **o: epk.path_features(run, X, 16, num_probe=0, **o),
             frozenset({"head", "memory_budget"}),
             lambda features: features + 0,
-        ),
-        Door(
-            "gram.thinning.thin_path",
-            lambda run, X, **o: thin_path(run, 2, X, **o),
-            frozenset({"head", "rule"}),
-            thinning_errors,
         ),
         Door(
             "kernels.epk.EPKKernel",

@@ -85,7 +85,7 @@ class DifferentiationPlan:
 class ModelCache:
     """What was found out about a network, shared by all its variants and by all runs that have it.
 
-    Nothing in the cache depends on the weights, so runs that share a network (`tangent_trajectory`, `thin_path`) share
+    Nothing in the cache depends on the weights, so runs that share a network (`tangent_trajectory`) share
     it too. A pickled or copied cache is empty.
 
     Attributes:

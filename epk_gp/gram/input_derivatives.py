@@ -17,7 +17,6 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
 from epk_gp.core.trajectory import flat_state
-from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.pairs import (
     PairBlock,
     PairSide,
@@ -29,6 +28,7 @@ from epk_gp.gram.pairs import (
     pair_products,
     set_factors,
 )
+from epk_gp.gram.planned_kernel import PlannedKernel
 from epk_gp.quadrature.rules import QuadratureRule
 
 # Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
@@ -40,12 +40,12 @@ Gradients = tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | 
 
 
 def pairs_input_gradients(
-    context: ExecutionContext, pairs: SetPairs, weights: Float[Tensor, "P K n L m"], wanted: tuple[bool, bool]
+    kernel: PlannedKernel, pairs: SetPairs, weights: Float[Tensor, "P K n L m"], wanted: tuple[bool, bool]
 ) -> Gradients:
     """Differentiate a weighted sum of kernel values with respect to the points (`PathKernel`)."""
     results = [torch.zeros_like(s.X) if w else None for s, w in zip((pairs.left, pairs.right), wanted, strict=True)]
     with torch.enable_grad():
-        derivative = _prepare(context, pairs)
+        derivative = _prepare(kernel, pairs)
         for block in _blocks(derivative, pairs):
             own = weights[block.of][:, :, block.left[1]][..., block.right[1]]
             found = _block_gradients(derivative, block, own, wanted)
@@ -55,14 +55,14 @@ def pairs_input_gradients(
     return results[0], results[1]
 
 
-def pairs_block(context: ExecutionContext, pairs: SetPairs) -> Float[Tensor, "P K n L m"]:
+def pairs_block(kernel: PlannedKernel, pairs: SetPairs) -> Float[Tensor, "P K n L m"]:
     """Compute the kernel between the sets of pairs (`PathKernel`)."""
-    K = context.num_outputs if pairs.has_all_outputs else 1
+    K = kernel.trajectory.num_outputs if pairs.has_all_outputs else 1
     shape = (len(pairs), K, pairs.left.num_points, K, pairs.right.num_points)
-    result = context.reference.new_zeros(shape)
-    derivative = _prepare(context, pairs)
+    result = kernel.reference.new_zeros(shape)
+    derivative = _prepare(kernel, pairs)
     for block in _blocks(derivative, pairs):
-        left, right = _sides(context, block.pairs, (False, False))
+        left, right = _sides(kernel, block.pairs, (False, False))
         (_, rows), (_, columns) = block.left, block.right
         for layers, of_nodes in _evaluated_by_steps(derivative, block, left, right):
             products = [pair_products(a, b, left.of_pairs, right.of_pairs, len(of_nodes)) for a, b in layers]
@@ -76,14 +76,14 @@ class _Derivative:
     """How the layer Jacobians of a kernel are computed where its derivative is taken.
 
     Attributes:
-        context: The kernel.
+        kernel: The kernel.
         net: Its network, with a plan whose second derivatives were verified.
         cost: Decides the representations: every layer in the one that it has on the other side of a product, the last
             one too.
         max_points: Points on each side of a block that is differentiated at a time, at one weight state.
     """
 
-    context: ExecutionContext
+    kernel: PlannedKernel
     net: PlannedModel
     cost: ContractionCost
     max_points: int = 1
@@ -97,46 +97,46 @@ class _Derivative:
 
     def states_at_once(self, num_points: int) -> int:
         """Count the weight states at which the same points are evaluated together."""
-        return self.context.memory.stacked_weights(num_points) if self.net.plan.supports_stacking else 1
+        return self.kernel.memory.stacked_weights(num_points) if self.net.plan.supports_stacking else 1
 
 
-def _prepare(context: ExecutionContext, pairs: SetPairs) -> _Derivative:
-    num_pairs = 1 if pairs.is_summed else context.num_outputs if pairs.is_traced else context.num_output_pairs
-    cost = ContractionCost(num_pairs, context.rule.num_contractions, context.head == "logits")
-    derivative = _Derivative(context, context.net, cost)
-    plan = context.net.plan
+def _prepare(kernel: PlannedKernel, pairs: SetPairs) -> _Derivative:
+    num_pairs = 1 if pairs.is_summed else kernel.trajectory.num_outputs if pairs.is_traced else kernel.num_output_pairs
+    cost = ContractionCost(num_pairs, kernel.rule.num_contractions, kernel.head == "logits")
+    derivative = _Derivative(kernel, kernel.net, cost)
+    plan = kernel.net.plan
     if plan.dense_params and plan.supports_vmap:
         derivative = replace(derivative, net=_with_verified_vmap(derivative))
-    size = _jacobian_bytes(derivative) if context.trajectory.num_steps else 0
-    return replace(derivative, max_points=context.memory.derivative_points(num_pairs, size))
+    size = _jacobian_bytes(derivative) if kernel.trajectory.num_steps else 0
+    return replace(derivative, max_points=kernel.memory.derivative_points(num_pairs, size))
 
 
 def _jacobian_bytes(derivative: _Derivative) -> int:
     """Measure the bytes that the layer Jacobians of one point take; once for each way of computing them."""
-    context, measured = derivative.context, derivative.net.model.cache.feature_bytes
-    key = ("derivative", context.head, derivative.cost, derivative.net.model.spec)
+    kernel, measured = derivative.kernel, derivative.net.model.cache.feature_bytes
+    key = ("derivative", kernel.head, derivative.cost, derivative.net.model.spec)
     if key not in measured:
-        X = derivative.net.model.spec.cast(context.trajectory.inputs[:1]).detach().requires_grad_()
-        at = WeightLocation(flat_state(context.trajectory, 0, context.reference))
+        X = derivative.net.model.spec.cast(kernel.trajectory.inputs[:1]).detach().requires_grad_()
+        at = WeightLocation(flat_state(kernel.trajectory, 0, kernel.reference))
         with torch.enable_grad():
-            jacobians = derivative.jacobians(at, X, all_outputs(context.head))
+            jacobians = derivative.jacobians(at, X, all_outputs(kernel.head))
         measured[key] = sum(jacobian.nbytes for jacobian in jacobians)
     return measured[key]
 
 
 def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
     """Let `vmap` differentiate dense parameters only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
-    context, net = derivative.context, derivative.net
+    kernel, net = derivative.kernel, derivative.net
     model, cache = net.model, net.model.cache
     with cache.lock, torch.enable_grad():
         if model.spec not in cache.vmap_second_derivatives:
-            X = context.trajectory.inputs[:2].to(context.reference).requires_grad_()
-            start, end = (flat_state(context.trajectory, state, context.reference) for state in (0, 1))
+            X = kernel.trajectory.inputs[:2].to(kernel.reference).requires_grad_()
+            start, end = (flat_state(kernel.trajectory, state, kernel.reference) for state in (0, 1))
             at = WeightLocation(torch.lerp(start, end, 0.5))
             gradients = list[Tensor]()
             for supports_vmap in (True, False):
                 trial = replace(derivative, net=PlannedModel(model, replace(net.plan, supports_vmap=supports_vmap)))
-                values = trial.jacobians(at, X, all_outputs(context.head))[-1].to_dense()
+                values = trial.jacobians(at, X, all_outputs(kernel.head))[-1].to_dense()
                 wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
                 gradients.extend(torch.autograd.grad((values * wave).sum(), [X]))
             cache.vmap_second_derivatives[model.spec] = allclose(gradients[0], gradients[1])
@@ -145,7 +145,7 @@ def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
 
 def _blocks(derivative: _Derivative, pairs: SetPairs) -> Iterator[PairBlock]:
     """Split pairs into blocks that are computed at all nodes of a step at once."""
-    return pair_blocks(pairs, max(1, derivative.max_points // derivative.context.rule.num_contractions))
+    return pair_blocks(pairs, max(1, derivative.max_points // derivative.kernel.rule.num_contractions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,10 +191,10 @@ class _Side:
 
 
 def _side(
-    context: ExecutionContext, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
+    kernel: PlannedKernel, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
 ) -> _Side:
     """Prepare one side: of a set that is asked about one output only that one is computed."""
-    head, num_outputs = context.head, context.num_outputs
+    head, num_outputs = kernel.head, kernel.trajectory.num_outputs
     X = points.X.flatten(0, 1).detach().requires_grad_(requires_grad)
     if pairs.classes is None:
         cotangents = summed_outputs(head) if pairs.is_summed else all_outputs(head)
@@ -209,13 +209,13 @@ def _side(
     return _Side(X, points.num_sets, own, 1, lambda num_states: chosen_outputs(head, of_points.repeat(num_states)))
 
 
-def _sides(context: ExecutionContext, pairs: SetPairs, wanted: tuple[bool, bool]) -> tuple[_Side, _Side]:
+def _sides(kernel: PlannedKernel, pairs: SetPairs, wanted: tuple[bool, bool]) -> tuple[_Side, _Side]:
     """Prepare both sides; one is both where they are the same: its derivatives are taken with the other held fixed."""
     is_shared = pairs.have_same_sides
-    left = _side(context, pairs, pairs.left, pairs.left_index, requires_grad=any(wanted) if is_shared else wanted[0])
+    left = _side(kernel, pairs, pairs.left, pairs.left_index, requires_grad=any(wanted) if is_shared else wanted[0])
     if is_shared:
         return left, left
-    return left, _side(context, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
+    return left, _side(kernel, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
 
 
 def _evaluated_by_steps(
@@ -225,17 +225,16 @@ def _evaluated_by_steps(
 
     The factors are one object where the sides are the same.
     """
-    context = derivative.context
-    nodes = [_nodes(context, is_train) for is_train in block.is_train]
-    omegas = context.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
+    kernel = derivative.kernel
+    nodes = [_nodes(kernel, is_train) for is_train in block.is_train]
+    omegas = kernel.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
     # the plan counts forward and backward passes of all outputs, and their Jacobians
-    points = [1 + len(side.X) * (side.num_outputs + 2) // (context.num_outputs + 2) for side in (left, right)]
+    points = [1 + len(side.X) * (side.num_outputs + 2) // (kernel.trajectory.num_outputs + 2) for side in (left, right)]
     at_once = [derivative.states_at_once(own) for own in points]
     steps_at_once = max(1, min(max(at_once), derivative.max_points // max(points)) // len(omegas))
-    for steps in _batches(_steps_between(context, block.is_train), steps_at_once):
+    for steps in _batches(_steps_between(kernel, block.is_train), steps_at_once):
         at_nodes = [
-            _weights_at_nodes(context, steps, own, is_train)
-            for own, is_train in zip(nodes, block.is_train, strict=True)
+            _weights_at_nodes(kernel, steps, own, is_train) for own, is_train in zip(nodes, block.is_train, strict=True)
         ]
         x = left.jacobians(derivative, at_nodes[0], at_once[0])
         y = x if right is left else right.jacobians(derivative, at_nodes[1], at_once[1])
@@ -244,14 +243,14 @@ def _evaluated_by_steps(
             is_dense = any(isinstance(jacobian, DenseJacobian) for jacobian in kinds)  # without a graph fewer are
             a = left.factors(x, layer, is_dense=is_dense)
             layers.append((a, a if right is left else right.factors(y, layer, is_dense=is_dense)))
-        yield layers, context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas
+        yield layers, kernel.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas
 
 
 def _block_gradients(
     derivative: _Derivative, block: PairBlock, weights: Tensor, wanted: tuple[bool, bool]
 ) -> list[Tensor | None]:
     """Differentiate a block with respect to the wanted sides."""
-    left, right = _sides(derivative.context, block.pairs, wanted)
+    left, right = _sides(derivative.kernel, block.pairs, wanted)
     transposed = weights.permute(0, 3, 4, 1, 2)
     tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
     is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
@@ -293,28 +292,28 @@ def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (values[first : first + size] for first in range(0, len(values), size))
 
 
-def _nodes(context: ExecutionContext, is_train: bool) -> list[tuple[float, float]]:
+def _nodes(kernel: PlannedKernel, is_train: bool) -> list[tuple[float, float]]:
     """List the nodes of a step: its start alone for training copies."""
-    if is_train or not isinstance(context.rule, QuadratureRule):
+    if is_train or not isinstance(kernel.rule, QuadratureRule):
         return [(0.0, 1.0)]
-    return list(context.rule)
+    return list(kernel.rule)
 
 
-def _steps_between(context: ExecutionContext, is_train: tuple[bool, bool]) -> list[tuple[int, float]]:
+def _steps_between(kernel: PlannedKernel, is_train: tuple[bool, bool]) -> list[tuple[int, float]]:
     """List the steps that count with their weights; between test copies the first one of a chord stands for all."""
     if any(is_train):
-        return context.steps
-    return [(first, sum(eta for _, eta in own)) for first, own in context.stretches(context.steps)]
+        return kernel.steps
+    return [(first, sum(eta for _, eta in own)) for first, own in kernel.stretches(kernel.steps)]
 
 
 def _weights_at_nodes(
-    context: ExecutionContext, steps: Sequence[tuple[int, float]], nodes: list[tuple[float, float]], is_train: bool
+    kernel: PlannedKernel, steps: Sequence[tuple[int, float]], nodes: list[tuple[float, float]], is_train: bool
 ) -> list[Tensor]:
     """Return the weights at the nodes of steps: of the steps themselves for training copies, else of their chords."""
-    ends = [(s, s) if is_train else (context.stretch(s).start, context.stretch(s).stop) for s, _ in steps]
+    ends = [(s, s) if is_train else (kernel.stretch(s).start, kernel.stretch(s).stop) for s, _ in steps]
     keep = max(b for _, b in ends) - min(a for a, _ in ends) + 1
     needed = sorted({state for pair in ends for state in pair})
-    states = {state: context.prefetcher.get(state, keep) for state in needed}
+    states = {state: kernel.prefetcher.get(state, keep) for state in needed}
     return [torch.lerp(states[a], states[b], t) for a, b in ends for t, _ in nodes]
 
 

@@ -1,127 +1,27 @@
 """The exact path kernel of a training run, its Gram blocks and its diagonal."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import planned
 from epk_gp.core.inputs import Inputs, Points, validate_points
 from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
-from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows, warn_of_integrals
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.pairs import SetPairs
-from epk_gp.gram.sums import Steps, jacobians_at_nodes, step_batches, test_nodes
-from epk_gp.gram.tiles import GramWork, gram_tiles, tile_points
-from epk_gp.quadrature.rules import (
-    QuadratureRule,
-    Rule,
-    WeightPath,
-    gauss_legendre,
-    path_identity,
-    require_integrable,
-    straight,
-    validate_path,
-    validate_rule,
-)
+from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
+from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
+from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
+from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 from epk_gp.work.run import run
-from epk_gp.work.sums import Piece, Place, Sums
-
-
-def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"]:
-    """Compute the blocks of points with themselves."""
-    work, integrations = DiagonalWork.of(context, a, a), Sums()
-    result = context.reference.new_zeros(len(a), context.num_outputs, context.num_outputs)
-    for piece, sums in run(work, context.options, "kernel diagonal"):
-        result[work.rows[piece.place[:2]]] += sums.added.pop("total")
-        integrations.merge(sums)
-    warn_of_integrals(integrations)
-    return result
-
-
-class DiagonalWork(GramWork):
-    """The kernel of points with themselves in pieces: some points of one copy, and a range of steps."""
-
-    @cached_property
-    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
-        """The points of each part."""
-        return diagonal_rows(self.context, self.a)
-
-    @property
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces, part by part."""
-        steps, name = self.context.steps, self.named("diagonal")
-        for place in self.rows:
-            total = "-".join(map(str, (name, *place)))
-            for number, own in enumerate(self.ranges):
-                yield Piece(
-                    f"{total}-{number}", (*place, number), len(steps[own]), "" if len(self.ranges) == 1 else total
-                )
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of the largest part."""
-        of_point = self.context.num_outputs**2 * self.context.reference.itemsize
-        return max(map(len, self.rows.values()), default=0) * of_point
-
-    def identity(self) -> str:
-        """Return a fingerprint of everything on which the sums depend."""
-        return fingerprint(
-            "diagonal", self.trajectory.digest, self.head, self.rule, self.step_weights, self.options.memory_budget,
-            self.a.X, self.a.is_train, *path_identity(self.path),
-        )  # fmt: skip
-
-    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Sum a range of the steps of some points."""
-        context, (is_train, part, number) = self.context, place
-        steps, X = context.steps[self.ranges[number]], self.a.X[self.rows[is_train, part]]
-        context.take_integrations()  # those of a piece that was stopped
-        sums = Sums({"total": diagonal_of(context, steps, X, is_train=bool(is_train))}, steps=len(steps))
-        sums.merge(context.take_integrations())
-        yield sums
-
-
-def diagonal_rows(context: ExecutionContext, a: Points) -> dict[Place, Int64[Tensor, " rows"]]:
-    """Divide points into parts of one copy that are computed together."""
-    size = tile_points(context)
-    return {
-        (int(is_train), number): rows
-        for is_train in (True, False)
-        for number, rows in enumerate(a.copies(is_train).split(size))
-        if len(rows)
-    }
-
-
-def diagonal_of(
-    context: ExecutionContext, steps: Steps, X: Shaped[Tensor, "n ..."], *, is_train: bool
-) -> Float[Tensor, "n C C"]:
-    """Sum the blocks of some points with themselves over some steps."""
-    total = context.reference.new_zeros(len(X), context.num_outputs, context.num_outputs)
-    for batch in step_batches(context, steps, len(X), are_training=is_train):
-        nodes = [(s, 0.0, eta) for s, eta in batch] if is_train else test_nodes(context, batch, X)
-        at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X, context.cost, are_training=is_train)
-        for jacobians, (*_, weight) in zip(at_nodes, nodes, strict=True):
-            total += weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
-    return total
-
-
-def sum_over_layers(parts: list[Tensor]) -> Tensor:
-    """Add the shares of all layers, in the memory of the first."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total
-
-
-T = TypeVar("T")
+from epk_gp.work.sums import Sums
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -173,13 +73,20 @@ class PathKernel:
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
-        return self._evaluate(a, b, options, is_per_class=False).permute(1, 0, 3, 2)
+        self.validate_points(a, b, options)
+        while True:
+            with planned(self.trajectory, a.X) as net:
+                work = GramWork(self.with_net(net, options), a, b, plan=net.plan)
+                return assemble(work).permute(1, 0, 3, 2)
 
     def block_per_class(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
     ) -> Float[Tensor, "C N M"]:
         """Compute K[n, c, m, c] for every output c; see `gram_block_per_class`."""
-        return self._evaluate(a, b, options, is_per_class=True)
+        self.validate_points(a, b, options)
+        while True:
+            with planned(self.trajectory, a.X) as net:
+                return assemble(GramWork(self.with_net(net, options, is_per_class=True), a, b, plan=net.plan))
 
     def trace_block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N M"]:
         """Compute the scalar kernel sum_c K[n, c, m, c].
@@ -191,17 +98,25 @@ class PathKernel:
             b: M points.
             options: How to compute.
         """
-        return self._evaluate(a, b, options, is_per_class=True, is_traced=True)[0]
+        self.validate_points(a, b, options)
+        while True:
+            with planned(self.trajectory, a.X) as net:
+                kernel = self.with_net(net, options, is_per_class=True, is_traced=True)
+                return assemble(GramWork(kernel, a, b, plan=net.plan))[0]
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
         options.require_unset("diagonal_blocks", "accumulate")
-        self._validate(a, a)
-        model = self.trajectory.model_for(a.X)
-
-        return with_plan(
-            self.trajectory, model, lambda net: gram_diagonal(self._context(net, options, is_per_class=False), a)
-        )
+        self.validate_points(a, a, options)
+        while True:
+            with planned(self.trajectory, a.X) as net:
+                work, integrations = DiagonalWork(self.with_net(net, options), a, a, plan=net.plan), Sums()
+                result = work.planned.reference.new_zeros(len(a), *[self.trajectory.num_outputs] * 2)
+                for piece, sums in run(work, options, "kernel diagonal"):
+                    result[work.rows[piece.place[:2]]] += sums.added.pop("total")
+                    integrations.merge(sums)
+                warn_of_integrals(integrations)
+                return result
 
     def pairs_input_gradients(
         self,
@@ -225,9 +140,11 @@ class PathKernel:
         Returns:
             The derivatives in the shapes of the sets, None for a side that is not wanted.
         """
-        options.require_unset("pairs_input_gradients", "checkpoint", "accumulate")
-        self._validate_fixed_rule()
-        return self._of_pairs(pairs, options, lambda context: pairs_input_gradients(context, pairs, weights, wanted))
+        self._validate_pairs("pairs_input_gradients", pairs, options)
+        while True:
+            with planned(self.trajectory, pairs.left.X) as net:
+                kernel = self.with_net(net, options, is_per_class=pairs.classes is not None)
+                return pairs_input_gradients(kernel, pairs, weights, wanted)
 
     def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
         """Compute the kernel between the points of P pairs of sets.
@@ -242,54 +159,25 @@ class PathKernel:
         Returns:
             K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the sum of the outputs.
         """
-        options.require_unset("pairs_block", "checkpoint", "accumulate")
-        self._validate_fixed_rule()
-        with torch.no_grad():
-            return self._of_pairs(pairs, options, lambda context: pairs_block(context, pairs))
+        self._validate_pairs("pairs_block", pairs, options)
+        while True:
+            with planned(self.trajectory, pairs.left.X) as net, torch.no_grad():
+                return pairs_block(self.with_net(net, options, is_per_class=pairs.classes is not None), pairs)
 
-    def _of_pairs(self, pairs: SetPairs, options: ComputeOptions, compute: Callable[[ExecutionContext], T]) -> T:
-        self._validate(*(Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right)))
-        model, is_per_class = self.trajectory.model_for(pairs.left.X), pairs.classes is not None
-        return with_plan(
-            self.trajectory, model, lambda net: compute(self._context(net, options, is_per_class=is_per_class))
-        )
-
-    def _evaluate(
-        self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
-    ) -> Tensor:
-        """Compute a class-major block."""
-        return self.with_context(
-            a, b, options, lambda context: gram_tiles(context, a, b), is_per_class=is_per_class, is_traced=is_traced
-        )
-
-    def with_context(
-        self,
-        a: Points,
-        b: Points,
-        options: ComputeOptions,
-        compute: Callable[[ExecutionContext], T],
-        *,
-        is_per_class: bool = False,
-        is_traced: bool = False,
-    ) -> T:
-        """Compute between two sets of points with the kernel's context, which is made once they are validated.
+    def with_net(
+        self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool = False, is_traced: bool = False
+    ) -> PlannedKernel:
+        """Return the kernel with its planned network, by which it is evaluated.
 
         Args:
-            a: N points.
-            b: M points.
+            net: The run's network in the dtype and on the device of the points.
             options: How to compute.
-            compute: Called with the context; once more with another plan if the network's inputs demand that.
             is_per_class: Only pairs of equal classes are wanted.
             is_traced: Only their sum is wanted.
         """
-        self._validate(a, b)
-        model = self.trajectory.model_for(a.X)
-        if options.accumulate not in (None, model.spec.dtype, torch.float64):
-            raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
-        return with_plan(
-            self.trajectory,
-            model,
-            lambda net: compute(self._context(net, options, is_per_class=is_per_class, is_traced=is_traced)),
+        etas = _parse_step_weights(self.trajectory, self.step_weights)
+        return PlannedKernel(
+            self.trajectory, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced
         )
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
@@ -306,13 +194,19 @@ class PathKernel:
         validate_rule(self.rule)
         return packed
 
-    def _validate(self, a: Points, b: Points) -> None:
+    def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
+        """Raise if the kernel cannot be evaluated between two sets of points.
+
+        Raises:
+            TypeError, ValueError: See `gram_block`.
+        """
         if self.trajectory.average is not None:
             raise ValueError(
                 "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
                 "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
                 "epk_gp.attribute or epk_gp.reconstruct."
             )
+        require_integrable(self.path, "the path kernel")
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(points, name)
@@ -323,21 +217,31 @@ class PathKernel:
                 "both sets of points must share dtype and device: "
                 f"got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
             )
+        if options.accumulate not in (None, self.trajectory.model.spec_for(a.X).dtype, torch.float64):
+            raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
 
-    def _validate_fixed_rule(self) -> None:
+    def _validate_pairs(self, call: str, pairs: SetPairs, options: ComputeOptions) -> None:
+        options.require_unset(call, "checkpoint", "accumulate")
         if not isinstance(self.rule, QuadratureRule):
             raise TypeError(
                 f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
             )
+        left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
+        self.validate_points(left, right, options)
 
-    def _context(
-        self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
-    ) -> ExecutionContext:
-        require_integrable(self.path, "the path kernel")
-        etas = _parse_step_weights(self.trajectory, self.step_weights)
-        return ExecutionContext(
-            self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced, self.path
-        )
+
+def require_gradients_of_rows(model: FunctionalModel) -> None:
+    """Raise if the gradient of a point's outputs depends on the points that are evaluated beside it.
+
+    Raises:
+        ValueError: An embedding divides gradients by how often a token occurs.
+    """
+    for name, module in model.module.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs in the "
+                "batch. Make it with scale_grad_by_freq=False."
+            )
 
 
 def gram_block(

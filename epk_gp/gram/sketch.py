@@ -16,7 +16,7 @@ from epk_gp.autodiff.dense import PlannedModel, combined_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian
 from epk_gp.autodiff.sketches import FeatureSum, draw_signs, hadamard_matrix, hadamard_order, seeded_generator
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head
@@ -25,7 +25,7 @@ from epk_gp.core.plans import rows_per_pass, sketched_rows
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.context import require_gradients_of_rows
+from epk_gp.gram.path_kernel import require_gradients_of_rows
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import (
     LayerwisePath,
@@ -326,15 +326,18 @@ class PathSketch:
             points: n points, already checked against the run.
             options: `memory_budget`, `progress`, `checkpoint` and `executor`.
         """
-        model = self.trajectory.model_for(points.X)
-        require_gradients_of_rows(model)
-        had_dense_plan = model.cache.needs_dense_plan
-
-        def compute(net: PlannedModel) -> Tensor:
-            return self._features(net, points, options)
-
-        features = with_plan(self.trajectory, model, compute)
-        if model.cache.needs_dense_plan and not had_dense_plan:
+        cache = self.trajectory.model.cache
+        require_gradients_of_rows(self.trajectory.model)
+        had_dense_plan = cache.needs_dense_plan
+        while True:
+            with planned(self.trajectory, points.X) as net:
+                work = FeatureWork(self, points, plan=net.plan)
+                shape = (len(points), self.coefficients.shape[1], self.num_features)
+                features = torch.empty(shape, dtype=net.model.spec.dtype, device=net.model.spec.device)
+                for piece, sums in run(work, options, "features"):
+                    features[work.rows[piece.place]] = sums.added["features"]
+                break
+        if cache.needs_dense_plan and not had_dense_plan:
             warnings.warn(
                 "These points use the network's parameters in another way than all before: features that were computed "
                 "before are of another sketch. Compute them again, in this session.",
@@ -349,17 +352,14 @@ class PathSketch:
             points: n points, of floating-point numbers.
             weights: Of their features.
         """
-        model = self.trajectory.model_for(points.X)
-
-        def compute(net: PlannedModel) -> Tensor:
-            result = torch.zeros_like(points.X)
-            for is_train in (True, False):
-                rows = points.copies(is_train)
-                if len(rows):
-                    result[rows] = self._of_copy(net, is_train).input_gradients(points.X[rows], weights[rows])
-            return result
-
-        return with_plan(self.trajectory, model, compute)
+        while True:
+            with planned(self.trajectory, points.X) as net:
+                result = torch.zeros_like(points.X)
+                for is_train in (True, False):
+                    rows = points.copies(is_train)
+                    if len(rows):
+                        result[rows] = self._of_copy(net, is_train).input_gradients(points.X[rows], weights[rows])
+                return result
 
     def products(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
@@ -374,40 +374,26 @@ class PathSketch:
         Returns:
             The products, and those of each of the n and of the m points with itself.
         """
-        model = self.trajectory.model_for(a.X)
-        return with_plan(self.trajectory, model, lambda net: self._products(net, a, b, options))
+        while True:
+            with planned(self.trajectory, a.X) as net:
+                K, spec = self.coefficients.shape[1], net.model.spec
+                result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
+                of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
+                work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
+                for piece, sums in run(work, options, "kernel"):
+                    i, j = piece.place
+                    n, m, block = work.rows[i], work.columns[j], sums.added["block"]
+                    result[:, n[:, None], m] = block
+                    of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
+                    if a is b and i != j:
+                        result[:, m[:, None], n] = block.mT
+                return result, of_a, of_b
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
-        model = self.trajectory.model_for(X)
-        return with_plan(
-            self.trajectory, model, lambda net: self._of_copy(net, is_train=False).multiplications_per_pair(X)
-        )
-
-    def _products(
-        self, net: PlannedModel, a: Points, b: Points, options: ComputeOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
-        result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
-        of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
-        work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
-        for piece, sums in run(work, options, "kernel"):
-            i, j = piece.place
-            n, m, block = work.rows[i], work.columns[j], sums.added["block"]
-            result[:, n[:, None], m] = block
-            of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
-            if same and i != j:
-                result[:, m[:, None], n] = block.mT
-        return result, of_a, of_b
-
-    def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
-        spec = net.model.spec
-        shape = (len(points), self.coefficients.shape[1], self.num_features)
-        result = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-        work = FeatureWork(self, points, plan=net.plan)
-        for piece, sums in run(work, options, "features"):
-            result[work.rows[piece.place]] = sums.added["features"]
-        return result
+        while True:
+            with planned(self.trajectory, X) as net:
+                return self._of_copy(net, is_train=False).multiplications_per_pair(X)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run

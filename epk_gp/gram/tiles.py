@@ -1,27 +1,34 @@
-"""A Gram block as tiles of points, each summed over ranges of steps: here, or by workers."""
+"""A Gram block in tiles, and in pieces: ranges of the steps of a tile, that are computed and added up one by one.
 
+With the steps s of a chord, and H the sum of their weights eta_s,
+
+    sum_s eta_s Phi(x) J_s(y)^T = H Phi(x) (sum_s (eta_s / H) J_s(y))^T
+
+so that a chord costs one product for each layer, and the test side is evaluated once. Only a layer that is so large
+that its gradients are not written out is multiplied for every node and step. The sums of the training side are kept for
+further tiles of the same columns, while memory lasts.
+"""
+
+import math
 import threading
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.inputs import Points
-from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MAX_STEP_BATCH, empty_huge_pages
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, aligned
-from epk_gp.gram.accumulator import GramAccumulator, scatter_block, transpose_block
-from epk_gp.gram.context import ExecutionContext, warn_of_integrals
-from epk_gp.gram.sums import CopyBatch, Steps, add_steps, feature_bytes, step_batches
-from epk_gp.quadrature.rules import Rule, WeightPath, path_identity
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
+from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
+from epk_gp.quadrature.paths import path_identity
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 
@@ -47,9 +54,9 @@ class Tile:
 
     Attributes:
         x_is_train: Whether the points on the left are training copies.
-        y_is_train: The same of the right.
-        i: Number of the part on the left.
-        j: Number of the part on the right.
+        y_is_train: Whether the points on the right are.
+        i: Number of the tile among those on the left.
+        j: Number of the tile among those on the right.
         rows: Indices of the points on the left.
         columns: Indices of the points on the right.
         is_symmetric: Both sides are the same points.
@@ -66,32 +73,12 @@ class Tile:
     is_mirrored: bool
 
     @property
-    def place(self) -> Place:
-        """Return what tells the tile from others of the block."""
-        return int(self.x_is_train), int(self.y_is_train), self.i, self.j
-
-    @property
     def is_turned(self) -> bool:
         """Whether its transpose is computed, which has the training side on the right."""
         return self.x_is_train and not self.y_is_train
 
 
-def tile_points(context: ExecutionContext) -> int:
-    """Count the points on each side of a tile."""
-    return context.memory.tile_points(context.num_sums, feature_bytes(context))
-
-
-def keep_training_sums(context: ExecutionContext, tiles: Sequence[Tile]) -> None:
-    """Let sums of the training side over chords be kept, if several tiles of a block are computed with a context."""
-    if context.path.every > 1 and len(tiles) > 1:
-        sizes = {(len(tile.rows), len(tile.columns)) for tile in tiles}
-        of_point = feature_bytes(context)
-        context.training_sums.max_bytes = min(
-            context.memory.kept_bytes(context.num_sums, of_point, *size) for size in sizes
-        )
-
-
-def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:
+def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> dict[Place, Tile]:
     """Divide a block into tiles, copy by copy.
 
     Where points and ranges of steps make few pieces, tiles are smaller than they may be, so that workers share them.
@@ -102,9 +89,12 @@ def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:
         b: Those on the right; the same object as a for a symmetric block.
         size: Points on each side of a tile, at most.
         num_ranges: Ranges of steps of each tile.
+
+    Returns:
+        The tiles by what tells them from each other.
     """
     wanted = FEW_PIECES // num_ranges
-    same, tiles = a is b, []
+    same, tiles = a is b, dict[Place, Tile]()
     for x_is_train, y_is_train in product((True, False), repeat=2):
         if same and y_is_train and not x_is_train:
             continue  # the mirror image of another combination
@@ -116,22 +106,17 @@ def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:
         for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
             if len(n) and len(m) and not (mirrored and j < i):
                 is_symmetric = mirrored and i == j
-                tiles.append(Tile(x_is_train, y_is_train, i, j, n, m, is_symmetric, same and not is_symmetric))
+                tile = Tile(x_is_train, y_is_train, i, j, n, m, is_symmetric, same and not is_symmetric)
+                tiles[int(x_is_train), int(y_is_train), i, j] = tile
     return tiles
 
 
-def _split(indices: Int64[Tensor, " n"], size: int, wanted: int) -> list[Tensor]:
-    """Divide points into parts of at most some size, and into as many as are wanted if these are large enough."""
-    n = len(indices)
-    most, parts = min(wanted, n // SMALL_TILE), 1
-    while 2 * parts <= most:  # 2, 4, 8, ... of them are shared equally by so many workers
-        parts *= 2
-    return list(indices.split(min(size, max(1, -(-n // parts)))))
-
-
-def sum_dtype(context: ExecutionContext) -> torch.dtype:
-    """Return the dtype in which ranges of steps are summed."""
-    return context.options.accumulate or context.reference.dtype
+def _split(indices: Int64[Tensor, " n"], size: int, wanted: int) -> Sequence[Tensor]:
+    """Divide points into tiles of at most some size, and into as many as are wanted if these are large enough."""
+    most, count = min(wanted, len(indices) // SMALL_TILE), 1
+    while 2 * count <= most:  # 2, 4, 8, ... of them are shared equally by so many workers
+        count *= 2
+    return list(indices.split(min(size, max(1, math.ceil(len(indices) / count)))))
 
 
 def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[slice]:
@@ -142,47 +127,9 @@ def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[
         most: Largest number of ranges.
         every: Steps of a chord, which is not divided.
     """
-    length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * max(1, most))))
-    length = every * -(-length // every)
+    length = MAX_STEP_BATCH * max(1, math.ceil(num_steps / (MAX_STEP_BATCH * max(1, most))))
+    length = every * math.ceil(length / every)
     return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
-
-
-def ranges_of(context: ExecutionContext) -> list[slice]:
-    """Divide the steps that count into ranges, as `step_ranges` does, which begin where stretches of the path do."""
-    steps = context.steps
-    ranges = step_ranges(len(steps))
-    if context.path.every == 1:
-        return ranges
-    length, bounds, end = ranges[0].stop, [0], 0
-    for _, own in context.stretches(steps):
-        end += len(own)
-        if end - bounds[-1] >= length:
-            bounds.append(end)
-    if bounds[-1] < end or not end:
-        bounds.append(max(end, length))
-    return [slice(first, last) for first, last in pairwise(bounds)]
-
-
-def sum_range(context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps) -> Float[Tensor, "K n ..."]:
-    """Sum some steps of a tile, class-major, with the training side on the right (`Tile.is_turned`)."""
-    x = _batch(a, tile.rows, tile.x_is_train, ("rows", tile.i))
-    y = _batch(b, tile.columns, tile.y_is_train, ("columns", tile.j))
-    if tile.is_turned:
-        x, y = y, x
-    num_traced = context.num_outputs if context.is_traced else 0
-    total = GramAccumulator(context.block_shape(len(x), len(y)), context.reference, tile.is_symmetric, num_traced)
-    are_training = x.is_train and y.is_train
-    for batch in step_batches(context, steps, max(len(x), len(y)), are_training=are_training):
-        add_steps(context, batch, total, x, y)
-    return total.result()
-
-
-def _batch(points: Points, indices: Tensor, is_train: bool, key: Hashable) -> CopyBatch:
-    whole = len(indices) == len(points)  # in their order
-    return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train, key)
-
-
-Kind = TypeVar("Kind", bound="GramWork")  # typing.Self is not checked at run time
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,154 +137,297 @@ class GramWork(RunWork):
     """A Gram block in pieces: a tile, and a range of its steps, or all of them (`WHOLE`) where there are many tiles.
 
     Attributes:
-        trajectory: The run.
-        head: Whether f is the logits or their log-softmax.
-        rule: Quadrature rule.
-        step_weights: eta_s of each of the S steps.
-        is_per_class: Only pairs of equal classes are wanted.
-        is_traced: Only their sum is wanted.
-        path: Along which test copies move.
-        options: How to compute, without an executor.
+        planned: The kernel, as its owner evaluates it.
         a: The points on the left.
         b: Those on the right; the same object as a for a symmetric block.
     """
 
-    trajectory: Trajectory
-    head: Head
-    rule: Rule
-    step_weights: tuple[float, ...]
-    is_per_class: bool
-    is_traced: bool
-    path: WeightPath
-    options: ComputeOptions
+    planned: PlannedKernel
     a: Points
     b: Points
 
-    @classmethod
-    def of(cls: type[Kind], context: ExecutionContext, a: Points, b: Points) -> Kind:
-        """Return the pieces of a block, some of which this thread may compute with the kernel's context."""
-        options = replace(context.options, executor=None, progress=False, checkpoint=None)
-        work = cls(
-            context.trajectory, context.head, context.rule, context.step_weights, context.is_per_class,
-            context.is_traced, context.path, options, a, b, plan=context.net.plan,
-        )  # fmt: skip
-        work._of_thread.context = context
-        return work
+    def __post_init__(self) -> None:
+        """Let the owner's thread compute with the owner's kernel."""
+        self._of_thread.kernel = self.planned
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
         """The run, and inputs that go through its network."""
-        return self.trajectory, self.a.X
+        return self.planned.trajectory, self.a.X
 
     @cached_property
     def _of_thread(self) -> threading.local:
         return threading.local()
 
     @property
-    def context(self) -> ExecutionContext:
+    def kernel(self) -> PlannedKernel:
         """The kernel in this thread, from one piece to the next."""
-        if not hasattr(self._of_thread, "context"):
-            self._of_thread.context = ExecutionContext(
-                self.trajectory, self.net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
-                self.is_traced, self.path,
-            )  # fmt: skip
-        context: ExecutionContext = self._of_thread.context
-        return context
+        if not hasattr(self._of_thread, "kernel"):
+            self._of_thread.kernel = replace(self.planned)
+        kernel: PlannedKernel = self._of_thread.kernel
+        return kernel
 
     @cached_property
     def ranges(self) -> list[slice]:
-        """Ranges of the steps that count."""
-        return ranges_of(self.context)
+        """Ranges of the steps that count, as `step_ranges` makes them, which begin where stretches of the path do."""
+        steps = self.planned.steps
+        ranges = step_ranges(len(steps))
+        if self.planned.path.every == 1:
+            return ranges
+        length, bounds, end = ranges[0].stop, [0], 0
+        for _, own in self.planned.stretches(steps):
+            end += len(own)
+            if end - bounds[-1] >= length:
+                bounds.append(end)
+        if bounds[-1] < end or not end:
+            bounds.append(max(end, length))
+        return [slice(first, last) for first, last in pairwise(bounds)]
 
     @cached_property
     def tiles(self) -> dict[Place, Tile]:
         """The tiles by their places."""
-        tiles = tiles_of(self.a, self.b, tile_points(self.context), len(self.ranges))
-        return {tile.place: tile for tile in tiles}
+        return tiles_of(self.a, self.b, self.planned.tile_points, len(self.ranges))
 
     @property
     def pieces(self) -> Iterator[Piece]:
         """The pieces, tile by tile, listed one by one: they may be millions."""
-        num_steps = len(self.context.steps)
-        # partial sums of another plan are other sums
-        prefix = fingerprint(self.plan, tile_points(self.context), FEW_PIECES, SMALL_TILE, MAX_RANGES)
+        num_steps, prefix = len(self.planned.steps), self.named("tile")
         for place in self.tiles:
             name = "-".join(map(str, (prefix, *place)))
             if len(self.tiles) >= WHOLE_TILES:
                 yield Piece(name, (*place, WHOLE), num_steps)
-                continue
-            total = "" if len(self.ranges) == 1 else name
-            for number, steps in enumerate(self.ranges):
-                yield Piece(f"{name}-{number}", (*place, number), len(range(num_steps)[steps]), total)
+            else:
+                yield from self.pieces_of_ranges(name, place)
+
+    def pieces_of_ranges(self, name: str, place: Place) -> Iterator[Piece]:
+        """List the ranges of steps of a tile."""
+        total, num_steps = "" if len(self.ranges) == 1 else name, len(self.planned.steps)
+        for number, steps in enumerate(self.ranges):
+            yield Piece(f"{name}-{number}", (*place, number), len(range(num_steps)[steps]), total)
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of the largest tile."""
         largest = max((len(tile.rows) * len(tile.columns) for tile in self.tiles.values()), default=0)
-        return largest * self.context.num_sums * sum_dtype(self.context).itemsize
+        return largest * self.planned.num_sums * self.planned.sum_dtype.itemsize
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
-        a, b = self.a, self.b
+        kernel, a, b = self.planned, self.a, self.b
         return fingerprint(
-            self.trajectory.digest, self.head, self.rule, self.step_weights, self.is_per_class,
-            self.options.memory_budget, sum_dtype(self.context), a is b, a.X, b.X, a.is_train, b.is_train,
-            *(["trace"] if self.is_traced else []), *path_identity(self.path),
+            kernel.trajectory.digest, kernel.head, kernel.rule, kernel.step_weights, kernel.is_per_class,
+            kernel.options.memory_budget, kernel.sum_dtype, a is b, a.X, b.X, a.is_train, b.is_train,
+            *(["trace"] if kernel.is_traced else []), *path_identity(kernel.path), FEW_PIECES, SMALL_TILE, MAX_RANGES,
         )  # fmt: skip
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Sum a range of the steps of a tile, or one range after another."""
-        context, (*of_tile, number), sums, done = self.context, place, saved, 0
-        tile, steps = self.tiles[tuple(of_tile)], context.steps
+        """Sum a range of the steps of a tile, or one range after another; the training side is on the right."""
+        kernel, (*of_tile, number), done = self.kernel, place, 0
+        tile = self.tiles[tuple(of_tile)]
+        X, Y, columns = _rows(self.a, tile.rows), _rows(self.b, tile.columns), ("columns", tile.j)
+        if tile.is_turned:
+            X, Y, columns = Y, X, ("rows", tile.i)
+        are_training, are_tests = tile.x_is_train and tile.y_is_train, not (tile.x_is_train or tile.y_is_train)
         for own in self.ranges if number == WHOLE else [self.ranges[number]]:
-            done += len(steps[own])
-            if sums.added and done <= sums.steps:
+            steps = kernel.steps[own]
+            done += len(steps)
+            if saved.added and done <= saved.steps:
                 continue
-            context.take_integrations()  # those of a piece that was stopped
-            total = sum_range(context, self.a, self.b, tile, steps[own]).to(sum_dtype(context))
-            sums.merge(Sums({"total": total}, steps=len(steps[own])))
-            sums.merge(context.take_integrations())
-            yield sums
+            kernel.take_integrations()  # those of a piece that was stopped
+            num_traced = kernel.trajectory.num_outputs if kernel.is_traced else 0
+            shape = kernel.block_shape(len(X), len(Y))
+            total = GramAccumulator(shape, kernel.reference, tile.is_symmetric, num_traced)
+            for batch in kernel.step_batches(steps, max(len(X), len(Y)), are_training=are_training):
+                if are_tests:
+                    add_test_test(kernel, batch, total, X, Y)
+                elif are_training:
+                    add_train_train(kernel, batch, total, X, Y)
+                elif kernel.path.every > 1:
+                    add_chords(kernel, batch, total, X, Y, columns)
+                else:
+                    add_test_train(kernel, batch, total, X, Y)
+            saved.merge(Sums({"total": total.result().to(kernel.sum_dtype)}, steps=len(steps)))
+            saved.merge(kernel.take_integrations())
+            yield saved
 
 
-def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor, "K N ..."]:
-    """Fill a class-major block tile by tile (`ExecutionContext.block_shape`)."""
-    work, options = GramWork.of(context, a, b), context.options
-    tiles, integrations = list(work.tiles.values()), Sums()
-    if options.executor is None:
-        keep_training_sums(context, tiles)
+def _rows(points: Points, indices: Tensor) -> Tensor:
+    return aligned(points.X) if len(indices) == len(points) else points.X[indices]  # all are in their order
 
-    def totals() -> Generator[Tensor, None, None]:
-        with closing(run(work, options, "kernel")) as results:
-            for tile, (_, sums) in zip(tiles, results, strict=True):
-                total = sums.added.pop("total")
-                integrations.merge(sums)
-                yield transpose_block(total) if tile.is_turned else total
 
-    with closing(totals()) as found:
-        reference = context.reference.new_empty(0, dtype=sum_dtype(context))
-        block = assembled(tiles, found, context.block_shape(len(a), len(b)), reference)
+def assemble(work: GramWork) -> Float[Tensor, "K N ..."]:
+    """Compute all tiles, and put a class-major block together (`PlannedKernel.block_shape`)."""
+    kernel, tiles, integrations = work.planned, list(work.tiles.values()), Sums()
+    if kernel.options.executor is None and kernel.path.every > 1 and len(tiles) > 1:
+        sizes = {(len(tile.rows), len(tile.columns)) for tile in tiles}
+        sums, features = kernel.num_sums, kernel.feature_bytes
+        work.kernel.spare_bytes = min(kernel.memory.kept_bytes(sums, features, *size) for size in sizes)
+    size, reference = (len(work.a), len(work.b)), kernel.reference.to(kernel.sum_dtype)
+    is_whole = [(len(tile.rows), len(tile.columns)) for tile in tiles] == [size]
+    block = reference if is_whole else empty_huge_pages(kernel.block_shape(*size), reference)
+    with closing(run(work, kernel.options, "kernel")) as results:
+        for tile, (_, found) in zip(tiles, results, strict=True):
+            total = found.added.pop("total")
+            integrations.merge(found)
+            if tile.is_turned:
+                total = transpose_block(total)
+            if is_whole:
+                block = total
+                continue
+            scatter_block(total, block, tile.rows, tile.columns)
+            if tile.is_mirrored:
+                scatter_block(transpose_block(total), block, tile.columns, tile.rows)
     warn_of_integrals(integrations)
     return block
 
 
-def assembled(
-    tiles: Sequence[Tile], totals: Iterator[Tensor], shape: tuple[int, ...], reference: Float[Tensor, " 0"]
-) -> Float[Tensor, "K N ..."]:
-    """Put a class-major block together from its tiles.
+class DiagonalWork(GramWork):
+    """The kernel of points with themselves in pieces: some points of one copy, and a range of steps."""
+
+    @cached_property
+    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
+        """The points, by copy, that are computed together."""
+        return {
+            (int(is_train), number): rows
+            for is_train in (True, False)
+            for number, rows in enumerate(self.a.copies(is_train).split(self.planned.tile_points))
+            if len(rows)
+        }
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces, some points after the others."""
+        prefix = self.named("diagonal")
+        for place in self.rows:
+            yield from self.pieces_of_ranges("-".join(map(str, (prefix, *place))), place)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece."""
+        of_point = self.planned.trajectory.num_outputs**2 * self.planned.reference.itemsize
+        return max(map(len, self.rows.values()), default=0) * of_point
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        return fingerprint("diagonal", super().identity())
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Sum a range of the steps of some points."""
+        kernel, (is_train, part, number) = self.kernel, place
+        steps, X = kernel.steps[self.ranges[number]], self.a.X[self.rows[is_train, part]]
+        kernel.take_integrations()  # those of a piece that was stopped
+        C = kernel.trajectory.num_outputs
+        total = kernel.reference.new_zeros(len(X), C, C)
+        for batch in kernel.step_batches(steps, len(X), are_training=bool(is_train)):
+            nodes = [(s, 0.0, eta) for s, eta in batch] if is_train else kernel.shared_nodes(batch, X)
+            for jacobians, (*_, weight) in zip(kernel.jacobians([(s, t) for s, t, _ in nodes], X), nodes, strict=True):
+                first, *others = (jacobian.pointwise_products(jacobian) for jacobian in jacobians)
+                for products in others:
+                    first = first.add_(products)
+                total += weight * first
+        sums = Sums({"total": total}, steps=len(steps))
+        sums.merge(kernel.take_integrations())
+        yield sums
+
+
+def add_train_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
+    """Add J_s(x) J_s(y)^T for each step: one evaluation per step and side."""
+    starts = [(s, 0.0) for s, _ in steps]
+    right = list(kernel.jacobians(starts, Y))
+    left = right if tile.is_symmetric else list(kernel.jacobians(starts, X))
+    tile.add_steps(left, right, [eta for _, eta in steps])
+
+
+def add_test_test(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
+    """Add sum_q w_q J_sq(x) J_sq(y)^T for each step: one product per node. Steps of a chord share their nodes."""
+    nodes = kernel.shared_nodes(steps, X if tile.is_symmetric else torch.cat([X, Y]))
+    size = kernel.batch_size(len(X) + len(Y))
+    for batch in (nodes[first : first + size] for first in range(0, len(nodes), size)):
+        at_nodes = [(s, t) for s, t, _ in batch]
+        left = list(kernel.jacobians(at_nodes, X))
+        right = left if tile.is_symmetric else list(kernel.jacobians(at_nodes, Y))
+        tile.add_steps(left, right, [weight for *_, weight in batch])
+
+
+def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
+    """Add (sum_q w_q J_sq(x)) J_s(y)^T for each step.
+
+    The left side is averaged over nodes before any product; layers without an average are multiplied node by node by
+    `StepAverage.accumulate`.
+    """
+    right = list(kernel.jacobians([(s, 0.0) for s, _ in steps], Y))
+    averages = []
+    at_nodes = kernel.node_batches([s for s, _ in steps], X, kernel.cost())
+    for (_, eta), other, nodes in zip(steps, right, at_nodes, strict=True):
+        average = StepAverage(tile, other, eta)
+        for batch in nodes:
+            average.accumulate(batch)
+        averages.append(average.averages)
+    # averages are joined over steps before they are multiplied; `StepAverage.finalize` would multiply step by step
+    layers = sorted(averages[0])
+    tile.add_steps(
+        [[of_step[layer] for layer in layers] for of_step in averages],
+        [[of_step[layer] for layer in layers] for of_step in right],
+        [eta for _, eta in steps],
+    )
+
+
+def add_chords(
+    kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, columns: Hashable
+) -> None:
+    """Add the products of test copies with training copies for each step.
 
     Args:
-        tiles: The tiles.
-        totals: Their sums over all steps.
-        shape: Shape of the block (`ExecutionContext.block_shape`).
-        reference: An empty tensor of the block's dtype and device.
+        kernel: The kernel.
+        steps: (s, eta_s) of each step, all that count of each chord.
+        tile: The tile.
+        X: The test copies, on the left.
+        Y: The training copies.
+        columns: Tells these training copies from others of the block, for `kernel.training_sums`.
     """
-    if len(tiles) == 1 and (len(tiles[0].rows), len(tiles[0].columns)) == (shape[1], shape[-1]):
-        (total,) = totals
-        return total
-    result = empty_huge_pages(shape, reference)
-    for tile, total in zip(tiles, totals, strict=True):
-        scatter_block(total, result, tile.rows, tile.columns)
-        if tile.is_mirrored:
-            scatter_block(transpose_block(total), result, tile.columns, tile.rows)
-    return result
+    chords = kernel.stretches(steps)
+    left, right, weights = list[Averages](), list[Averages](), list[float]()
+    at_nodes = kernel.node_batches([first for first, _ in chords], X, kernel.cost(1))
+    for (first, own), nodes in zip(chords, at_nodes, strict=True):
+        batches, length = list(nodes), sum(eta for _, eta in own)
+        averages = _test_side(kernel, batches)
+        sums = kernel.training_sums.get((columns, first))
+        if sums is None:
+            sums = Averages()
+            for part in (own[n : n + MAX_STEP_BATCH] for n in range(0, len(own), MAX_STEP_BATCH)):
+                jacobians = list(kernel.jacobians([(s, 0.0) for s, _ in part], Y, kernel.cost(1)))
+                for layer in averages:
+                    one, *others = (of_step[layer] for of_step in jacobians)
+                    sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
+                if len(averages) < len(jacobians[0]):
+                    for (_, eta), of_step in zip(part, jacobians, strict=True):
+                        product_of_step = StepAverage(tile, of_step, eta, averages)
+                        for batch in batches:
+                            product_of_step.accumulate(batch)
+            num_bytes = sum(factor.nbytes for factor in sums.values())
+            if len(averages) == len(batches[0].jacobians) and num_bytes <= kernel.spare_bytes:
+                kernel.spare_bytes -= num_bytes
+                kernel.training_sums[columns, first] = sums
+        left.append(averages)
+        right.append(sums)
+        weights.append(length)
+    tile.add_steps(
+        [list(of_chord.values()) for of_chord in left], [list(of_chord.values()) for of_chord in right], weights
+    )
+
+
+def _test_side(kernel: PlannedKernel, batches: Sequence[NodeBatch]) -> Averages:
+    """Average test copies over the nodes of a chord, but for layers that are multiplied node by node."""
+    averages = Averages()
+    for layer, one in enumerate(batches[0].jacobians):
+        if one.multiplies_nodes(kernel.mixed_cost):
+            continue
+        of_nodes = [batch.jacobians[layer] for batch in batches]
+        shared = [batch.nodes.weights for batch in batches if isinstance(batch.nodes.weights, float)]
+        if len(shared) == len(batches):
+            averages[layer] = one.add_states(None, of_nodes[1:], shared)
+            continue
+        for jacobian, batch in zip(of_nodes, batches, strict=True):  # each point has nodes of its own
+            term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
+            averages[layer] = term.average(averages.get(layer), batch.nodes)
+    return averages

@@ -13,7 +13,6 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork, sum_dtype
 from epk_gp.kernel_machine.attribute import attribution_work, validate_request
@@ -57,14 +56,15 @@ def plan_gram(
     """
     validate_positive(seconds, "seconds")
 
-    def measured(context: ExecutionContext) -> Plan:
-        work = GramWork.of(context, a, b)
-        tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
-        kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
-        result_bytes = len(a) * len(b) * context.num_sums * sum_dtype(context).itemsize
-        return _measured(work, kinds, result_bytes, seconds)
-
-    return kernel.with_context(a, b, parse_options("plan_gram", ("checkpoint", "executor"), **options), measured)
+    parsed = parse_options("plan_gram", ("checkpoint", "executor"), **options)
+    kernel.validate_points(a, b, parsed)
+    while True:
+        with planned(kernel.trajectory, a.X) as net:
+            work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
+            tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
+            kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
+            result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
+            return _measured(work, kinds, result_bytes, seconds)
 
 
 def plan_attribution(

@@ -1,9 +1,10 @@
 """Carry out a computation: pieces here or on workers, partial sums in a folder, progress, for every pass."""
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -15,10 +16,9 @@ from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.chunks import require_same_run
-from epk_gp.storage.files import checksum
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work.sums import BEGUN, Piece, Sums, Work, computed, save_piece
+from epk_gp.storage.states import require_same_run
+from epk_gp.work.sums import BEGUN, Piece, Sums, Work, save_begun, save_piece
 from epk_gp.work.workers import only_owner, pieces_of_workers, scratch_folder, threads_of_workers
 
 
@@ -45,31 +45,39 @@ def run(
     executor = options.executor
     with nullcontext() if executor is None else threads_of_workers(executor), _folder(work, options) as stored:
         missing = (piece for pieces in _totals(work) for piece in pieces[_num_joined(stored, pieces) :])
-        with _bar(work, stored, options, what, advice) as bar:
-            if executor is None or stored is None:
-                results = _computed_here(work, missing, stored, bar)
-            else:
-                results = pieces_of_workers(work, missing, executor, stored)
-            with closing(results):
-                for pieces in _totals(work):
-                    done, used = _num_joined(stored, pieces), list[str]()
-                    total = Sums() if stored is None or not done else _load(work, stored, pieces[0].total)
-                    for number, piece in enumerate(pieces[done:], done + 1):
-                        total.merge(next(results))
-                        used += [piece.name, piece.name + BEGUN]
-                        if executor is not None:
-                            bar.update()
-                        if stored is None:
+        workers = None if executor is None or stored is None else pieces_of_workers(work, missing, executor, stored)
+        with _bar(work, stored, options, what, advice) as bar, nullcontext() if workers is None else closing(workers):
+            for pieces in _totals(work):
+                done, used = _num_joined(stored, pieces), list[str]()
+                total = Sums.load(stored, pieces[0].total, work.device) if done else Sums()
+                for number, piece in enumerate(pieces[done:], done + 1):
+                    if workers is not None:
+                        sums = next(workers)
+                        bar.update()
+                    elif stored is not None and stored.has(piece.name):
+                        sums = Sums.load(stored, piece.name, work.device)
+                        bar.update(piece.steps)
+                    else:
+                        sums = Sums.load(stored, piece.name + BEGUN, work.device)
+                        if counted := sums.steps:
+                            bar.update(counted)
+                        for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
+                            bar.update(sums.steps - counted)
+                            counted = sums.steps
+                            save_begun(stored, piece, sums)
+                        if stored is not None and piece.is_total:
+                            save_piece(stored, piece, sums)
+                    total.merge(sums)
+                    used += [piece.name, piece.name + BEGUN]
+                    if stored is None:
+                        continue
+                    if options.checkpoint is not None:
+                        if piece.is_total or (number < len(pieces) and not stored.should_save):
                             continue
-                        if options.checkpoint is None:
-                            stored.remove(used)
-                        elif not piece.is_total and (number == len(pieces) or stored.should_save):
-                            stored.save(piece.total, total.state(), number)
-                            stored.remove(used)
-                        else:
-                            continue
-                        used.clear()
-                    yield pieces[-1], total
+                        replace(total, steps=number).save(stored, piece.total)
+                    stored.remove(used)
+                    used.clear()
+                yield pieces[-1], total
 
 
 @contextmanager
@@ -95,10 +103,6 @@ def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     return 0 if stored is None or pieces[0].is_total else stored.count(pieces[0].total)
 
 
-def _load(work: Work, stored: PartialSums, name: str) -> Sums:
-    return Sums.load(*stored.load(name), work.device)
-
-
 def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: str | None) -> ProgressBar:
     """Return a progress bar: of steps, or of the pieces of workers."""
     is_here, size, done = options.executor is None, 0, 0
@@ -107,24 +111,6 @@ def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: 
         size, done = size + sum(counts), done + sum(counts[: _num_joined(stored, pieces)])
     unit = "step" if is_here else "piece"
     return progress_bar(size, what, unit=unit, initial=done, shown=options.progress, advice=advice if is_here else None)
-
-
-def _computed_here(
-    work: Work, pieces: Iterable[Piece], stored: PartialSums | None, bar: ProgressBar
-) -> Generator[Sums, None, None]:
-    """Compute pieces one after another, but for those that an earlier call, or its workers, have saved."""
-    for piece in pieces:
-        if stored is not None and stored.has(piece.name):
-            sums = _load(work, stored, piece.name)
-            bar.update(piece.steps)
-        else:
-            sums, done = Sums(), 0
-            for later in computed(work, piece, stored):
-                bar.update(later.steps - done)
-                sums, done = later, later.steps
-            if stored is not None and piece.is_total:
-                save_piece(stored, piece, sums)
-        yield sums
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -166,4 +152,4 @@ class RunWork(ABC):
 
         A call that needs a second plan half-way goes on in the same folder.
         """
-        return f"{name}-{checksum(repr(self.plan).encode())}"
+        return f"{name}-{zlib.crc32(repr(self.plan).encode()):08x}"

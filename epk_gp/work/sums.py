@@ -1,6 +1,6 @@
 """What a computation in pieces is: its pieces, how one is computed, and sums that are joined, saved and resumed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -64,25 +64,23 @@ class Sums:
             self.largest[name] = value if mine is None else torch.maximum(mine, value)
         self.steps += other.steps
 
-    def state(self, *, is_whole: bool = True) -> dict[str, Tensor]:
-        """Return the tensors by their names in a file; with what is carried if the piece is not whole."""
-        carried = {} if is_whole else self.carried
-        return (
-            dict(self.added)
-            | {_LARGEST + name: value for name, value in self.largest.items()}
-            | {_CARRIED + name: value for name, value in carried.items()}
-        )
+    def save(self, stored: PartialSums, name: str, *, is_whole: bool = True) -> None:
+        """Write the tensors into a folder; with what is carried if the piece is not whole."""
+        tensors = dict(self.added) | {_LARGEST + key: value for key, value in self.largest.items()}
+        carried = {} if is_whole else {_CARRIED + key: value for key, value in self.carried.items()}
+        stored.save(name, tensors | carried, self.steps)
 
     @classmethod
-    def load(cls, state: Mapping[str, Tensor], steps: int, device: torch.device) -> "Sums":
-        """Take the tensors of a file."""
+    def load(cls, stored: PartialSums | None, name: str, device: torch.device) -> "Sums":
+        """Read what a folder has under a name: nothing if it was never saved."""
+        state, steps = ({}, 0) if stored is None else stored.load(name)
         sums = cls(steps=steps)
-        for name, value in state.items():
+        for key, value in state.items():
             where = sums.added
             for prefix, others in ((_LARGEST, sums.largest), (_CARRIED, sums.carried)):
-                if name.startswith(prefix):
-                    name, where = name.removeprefix(prefix), others
-            where[name] = value.to(device)
+                if key.startswith(prefix):
+                    key, where = key.removeprefix(prefix), others
+            where[key] = value.to(device)
         return sums
 
 
@@ -117,28 +115,17 @@ class Work(Protocol):
         """Raise if a worker sees something else than the owner did: another copy of the run."""
 
 
-def computed(work: Work, piece: Piece, stored: PartialSums | None) -> Iterator[Sums]:
-    """Compute a piece from where a folder has it, and save it there now and then; the last sums are those of the piece.
+def save_begun(stored: PartialSums | None, piece: Piece, sums: Sums) -> None:
+    """Save the sums of a piece that is not whole yet, now and then.
 
-    Args:
-        work: The computation.
-        piece: The piece.
-        stored: The folder, if there is one.
+    They may be all of it: a call that was killed before it said so finds them, and has nothing left to compute.
     """
-    begun = piece.name + BEGUN
-    saved = Sums() if stored is None else Sums.load(*stored.load(begun), work.device)
-    num_saved = saved.steps
-    if saved.added:  # which may be all of the piece: an earlier call was killed before it said so
-        yield saved
-    for sums in work.compute(piece.place, saved):
-        yield sums
-        if stored is not None and sums.added and sums.steps > num_saved and stored.should_save:
-            with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
-                stored.save(begun, sums.state(is_whole=False), sums.steps)
-                num_saved = sums.steps
+    if stored is not None and sums.added and stored.should_save:
+        with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
+            sums.save(stored, piece.name + BEGUN, is_whole=False)
 
 
 def save_piece(stored: PartialSums, piece: Piece, sums: Sums) -> None:
     """Save the sums of a whole piece, and remove those that they grew from."""
-    stored.save(piece.name, sums.state(), sums.steps)
+    sums.save(stored, piece.name)
     stored.remove([piece.name + BEGUN])

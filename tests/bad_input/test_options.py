@@ -12,7 +12,6 @@ from epk_gp.analysis import maps, measures
 from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.axes import by_step
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining, signal, stationarity
@@ -45,8 +44,6 @@ COUNTS = {
     "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
     "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
-    "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),
-    "probe": (lambda f, n: thin_path(f.t, 1, X[:2], num_probe=n), 1, "num_probe"),
     "edge": (lambda f, n: by_step(f.t, [n]), 1, "an edge|edges"),
     "bins": (lambda f, n: measures.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
     "grid": (lambda f, n: maps.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),

@@ -9,15 +9,11 @@ from path_runs import RUNS, queries, recorded
 
 import epk_gp as epk
 from distributed_cases import Shuffled
-from epk_gp.autodiff.representations import DenseJacobian
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.losses import loss_derivatives
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.gram import sums as nodes
-from epk_gp.gram import tiles as gram_tiles
-from epk_gp.gram import tiles as tile_parts
+from epk_gp.gram import planned_kernel, tiles
 from epk_gp.gram.accumulator import GramAccumulator, StepAverage
-from epk_gp.gram.context import KeptSums
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
 from helpers import assert_close, make_case
@@ -170,7 +166,7 @@ def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
 
 def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
     run, evaluated = recorded("tanh_sgd", steps=20), []
-    real = nodes.layer_jacobians_at_weights
+    real = planned_kernel.layer_jacobians_at_weights
 
     def counted(net, weights, X, *args):
         def passed():
@@ -180,7 +176,7 @@ def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
 
         return real(net, passed(), X, *args)
 
-    monkeypatch.setattr(nodes, "layer_jacobians_at_weights", counted)
+    monkeypatch.setattr(planned_kernel, "layer_jacobians_at_weights", counted)
     test, train = epk.Points(queries(3), is_train=False), epk.Points(run.inputs[:2], is_train=True)
     counts = {}
     for path in (epk.straight(), epk.chords(10)):
@@ -259,8 +255,8 @@ def test_tiles_share_the_training_side_of_a_chord(is_turned, monkeypatch):
     sides = (epk.Points(queries(120), is_train=False), epk.Points(run.inputs[:2], is_train=True))
     options = {"rule": RULE, "path": path, "memory_budget": 1 << 20}
     epk.gram_block(run, *sides, **options)
-    evaluated, tiles = [], []
-    real, in_tile = nodes.layer_jacobians_at_weights, tile_parts.sum_range
+    evaluated, found = [], []
+    real, divided = planned_kernel.layer_jacobians_at_weights, tiles.tiles_of
 
     def counted(net, weights, X, *args):
         def passed():
@@ -270,15 +266,15 @@ def test_tiles_share_the_training_side_of_a_chord(is_turned, monkeypatch):
 
         return real(net, passed(), X, *args)
 
-    def noted(context, a, b, tile, *args):
-        tiles.append(tile)
-        return in_tile(context, a, b, tile, *args)
+    def noted(*args):
+        found.append(len(divided(*args)))
+        return divided(*args)
 
-    monkeypatch.setattr(nodes, "layer_jacobians_at_weights", counted)
-    monkeypatch.setattr(gram_tiles, "sum_range", noted)
+    monkeypatch.setattr(planned_kernel, "layer_jacobians_at_weights", counted)
+    monkeypatch.setattr(tiles, "tiles_of", noted)
     asked = sides[::-1] if is_turned else sides
     shared = epk.gram_block(run, *asked, **options)
-    num_tiles = len({tile.place for tile in tiles})
+    (num_tiles,) = found
     assert num_tiles > 2
     assert evaluated.count(2) == 20
     evaluated.clear()
@@ -289,8 +285,7 @@ def test_tiles_share_the_training_side_of_a_chord(is_turned, monkeypatch):
 
 def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
     run = recorded("tanh_sgd")
-    plan = run.model_for(queries(1))
-    memory = with_plan(run, plan, lambda net: net.memory_plan(1 << 20))
+    memory = plan_for(run, run.model_for(queries(1))).memory_plan(1 << 20)
     assert memory.kept_bytes(9, 8, 10, 10) == (1 << 19) - 100 * 8 * (4 * 9 + 1)
     largest = memory.tile_points(9, 8)
     assert memory.kept_bytes(9, 8, largest, largest) >= 0
@@ -299,12 +294,6 @@ def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
     borrowed = 20 * (memory._all_outputs_bytes + 3 * features) - (1 << 18)
     assert borrowed > 0
     assert memory.kept_bytes(9, features, 10, 20) == (1 << 19) - 200 * 8 * (4 * 9 + 1) - borrowed
-    kept, factor = KeptSums(), DenseJacobian(torch.zeros(1, 2, 4, dtype=torch.float64))  # 64 bytes
-    kept.max_bytes = 100
-    for number in range(2):
-        kept.put(number, {0: factor})
-    assert kept.get(0) is not None
-    assert kept.get(1) is None
 
 
 @pytest.mark.parametrize("path", [epk.straight(), epk.chords(2), epk.chords(100)], ids=["straight", "chords", "one"])

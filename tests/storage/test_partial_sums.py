@@ -13,7 +13,6 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_sample
 from epk_gp.storage import partial_sums as checkpoints
@@ -39,44 +38,6 @@ def run():
 def points(run):
     X = torch.cat([run.inputs[:5], run.inputs[5:9] + 0.1])
     return epk.Points(X, torch.arange(9) < 5)
-
-
-def test_thinning_sums_weights_and_tells_its_error(run, points):
-    errors = []
-    for every in (1, 2, 5, 20):
-        thinned = thin_path(run, every, points.X, rule=RULE)
-        assert thinned.kept == -(-20 // every)
-        assert float(thinned.trajectory.step_sizes.sum()) == pytest.approx(float(run.step_sizes.sum()))
-        errors.append(thinned.error)
-    assert errors[0] == 0
-    assert errors[1] < errors[2] < errors[3]
-    assert 1e-6 < errors[1] < 0.05
-
-
-def test_the_thinned_error_is_that_of_the_matrix(run, points):
-    thinned = thin_path(run, 4, run.inputs + 0.1, rule=RULE, num_probe=100)
-    both = epk.Points(torch.cat([run.inputs, run.inputs + 0.1]), torch.arange(40) < 20)
-    full, other = (epk.gram_block(t, both, both, rule=RULE) for t in (run, thinned.trajectory))
-    assert thinned.probe == 40
-    assert thinned.error == pytest.approx(float((other - full).norm() / full.norm()), rel=1e-9)
-    largest = (other - full).abs().max() / torch.einsum("ncnc->nc", full).mean()
-    assert thinned.max_error == pytest.approx(float(largest), rel=1e-9)
-
-
-def test_a_thinned_run_serves_a_process_and_stays_exact_elsewhere(run):
-    thinned = thin_path(run, 4, run.inputs, rule=RULE).trajectory
-    gp = epk.LogitGP(thinned, points=range(10), rule=RULE)
-    assert gp.logit_posterior(run.inputs[:2] + 0.1).mean.isfinite().all()
-    kernel, other = epk.EPKKernel(run), epk.EPKKernel(thinned)
-    with pytest.raises(ValueError, match="the run that it was saved with"):
-        other.load_state_dict(kernel.state_dict())
-    assert epk.reconstruct(thinned, run.inputs + 0.1).max_error < 1e-12
-
-
-def test_thinning_refuses_what_means_nothing(run):
-    for every in (0, 21):
-        with pytest.raises(ValueError, match="every must be"):
-            thin_path(run, every, run.inputs)
 
 
 @pytest.mark.slow

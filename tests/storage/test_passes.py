@@ -14,7 +14,6 @@ import epk_gp as epk
 from epk_gp.cli.runs import info
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
-from epk_gp.gram.thinning import _thinned
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording.history import RunHistory
 from epk_gp.storage import export_run
@@ -269,14 +268,6 @@ def test_info_says_what_was_recorded(tmp_path, capsys):
     assert not {"moving statistics", "unexplained", "forward passes"} & {
         line.split(":")[0] for line in capsys.readouterr().out.splitlines()
     }
-
-
-def test_a_thinned_run_keeps_passes_and_statistics(tmp_path):
-    run = write_by_hand(tmp_path / "run", num_steps=4)
-    opened = epk.load_trajectory(tmp_path / "run", norm_net())
-    thinned = _thinned(opened, 2)
-    assert thinned.statistics is opened.statistics
-    assert all(same_passes(a.passes, b.passes) for a, b in zip(thinned.steps, run.steps, strict=True))
 
 
 def test_random_passes_have_every_part():

@@ -36,13 +36,13 @@ def whole(monkeypatch):
 @pytest.fixture
 def sums(monkeypatch):
     """The ranges of steps that are summed, and a switch that stops after some of them."""
-    return CountedSums(tiles.sum_range, monkeypatch)
+    return CountedSums(tiles.GramAccumulator, monkeypatch)
 
 
 class CountedSums:
     def __init__(self, real, monkeypatch):
         self.real, self.count, self.left = real, 0, 1 << 30
-        monkeypatch.setattr(tiles, "sum_range", self)
+        monkeypatch.setattr(tiles, "GramAccumulator", self)
 
     def __call__(self, *arguments):
         if self.left <= 0:

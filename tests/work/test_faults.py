@@ -34,7 +34,7 @@ from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work import job
+from epk_gp.work import workers
 from epk_gp.work.run import run as carry_out
 from epk_gp.work.sums import Sums
 from epk_gp.work.workers import scratch_folder
@@ -53,16 +53,16 @@ EVERY = pytest.mark.parametrize(
 
 def as_worker(folder, key, n):
     """Compute a piece as another process would."""
-    job._opened.cache_clear()
-    job.compute_piece(str(folder), key, f"square-{n}", (n,))
+    workers._opened.cache_clear()
+    workers.compute_piece(str(folder), key, f"square-{n}", (n,))
 
 
 @pytest.fixture
 def written(folder, work):
     """A folder with a job whose owner is another process, and its key."""
     sums = PartialSums(folder, "squares")
-    key = job.write_job(folder, "squares", job.Job(work, sums))
-    job.forget_job(key)
+    key = workers.write_job(work, sums)
+    workers.forget_job(key)
     return key
 
 
@@ -126,7 +126,7 @@ def test_a_worker_says_that_it_does_not_see_the_folder(folder, written):
 
 
 def test_a_damaged_job_is_not_computed(folder, written):
-    file = folder / job.JOB
+    file = folder / workers.JOB
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
@@ -135,8 +135,8 @@ def test_a_damaged_job_is_not_computed(folder, written):
 
 
 def test_a_worker_of_another_version_refuses_the_job_before_it_is_unpickled(folder, written, monkeypatch):
-    other = {**job._versions(), "torch": "1.0"}
-    monkeypatch.setattr(job, "_versions", lambda: other)
+    other = {**workers._versions(), "torch": "1.0"}
+    monkeypatch.setattr(workers, "_versions", lambda: other)
     monkeypatch.setattr(pickle, "loads", lambda content: pytest.fail("was unpickled"))
     with pytest.raises(ValueError, match=r"a worker must have the versions of the job's owner: .*torch 1\.0, not "):
         as_worker(folder, written, 0)
@@ -236,8 +236,8 @@ def test_another_copy_of_the_run_is_refused(tmp_path, folder):
         """Workers that read the job, as other processes do."""
 
         def submit(self, function, *arguments):
-            job.forget_job(arguments[1])
-            job._opened.cache_clear()
+            workers.forget_job(arguments[1])
+            workers._opened.cache_clear()
             return super().submit(function, *arguments)
 
     with pytest.raises(ValueError, match=r"Or another run was recorded there"):

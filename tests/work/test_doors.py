@@ -8,23 +8,11 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import RULE, Shuffled, inputs, mixed, recorded
-from epk_gp.gram.thinning import thin_path
 
 
 @pytest.fixture(scope="module")
 def run():
     return recorded("plain", 3)
-
-
-REFUSED = {
-    "thin_path": lambda run, **o: thin_path(run, 2, inputs(2), **o),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_calls_without_pieces_refuse_an_executor(name, run):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'executor'"):
-        REFUSED[name](run, executor=Shuffled())
 
 
 def test_a_kernel_with_an_executor_has_the_same_values_and_can_be_copied(run):

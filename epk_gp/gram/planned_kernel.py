@@ -1,0 +1,333 @@
+"""A path kernel that is being evaluated: with the plan of its network, and the layer Jacobians of points at its nodes.
+
+Training copies are evaluated at the start of each step, test copies at the nodes of the path.
+"""
+
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
+from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.gram.accumulator import NodeBatch
+from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
+from epk_gp.quadrature.paths import WeightPath, stretch_of, stretches_of
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, Rule
+from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.storage.states import StoredStates
+from epk_gp.work.sums import Sums
+
+Steps = list[tuple[int, float]]  # (s, eta_s)
+Averages = dict[int, LeftFactor]  # by number of the layer
+
+_PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
+
+
+class WeightPrefetcher:
+    """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
+
+    States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
+    and kept for a while: states on disk, and states that go to another device.
+
+    Args:
+        trajectory: The run.
+        reference: Gives dtype and device.
+    """
+
+    def __init__(self, trajectory: Trajectory, reference: Float[Tensor, "..."]) -> None:
+        self.trajectory, self.reference = trajectory, reference
+        reads = isinstance(trajectory.states, StoredStates) or reference.device != trajectory.device
+        self._reader = ThreadPoolExecutor(1) if reads else None
+        self._stream = torch.cuda.current_stream(reference.device) if reference.is_cuda else None
+        self._requested: dict[int, Future[Tensor]] = {}
+
+    def get(self, state: int, keep: int) -> Float[Tensor, " PQ"]:
+        """Return a state.
+
+        Args:
+            state: s in 0 .. S.
+            keep: How many states before it may be asked for again.
+        """
+        if self._reader is None:
+            return flat_state(self.trajectory, state, self.reference)
+        if state not in self._requested and self._requested and state < min(self._requested):
+            self._requested.clear()  # another pass
+        for number in range(state, min(state + _PREFETCH, self.trajectory.num_steps) + 1):
+            if number not in self._requested:
+                self._requested[number] = self._reader.submit(self._fetch, number)
+        for number in [number for number in self._requested if number < state - keep]:
+            del self._requested[number]
+        return self._requested[state].result()
+
+    def _fetch(self, state: int) -> Tensor:
+        """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
+        if self._stream is None or self.trajectory.device.type != "cpu":
+            return flat_state(self.trajectory, state, self.reference)
+        row = flat_state(self.trajectory, state, self.reference.new_empty(0, device="cpu"))
+        with torch.cuda.stream(self._stream):
+            return row.pin_memory().to(self.reference.device, non_blocking=True)
+
+
+def warn_of_integrals(sums: Sums) -> None:
+    """Emit one `CertificateWarning` if integrals of an adaptive rule are not the change of the outputs.
+
+    Gram blocks have no certificate of their own: their nodes are those on which the rule integrated the outputs.
+    """
+    if "integrals" not in sums.added:
+        return
+    counts, residuals = sums.added["integrals"].tolist(), sums.largest["residuals"].tolist()
+    found = [status for status in QuadratureStatus if counts[status] and not status.is_supported]
+    if found:
+        reasons = ", ".join(f"{counts[status]} {status.name}" for status in found)
+        warn_uncertified(
+            f"the adaptive rule must integrate the outputs' change over each step: {sum(counts[s] for s in found)} "
+            f"of {sum(counts)} integrals of a point over a step did not ({reasons}; largest residual "
+            f"{max(residuals[status] for status in found):.2g}), so that nodes, and kernel values, are not exact. See "
+            "QuadratureStatus, and epk_gp.reconstruct for the certificate."
+        )
+
+
+@dataclass(eq=False)
+class PlannedKernel:
+    """A path kernel while it is being evaluated: each thread has its own.
+
+    Attributes:
+        trajectory: The run.
+        net: Its network in the computation's dtype and on its device, with its plan.
+        head: Whether f is the logits or their log-softmax.
+        rule: Quadrature rule.
+        step_weights: eta_s of each of the S steps.
+        path: Along which test copies move.
+        options: How to compute.
+        is_per_class: Only pairs of equal classes are wanted.
+        is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
+        prefetcher: Reads weight states ahead of their use.
+        integrations: How many integrals of an adaptive rule have each status, and their largest residuals, since they
+            were taken the last time.
+        training_sums: Sums of the training side over chords that later tiles ask for again.
+        spare_bytes: Memory that is left for more of them; 0, none, until a block with several tiles sets a limit.
+    """
+
+    trajectory: Trajectory
+    net: PlannedModel
+    head: Head
+    rule: Rule
+    step_weights: tuple[float, ...]
+    path: WeightPath
+    options: ComputeOptions
+    is_per_class: bool = False
+    is_traced: bool = False
+    prefetcher: WeightPrefetcher = field(init=False)
+    integrations: Sums = field(init=False, default_factory=Sums)
+    training_sums: dict[Hashable, Averages] = field(init=False, default_factory=dict)
+    spare_bytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Make the reader of weight states; nothing is read yet."""
+        self.prefetcher = WeightPrefetcher(self.trajectory, self.reference)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the pickled form, without what belongs to a thread."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the kernel."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    def take_integrations(self) -> Sums:
+        """Return the counts of integrals, and count anew."""
+        found, self.integrations = self.integrations, Sums()
+        return found
+
+    @cached_property
+    def reference(self) -> Float[Tensor, " 0"]:
+        """An empty tensor of the computation's dtype and device."""
+        return torch.empty(0, dtype=self.net.model.spec.dtype, device=self.net.model.spec.device)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which ranges of steps are summed."""
+        return self.options.accumulate or self.reference.dtype
+
+    @property
+    def num_output_pairs(self) -> int:
+        """Pairs of outputs whose products are wanted."""
+        return self.trajectory.num_outputs ** (1 if self.is_per_class else 2)
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers in the block for each pair of points: pairs of outputs, or one if they are summed."""
+        return 1 if self.is_traced else self.num_output_pairs
+
+    def block_shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        """Return the shape of a class-major block: (K, N, K, M), or (K, N, M) of equal classes, K = 1 if summed."""
+        K = 1 if self.is_traced else self.trajectory.num_outputs
+        return (K, num_rows, num_columns) if self.is_per_class else (K, num_rows, K, num_columns)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps that count."""
+        return [(s, eta) for s, eta in enumerate(self.step_weights) if eta > 0]
+
+    def stretch(self, s: int) -> range:
+        """Return the steps of the stretch of the path that a step belongs to."""
+        return stretch_of(self.path, s, self.trajectory.num_steps)
+
+    def stretches(self, steps: Steps) -> list[tuple[int, Steps]]:
+        """Group steps that count, in their order, by the stretch that they belong to, which its first step names."""
+        return [(first, list(own)) for first, own in groupby(steps, key=lambda entry: self.stretch(entry[0]).start)]
+
+    def cost(self, num_contractions: int | None = None) -> ContractionCost:
+        """Return what the choice of representations depends on.
+
+        Args:
+            num_contractions: Products that a step costs if no factor can be averaged; by default those of the rule,
+                as between copies of one kind. Along chords gradients that are written out are written out once: 1.
+        """
+        is_adaptive = isinstance(self.rule, AdaptiveRule)
+        return ContractionCost(
+            num_output_pairs=self.num_output_pairs,
+            num_contractions=num_contractions or self.rule.num_contractions,
+            cotangents_are_constant=self.head == "logits",
+            all_dense=is_adaptive and not self.net.plan.supports_interpolation,
+        )
+
+    @property
+    def mixed_cost(self) -> ContractionCost:
+        """The cost between test and training copies: all steps of a chord meet the same test side."""
+        return self.cost(self.rule.num_contractions * min(self.path.every, max(1, self.trajectory.num_steps)))
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """Turns the budget into block sizes."""
+        return self.net.memory_plan(self.options.memory_budget)
+
+    @property
+    def tile_points(self) -> int:
+        """Points on each side of a tile."""
+        return self.memory.tile_points(self.num_sums, self.feature_bytes)
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes that the layer Jacobians of one point take, measured once for each way of computing them."""
+        net, measured = self.net, self.net.model.cache.feature_bytes
+        keys = [(self.head, cost, tuple(net.plan.bias_of), net.model.spec) for cost in (self.cost(), self.mixed_cost)]
+        for key in keys:
+            if key not in measured:
+                X = net.model.spec.cast(self.trajectory.inputs[:1])
+                measured[key] = sum(jacobian.nbytes for jacobian in next(self.jacobians([(0, 0.0)], X, key[1])))
+        return max(measured[key] for key in keys)
+
+    def batch_size(self, num_jacobians: int) -> int:
+        """Count the steps or nodes that are added together; an adaptive rule takes one at a time."""
+        if isinstance(self.rule, AdaptiveRule):
+            return 1
+        return self.memory.steps_per_batch(num_jacobians * self.feature_bytes)
+
+    def step_batches(self, steps: Steps, num_points: int, *, are_training: bool) -> Iterator[Steps]:
+        """Split steps into batches whose layer Jacobians fit into the budget together; chords stay whole.
+
+        Args:
+            steps: The steps.
+            num_points: Points of the larger side.
+            are_training: All points are training copies, which do not move along chords.
+        """
+        size, groups = self.batch_size(num_points * (self.rule.num_contractions + 2)), [[step] for step in steps]
+        if not are_training and self.path.every > 1:
+            size = max(1, min(size, MAX_STEP_BATCH // self.path.every))
+            groups = [own for _, own in self.stretches(steps)]
+        for first in range(0, len(groups), size):
+            yield [step for own in groups[first : first + size] for step in own]
+
+    def jacobians(
+        self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost | None = None
+    ) -> Iterator[list[LayerJacobian]]:
+        """Compute layer Jacobians at nodes (s, t), t of the way from w_s to the end of its stretch.
+
+        Args:
+            nodes: Steps s and positions t, in the order of the steps. A stretch of the path has its first step;
+                training copies have t = 0.
+            X: n inputs.
+            cost: Decides the representations; `cost()` by default.
+        """
+        steps = [s for s, _ in nodes]
+        keep = 1 + max(steps, default=0) - min(steps, default=0)
+        weights = (self._weights_at(s, t, keep) for s, t in nodes)
+        return layer_jacobians_at_weights(self.net, weights, X, self.head, cost or self.cost(), self.memory)
+
+    def _weights_at(self, s: int, t: float, keep: int) -> Float[Tensor, " PQ"]:
+        start = self.prefetcher.get(s, keep)
+        if t == 0:
+            return start
+        stretch = self.stretch(s)
+        return torch.lerp(start, self.prefetcher.get(stretch.stop, keep + len(stretch)), t)
+
+    def node_batches(
+        self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost
+    ) -> Iterator[Iterator[NodeBatch]]:
+        """Evaluate test copies at the nodes of each stretch of the path: all at the same ones, or each at its own.
+
+        Args:
+            steps: The first step of each stretch.
+            X: n inputs.
+            cost: Decides the representations.
+        """
+        if isinstance(self.rule, AdaptiveRule):
+            for s in steps:
+                yield self._adaptive_nodes(s, X, self.rule, cost)
+            return
+        jacobians = self.jacobians([(s, t) for s in steps for t, _ in self.rule], X, cost)
+        weights = [NodeWeights(weight, None, len(X)) for _, weight in self.rule]
+        for _ in steps:
+            yield map(NodeBatch, islice(jacobians, len(weights)), weights)
+
+    def _adaptive_nodes(self, s: int, X: Tensor, rule: AdaptiveRule, cost: ContractionCost) -> Iterator[NodeBatch]:
+        segment, integral = self._integrate(s, X, rule)
+        for rows in torch.arange(len(integral.point), device=X.device).split(len(X)):
+            points = integral.point[rows]
+            at = WeightLocation(segment.w, segment.d, integral.t[rows])
+            jacobians = layer_jacobians_blocked(self.net, at, X[points], self.head, cost)
+            yield NodeBatch(jacobians, NodeWeights(integral.weight[rows], points, len(X)))
+
+    def shared_nodes(self, steps: Steps, X: Shaped[Tensor, "n ..."]) -> list[tuple[int, float, float]]:
+        """List the nodes (s, t) that test copies share, with the weights of their products.
+
+        A node has the first step of its stretch.
+
+        Args:
+            steps: (s, eta_s) of each step.
+            X: The points, at which an adaptive rule chooses its nodes.
+        """
+        nodes = []
+        for first, own in self.stretches(steps):
+            if isinstance(self.rule, QuadratureRule):
+                of_stretch = list(self.rule)
+            else:
+                of_stretch = union_mesh(self._integrate(first, X, self.rule)[1], self.rule)
+            nodes += [(first, t, sum(eta for _, eta in own) * weight) for t, weight in of_stretch]
+        return nodes
+
+    def _integrate(self, s: int, X: Tensor, rule: AdaptiveRule) -> tuple[WeightSegment, Integral]:
+        """Integrate the outputs over a stretch, and count the integrals on the device."""
+        stretch = self.stretch(s)
+        start, end = self.prefetcher.get(s, 1), self.prefetcher.get(stretch.stop, 1 + len(stretch))
+        segment = WeightSegment(self.net, start, end - start, self.head, self.options.memory_budget)
+        integral = integrate(segment, X, rule, len(stretches_of(self.path, self.trajectory.num_steps)))
+        has_it = integral.status[:, None] == torch.arange(len(QuadratureStatus), device=integral.status.device)
+        residuals = (integral.residual[:, None] * has_it).nan_to_num(0.0).amax(dim=0)
+        self.integrations.merge(Sums({"integrals": has_it.sum(dim=0)}, {"residuals": residuals.double()}))
+        return segment, integral
