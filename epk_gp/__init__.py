@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import test_copy, train_copy
-    from epk_gp.quadrature.paths import chords, layerwise, straight
+    from epk_gp.quadrature.rules import chords, layerwise, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder

@@ -20,8 +20,7 @@ from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, ra
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.plots import PALETTE
-from epk_gp.plots.common import short
-from epk_gp.plots.style import GREY, new_figure, styled
+from epk_gp.plots.style import GREY, new_figure, short, styled
 from epk_gp.quadrature.rules import Rule
 from harness import Experiment, main, uncertified_results
 from problems import build, images

@@ -1,4 +1,4 @@
-"""Drawings of experiments: a kernel machine against its network, rules by cost and error, terms of an output."""
+"""Drawings of experiments: rules by cost and error, and the terms of an output."""
 
 import itertools
 import re
@@ -11,45 +11,25 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from epk_gp.plots.common import Numbers, as_numpy, plain, require_shape, short
-from epk_gp.plots.style import DOWN, GREY, INK, LOWERED, PALETTE, RAISED, SMALL, UP
-from epk_gp.plots.summaries import compared_outputs, few_decades, scatter_outputs
+from epk_gp.plots.style import (
+    DOWN,
+    GREY,
+    INK,
+    LOWERED,
+    PALETTE,
+    RAISED,
+    SMALL,
+    UP,
+    Numbers,
+    as_numpy,
+    plain,
+    require_shape,
+    short,
+)
+from epk_gp.plots.summaries import few_decades
 
-_IDENTITY = "identity"
 _MARKERS = "osD^v"
 _MEMBER = re.compile(r"^(.+?),? (tol \S+|\d+)$")  # "left Riemann 10": a rule of a family
-
-
-def reconstruction_scatter(
-    ax: Axes,
-    network: Float[Numbers, "*shape"],
-    machine: Float[Numbers, "*shape"],
-    *,
-    label: str = "kernel machine",
-) -> Axes:
-    """Draw the kernel machine's outputs against the network's, with the largest error in the legend.
-
-    This is Figure 4 of Bell et al. (2023). Call it once per rule to compare rules in one figure.
-
-    Args:
-        ax: Axes to draw into.
-        network: Outputs of the trained network, of any shape.
-        machine: Outputs of the kernel machine, in the same order.
-        label: Label of `machine` in the legend, such as the name of the quadrature rule.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        ValueError: The two shapes differ, or there is no output, or an output is not finite.
-    """
-    x, y = compared_outputs(network, machine)
-    if not any(line.get_gid() == _IDENTITY for line in ax.lines):
-        ax.axline((0, 0), slope=1, color=GREY, linewidth=1, zorder=1, gid=_IDENTITY)
-    scatter_outputs(ax, x, y, f"{label}: largest |error| {short(np.abs(y - x).max())}")
-    ax.set(xlabel="network output", ylabel="kernel machine output", aspect="equal", adjustable="datalim")
-    ax.legend(loc="upper left", fontsize=SMALL)
-    return ax
 
 
 def error_against_evaluations(

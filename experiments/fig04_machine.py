@@ -6,10 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from drawings import reconstruction_scatter
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.plots.style import new_figure, styled
-from epk_gp.plots.summaries import reconstruction_errors
+from epk_gp.plots.summaries import compare_outputs
 from harness import Experiment, main, uncertified_results
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -66,8 +65,8 @@ def draw(result: Result) -> Figure:
     network = np.array(result.network)
     for i in (0, len(result.rules) - 3, len(result.rules) - 2):
         machine = np.array(result.machine[i])
-        reconstruction_scatter(left, network, machine, label=result.rules[i])
-        reconstruction_errors(right, network, machine, label=result.rules[i])
+        compare_outputs(left, network, machine, "outputs", label=result.rules[i])
+        compare_outputs(right, network, machine, "errors", label=result.rules[i])
     left.set(title="held-out points, class 0 (the paper's class 1)")
     left.set(xlabel="network, log probability of class 0", ylabel="kernel machine")
     right.set(title="|kernel machine − network|", xlabel="network, log probability of class 0", ylabel="")

@@ -21,8 +21,7 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.attribute import Attribution
 from epk_gp.plots import new_figure, training_image
-from epk_gp.plots.common import short
-from epk_gp.plots.style import DOWN, SMALL, UP, styled
+from epk_gp.plots.style import DOWN, SMALL, UP, short, styled
 from harness import Experiment, main
 from problems import images
 

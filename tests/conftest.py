@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import matplotlib
 import pytest
 import torch
@@ -20,11 +18,11 @@ PAGES = {
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Mark all cases of a test but the first as slow, where it asks for it; choose `make test-types` and `test-pages`.
 
-    Shapes and types of arguments are checked in the first quick case of each file that can be checked, and in the cases
-    that are marked.
+    Shapes and types of arguments are checked in the cases that are marked, and of a file without one in its first quick
+    case that can be checked. Mark a cheap case where the first one takes long.
     """
     begun = set[str]()
-    files = set[Path]()
+    files = {item.path for item in items if item.get_closest_marker("types")}
     for item in items:
         name = item.nodeid.partition("[")[0]
         if name in begun and item.get_closest_marker("mostly_slow"):

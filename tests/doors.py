@@ -15,14 +15,18 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.gram.path_kernel import gram_diagonal_blocks as diagonal
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from report_cases import embedded
 
-GRAM = frozenset({"head", "rule", "step_weights", "memory_budget"})
-SUMS = frozenset({"head", "rule", "memory_budget"})
+HEAD = frozenset({"head"})
+RULE = HEAD | {"rule"}
+KERNEL = RULE | {"step_weights"}
+COMPUTED = frozenset({"memory_budget", "checkpoint", "executor"})
+GRAM, SUMS = KERNEL | COMPUTED, RULE | COMPUTED
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,26 @@ def sides(run: epk.Trajectory, X: Any) -> tuple[epk.Points, epk.Points]:
     return epk.Points(X, is_train=False), epk.Points(X if run is None else run.inputs, is_train=True)
 
 
+def per_class(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    return gram_block_per_class(run, *sides(run, X), **options)
+
+
+def features(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    return epk.path_features(run, X, 16, num_probe=0, **options)
+
+
+def epk_kernel(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    return epk.EPKKernel(run, **options)(epk.test_copy(X)).to_dense()
+
+
+def logit_gp(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    return epk.LogitGP(run, points=[0, 2], **options).logit_posterior(X)
+
+
+def by_steps(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    return attribute_by(run, X, [by_step(run)], **options)
+
+
 def report(run: epk.Trajectory, X: Any, **options: Any) -> dict[str, Any]:
     """The content of a report."""
     with tempfile.TemporaryDirectory() as folder:
@@ -92,65 +116,21 @@ DOORS = {
     door.name.rpartition(".")[2]: door
     for door in (
         Door("gram.path_kernel.gram_block", lambda run, X, **o: epk.gram_block(run, *sides(run, X), **o), GRAM),
-        Door(
-            "gram.path_kernel.gram_block_per_class",
-            lambda run, X, **o: gram_block_per_class(run, *sides(run, X), **o),
-            GRAM,
-        ),
-        Door(
-            "gram.path_kernel.gram_diagonal_blocks",
-            lambda run, X, **o: gram_diagonal_blocks(run, epk.Points(X, is_train=False), **o),
-            GRAM,
-        ),
-        Door(
-            "gram.path_kernel.PathKernel",
-            lambda run, X, **o: epk.PathKernel(run, **o).block(*sides(run, X)),
-            frozenset({"head", "rule", "step_weights"}),
-        ),
-        Door(
-            "gram.path_features.path_features",
-            lambda run, X, **o: epk.path_features(run, X, 16, num_probe=0, **o),
-            frozenset({"head", "memory_budget"}),
-            lambda features: features + 0,
-        ),
-        Door(
-            "kernels.epk.EPKKernel",
-            lambda run, X, **o: epk.EPKKernel(run, **o)(epk.test_copy(X)).to_dense(),
-            points=False,
-        ),
+        Door("gram.path_kernel.gram_block_per_class", per_class, GRAM),
+        Door("gram.path_kernel.gram_diagonal_blocks", lambda run, X, **o: diagonal(run, sides(run, X)[0], **o), GRAM),
+        Door("gram.path_kernel.PathKernel", lambda run, X, **o: epk.PathKernel(run, **o).block(*sides(run, X)), KERNEL),
+        Door("gram.path_features.path_features", features, HEAD | COMPUTED, lambda features: features + 0),
+        Door("kernels.epk.EPKKernel", epk_kernel, RULE | {"memory_budget"}, points=False),
         Door("kernel_machine.reconstruct.reconstruct", epk.reconstruct, values=lambda result: result.outputs),
         Door("kernel_machine.attribute.attribute", epk.attribute, values=lambda parts: parts.samples),
-        Door(
-            "kernel_machine.attribute.attribute_by",
-            lambda run, X, **o: attribute_by(run, X, [by_step(run)], **o),
-            values=lambda parts: parts.values,
-        ),
+        Door("kernel_machine.attribute.attribute_by", by_steps, values=lambda parts: parts.values),
         Door("kernel_machine.attribute.attribute_many", samples_and_steps, values=lambda splits: splits[0].values),
-        Door("report.write.write_report", report, frozenset({"head", "rule"}), report_sums),
-        Door(
-            "kernel_machine.influence.influence",
-            epk.influence,
-            frozenset({"head", "memory_budget"}),
-            lambda effect: effect.values,
-        ),
-        Door(
-            "kernel_machine.retrain.Retraining",
-            lambda run, X, **o: half_retrained(run).outputs(X, **o),
-            frozenset({"head"}),
-        ),
-        Door("analysis.counterfactual.leave_one_out", leave_one_out, frozenset({"head"})),
-        Door(
-            "kernel_machine.baselines.single_machine",
-            single_machine,
-            frozenset({"head", "rule"}),
-            lambda machine: machine.outputs,
-        ),
-        Door("core.trajectory.network_outputs", epk.network_outputs, frozenset({"head"}), head="logits"),
-        Door(
-            "gp.models.LogitGP",
-            lambda run, X, **o: epk.LogitGP(run, points=[0, 2], **o).logit_posterior(X),
-            values=lambda posterior: posterior.mean,
-            head="logits",
-        ),
+        Door("report.write.write_report", report, RULE, report_sums),
+        Door("kernel_machine.influence.influence", epk.influence, HEAD | COMPUTED, lambda effect: effect.values),
+        Door("kernel_machine.retrain.Retraining", lambda run, X, **o: half_retrained(run).outputs(X, **o), HEAD),
+        Door("analysis.counterfactual.leave_one_out", leave_one_out, HEAD),
+        Door("kernel_machine.baselines.single_machine", single_machine, RULE, lambda machine: machine.outputs),
+        Door("core.trajectory.network_outputs", epk.network_outputs, HEAD, head="logits"),
+        Door("gp.models.LogitGP", logit_gp, RULE | {"memory_budget"}, lambda posterior: posterior.mean, "logits"),
     )
 }

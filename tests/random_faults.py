@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.show import CertificateWarning
-from epk_gp.recording.setup import ClipNorm
+from epk_gp.optimizers.update_rules import ClipNorm
 
 POINTS, INPUTS, CLASSES = 10, 3, 3
 

@@ -3,16 +3,21 @@
 import base64
 import io
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 import numpy as np
+import torch
 from PIL import Image
 
 from epk_gp.plots.style import PALETTE, RAISED, WRONG, new_figure, styled
+from epk_gp.report.explanations import Terms, all_views, is_margin
+from epk_gp.report.overview import svg
 
 QUANTUM = 1e-9
+MOST = 40  # explanations that differ
+NAMED = 5_000  # training samples with contributions
 WORDS = tuple("the film was slow but its end is a joy and nobody in the room could say why".split())  # noqa: SIM905
 
 
@@ -26,7 +31,6 @@ class Sizes:
         classes: Names of the outputs, as a number.
         explained: Classes that are explained for each point.
         samples: Training samples.
-        active: Samples with numbers of their own; the others are sums.
         shown: Samples that a view shows on each side.
         layers: Names of layers, as a number.
         ranges: Ranges of steps.
@@ -39,7 +43,6 @@ class Sizes:
     classes: int = 4
     explained: int = 2
     samples: int = 300
-    active: int = 40
     shown: int = 5
     layers: int = 3
     ranges: int = 4
@@ -48,18 +51,8 @@ class Sizes:
 
 
 LARGE = Sizes(  # 60,000 training images
-    points=100, classes=10, explained=2, samples=60_000, active=50, shown=10, layers=5, ranges=6, pairs=False, pixels=28
+    points=100, classes=10, explained=2, samples=60_000, shown=10, layers=5, ranges=6, pairs=False, pixels=28
 )  # fmt: skip
-
-
-def quanta(value: float) -> int:
-    """Return the nearest multiple of the quantum."""
-    return round(value / QUANTUM)
-
-
-def rounded(value: float) -> float:
-    """Return the value to six decimals."""
-    return round(float(value), 6)
 
 
 def image(generator: np.random.Generator, pixels: int) -> str:
@@ -85,158 +78,49 @@ def made_input(generator: np.random.Generator, sizes: Sizes) -> dict[str, Any]:
     return {"position": [round(float(x), 4), round(float(y), 4)]}
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms of one output of one point, in quanta, over L layers and R ranges of steps.
+def explanation(generator: np.random.Generator, sizes: Sizes, labels: torch.Tensor) -> dict[str, Any]:
+    """Return the explanation of one output of one point: terms in quanta, and the package's views of them."""
+    M, L, R = len(labels), sizes.layers, sizes.ranges
+    initial = round((np.log(1 / sizes.classes) + 0.1 * generator.normal()) / QUANTUM)
 
-    Attributes:
-        active: Terms of the samples that have numbers of their own, (L, R, A).
-        raised: Sum of the other samples that raised the output, by label, (L, R, C).
-        lowered: Sum of the other samples that lowered it, by label, (L, R, C).
-        decay: Of weight decay, (L, R).
-        unexplained: Of what no sample explains, (L, R).
-        rounding: Of rounding to quanta, (L, R).
-        statistics: Of moving statistics, which have no layers, (R,).
-        samples: Numbers of the A samples.
-        labels: Their labels.
-        counts: Other samples that raised and lowered the output.
-        influence: Of the A samples, or none.
-    """
+    def draw(*shape: int, scale: float) -> torch.Tensor:
+        return torch.from_numpy(np.rint(generator.normal(size=shape) * scale / QUANTUM).astype(np.int64))
 
-    active: np.ndarray
-    raised: np.ndarray
-    lowered: np.ndarray
-    decay: np.ndarray
-    unexplained: np.ndarray
-    rounding: np.ndarray
-    statistics: np.ndarray
-    samples: np.ndarray
-    labels: np.ndarray
-    counts: tuple[int, int]
-    influence: np.ndarray | None
-
-    def total(self) -> int:
-        """Return the sum of all."""
-        parts = (self.active, self.raised, self.lowered, self.decay, self.unexplained, self.rounding, self.statistics)
-        return int(sum(part.sum() for part in parts))
+    samples, decay = draw(M, L, R, scale=0.1 / L / R), draw(L, R, scale=0.01)
+    statistics, unexplained = draw(R, scale=0.003), draw(L, R, scale=1e-7)
+    added = samples.sum(dim=(0, 1)) + decay.sum(dim=0) + statistics + unexplained.sum(dim=0)
+    rounding = torch.from_numpy(generator.integers(-3, 4, size=R))
+    running = (initial, *(initial + (added + rounding).cumsum(dim=0)).tolist())
+    terms = Terms(QUANTUM, samples, decay, statistics, unexplained, running)
+    influence = torch.from_numpy(generator.normal(size=M) * 0.03)
+    views = all_views(terms, sizes.shown, labels, sizes.classes, influence)
+    views = {key: view for key, view in views.items() if sizes.pairs or is_margin(key)}
+    return {"initial": initial, "network": running[-1], "running": list(running), "views": views}
 
 
-def made_terms(generator: np.random.Generator, sizes: Sizes, labels: np.ndarray, change: int) -> Terms:
-    """Return terms whose sum is the change of the output."""
-    L, R, A, C = sizes.layers, sizes.ranges, sizes.active, sizes.classes
-    samples = np.sort(generator.choice(sizes.samples, size=A, replace=False))
-    sides = generator.normal(size=A) * 2.0
-    draw = lambda *shape, scale=1.0: np.rint(generator.normal(size=shape) * scale / QUANTUM).astype(np.int64)  # noqa: E731
-    active = np.rint((sides + 0.3 * generator.normal(size=(L, R, A))) * 0.04 / QUANTUM / (L * R)).astype(np.int64)
-    terms = Terms(
-        active, np.abs(draw(L, R, C, scale=0.02)), -np.abs(draw(L, R, C, scale=0.02)), draw(L, R, scale=0.01),
-        draw(L, R, scale=1e-7), generator.integers(-3, 4, size=(L, R)), draw(R, scale=0.003), samples, labels[samples],
-        ((sizes.samples - A) // 2, sizes.samples - A - (sizes.samples - A) // 2), np.round(sides * 0.03, 6),
-    )  # fmt: skip
-    missing = change - terms.total()
-    side = terms.raised if missing > 0 else terms.lowered
-    share, rest = divmod(missing, side.size)
-    side += share
-    side.reshape(-1)[0] += rest
-    return terms
-
-
-def view(terms: Terms, sizes: Sizes, layer: int | None, steps: int | None) -> dict[str, Any]:
-    """Return the view of one layer or all, and of one range of steps or all."""
-    of_layer = slice(None) if layer is None else slice(layer, layer + 1)
-    of_steps = slice(None) if steps is None else slice(steps, steps + 1)
-    active = terms.active[of_layer, of_steps]
-    values = active.sum((0, 1))
-    order = [int(index) for index in np.argsort(-values, kind="stable")]
-    raised = [index for index in order if values[index] > 0]
-    lowered = [index for index in reversed(order) if values[index] < 0]
-    rows = [
-        [[int(terms.samples[index]), int(values[index]), influence_of(terms, index)] for index in side[: sizes.shown]]
-        for side in (raised, lowered)
-    ]
-    others = [terms.raised[of_layer, of_steps], terms.lowered[of_layer, of_steps]]
-    rests = [
-        [len(side) - len(shown) + count, int(values[side[sizes.shown :]].sum() + other.sum())]
-        for side, shown, count, other in zip((raised, lowered), rows, terms.counts, others, strict=True)
-    ]
-    by_label = np.bincount(terms.labels, weights=values, minlength=sizes.classes).astype(np.int64)
-    by_label += sum(other.sum((0, 1)) for other in others)
-    by_part = active.sum(2) + sum(other.sum(2) for other in others)
-    statistics = int(terms.statistics[of_steps].sum()) if layer is None else 0
-    content = {
-        "raised": rows[0],
-        "lowered": rows[1],
-        "rest_raised": rests[0],
-        "rest_lowered": rests[1],
-        "labels": by_label.tolist(),
-        "layers": by_part.sum(1).tolist() if layer is None else None,
-        "ranges": by_part.sum(0).tolist() if steps is None else None,
-        "decay": int(terms.decay[of_layer, of_steps].sum()),
-        "statistics": statistics,
-        "unexplained": int(terms.unexplained[of_layer, of_steps].sum()),
-        "rounding": int(terms.rounding[of_layer, of_steps].sum()),
-    }
-    content["total"] = total_of(content)
-    return content
-
-
-def influence_of(terms: Terms, index: int) -> float | None:
-    """Return a sample's influence, where there is any."""
-    return None if terms.influence is None else float(terms.influence[index])
-
-
-def total_of(content: dict[str, Any]) -> int:
-    """Return the sum of all that a view shows."""
-    samples = sum(value for _, value, _ in content["raised"] + content["lowered"])
-    rests = content["rest_raised"][1] + content["rest_lowered"][1]
-    return samples + rests + sum(content[name] for name in ("decay", "statistics", "unexplained", "rounding"))
-
-
-def explanation(
-    generator: np.random.Generator, sizes: Sizes, labels: np.ndarray, initial: int, network: int
-) -> dict[str, Any]:
-    """Return the explanation of one output of one point."""
-    terms = made_terms(generator, sizes, labels, network - initial)
-    layers, ranges = [None, *range(sizes.layers)], [None, *range(sizes.ranges)]
-    views = {
-        f"{'*' if layer is None else layer}|{'*' if steps is None else steps}": view(terms, sizes, layer, steps)
-        for layer, steps in itertools.product(layers, ranges)
-        if sizes.pairs or layer is None or steps is None
-    }
-    changes = [views[f"*|{steps}"]["total"] for steps in range(sizes.ranges)]
-    running = [initial, *(initial + int(change) for change in np.cumsum(changes))]
-    return {"initial": initial, "network": network, "running": running, "views": views}
-
-
-def point(generator: np.random.Generator, sizes: Sizes, labels: np.ndarray, number: int) -> dict[str, Any]:
+def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """Return one explained test point."""
     logits = generator.normal(size=sizes.classes) * 2
-    probabilities = np.exp(logits) / np.exp(logits).sum()
+    probabilities = np.round(np.exp(logits) / np.exp(logits).sum(), 6)
     order = [int(index) for index in np.argsort(-probabilities)]
     label = order[0] if generator.random() < 0.7 else order[1]
-    explained = sorted({*order[: sizes.explained], label})
     spread = 0.3 * probabilities * (1 - probabilities)
-    initial = [quanta(np.log(1 / sizes.classes) + shift) for shift in generator.normal(size=sizes.classes) * 0.1]
+    band = np.round(np.stack([(probabilities - spread).clip(0), (probabilities + spread).clip(max=1)], axis=1), 6)
+    explained = sorted({*order[: sizes.explained], label})
     return {
         "name": f"test sample {number * 7}",
         "label": label,
         "predicted": order[0],
         "input": made_input(generator, sizes),
-        "probabilities": [round(float(value), 6) for value in probabilities],
-        "band": [
-            [round(float(max(value - half, 0)), 6), round(float(min(value + half, 1)), 6)]
-            for value, half in zip(probabilities, spread, strict=True)
-        ],
+        "probabilities": probabilities.tolist(),
+        "band": band.tolist(),
         "scores": [
-            ["error score", rounded(1 - probabilities.max()), "Probability that the predicted class is wrong."],
-            ["out-of-distribution score", rounded(generator.random()), "Variance of the process at this point."],
-            ["entropy", rounded(-probabilities @ np.log(probabilities)), "Entropy of the probabilities."],
+            ["error score", round(1 - float(probabilities.max()), 6), "Probability that the predicted class is wrong."],
+            ["out-of-distribution score", round(generator.random(), 6), "Variance of the process at this point."],
+            ["entropy", round(float(generator.random()), 6), "Entropy of the probabilities."],
         ],
-        "explanations": {
-            str(c): explanation(generator, sizes, labels, initial[c], quanta(float(np.log(probabilities[c]))))
-            for c in explained
-        },
-    }  # fmt: skip
+        "explanations": {str(c): next(made) for c in explained},
+    }
 
 
 @styled
@@ -249,17 +133,6 @@ def figure(generator: np.random.Generator) -> Any:
     axes.set(xlabel="score", ylabel="share of points")
     axes.legend()
     return drawing
-
-
-def svg(drawing: Any) -> str:
-    """Return a figure as an SVG element with text as text and a transparent background."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-        drawing.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
-    text = buffer.getvalue().replace("#222222", "#1a1a1a")
-    return text[text.index("<svg") :]
 
 
 @styled
@@ -298,8 +171,9 @@ def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int
 def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network on drawn strokes") -> dict[str, Any]:
     """Return the content of a report."""
     generator = np.random.default_rng(seed)
-    labels = generator.integers(0, sizes.classes, size=sizes.samples)
-    points = [point(generator, sizes, labels, number) for number in range(sizes.points)]
+    labels = torch.from_numpy(generator.integers(0, sizes.classes, size=min(sizes.samples, NAMED)))
+    made = itertools.cycle([explanation(generator, sizes, labels) for _ in range(min(MOST, 3 * sizes.points))])
+    points = [point(generator, sizes, number, made) for number in range(sizes.points)]
     named = named_samples(points)
     shown = {str(sample): {**made_input(generator, sizes), "label": int(labels[sample])} for sample in named}
     right = sum(point["label"] == point["predicted"] for point in points)
@@ -349,12 +223,6 @@ def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network o
 
 def named_samples(points: list[dict[str, Any]]) -> list[int]:
     """Return every training sample that a view names."""
-    return sorted(
-        {
-            row[0]
-            for point in points
-            for explanation in point["explanations"].values()
-            for view in explanation["views"].values()
-            for row in view["raised"] + view["lowered"]
-        }
-    )
+    explanations = [explanation for point in points for explanation in point["explanations"].values()]
+    views = [view for explanation in explanations for view in explanation["views"].values()]
+    return sorted({row[0] for view in views for row in view["raised"] + view["lowered"]})

@@ -34,9 +34,8 @@ def load(monkeypatch):
         sys.modules.pop(file.stem, None)
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.py")))
-def test_every_benchmark_can_be_imported(load, name):
-    assert load(name)
+def test_every_benchmark_can_be_imported(load):
+    assert all(load(file.stem) for file in FOLDER.glob("*.py"))
 
 
 def test_the_committed_tables_are_those_of_the_committed_numbers(load):
@@ -55,22 +54,53 @@ def test_the_committed_chart_is_that_of_the_committed_numbers():
     assert shown != chart.words_of(chart.draw(numbers))
 
 
-def test_an_interpreter_is_found_where_there_is_one(load):
+def test_interpreters_and_environments_are_used_where_there_are_any(load, tmp_path):
     processes = load("processes")
     assert processes.interpreter((3, 11)) == Path(sys.executable)
     with pytest.raises(RuntimeError, match=r"no Python 9\.0 or later on this machine"):
         processes.interpreter((9, 0))
-
-
-def test_an_environment_that_is_ready_is_not_made_again(load, tmp_path):
-    (tmp_path / "done").touch()
-    assert load("processes").environment(tmp_path, ["no-such-package"]) == tmp_path / "bin" / "python"
-
-
-def test_a_peer_that_cannot_run_has_its_reason_in_the_table(load):
-    benchmark, row = load("run"), {"contender": "explaind"}
+    (tmp_path / "done").touch()  # an environment that is ready is not made again
+    assert processes.environment(tmp_path, ["no-such-package"]) == tmp_path / "bin" / "python"
+    benchmark, row = load("run"), {"contender": "explaind"}  # a peer that cannot run has its reason in the table
     benchmark._start(row, {}, {}, {"explaind": "no Python 3.12 or later on this machine"}, Path())
     assert row["failure"] == "no Python 3.12 or later on this machine"
+
+
+def on_a_pool(pools):
+    with pools.pool(1) as executor:
+        pools.compare(executor, 1, rounds=1, steps=1, budget=1 << 28)
+
+
+def one_influence(influence):
+    influence.CASES = influence.CASES[:1]
+    influence.main(rounds=1, num_train=12, num_test=2, steps=2)
+
+
+SMALL = {  # benchmarks in their smallest form, and what they say
+    "uncertainty_grid": (
+        lambda b: b.main(grid=3, num_train=6, steps=1, outputs="independent", nodes=1, as_json=False),
+        "9 grid points x 6 training points x 1 steps",
+    ),
+    "pools": (on_a_pool, "problem a, 1 steps, 256 MiB: one process"),
+    "map_by_workers": (
+        lambda b: b.grid(points=60, num_train=10, steps=3, workers=1, memory=0.25),
+        "60 grid points x 10 training points x 3 steps",
+    ),
+    "many_outputs": (
+        lambda b: b.table(budget=64, only="reconstruct", width=6, outputs=20, steps=1, dtypes="float64"),
+        "| `reconstruct`, 30 points | ",
+    ),
+    "influence": (one_influence, "| MLP 64-32-10, tanh, SGD, full batch | "),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs_in_its_smallest_form(load, name, capsys):
+    run, said = SMALL[name]
+    run(load(name))
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -84,11 +114,6 @@ def test_a_posterior_is_timed_beside_its_kernel(load, monkeypatch, capsys):
     assert "4 test points x 6 training points x 3 outputs, full: linear algebra" in capsys.readouterr().out
 
 
-def test_an_uncertainty_map_is_timed(load, capsys):
-    load("uncertainty_grid").main(grid=3, num_train=6, steps=1, outputs="independent", nodes=1, as_json=False)
-    assert "9 grid points x 6 training points x 1 steps" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_job_of_many_workers_is_simulated(load, capsys):
     load("beyond_one_machine").simulate(
@@ -98,36 +123,6 @@ def test_a_job_of_many_workers_is_simulated(load, capsys):
     one, four, *_ = [float(line[1]) for line in lines]
     assert len(lines) == 2 * 2
     assert 2 < one / four <= 4.04  # three digits are printed
-
-
-@pytest.mark.slow
-def test_processes_are_timed_on_a_whole_block(load, capsys):
-    benchmark = load("pools")
-    with benchmark.pool(1) as executor:
-        benchmark.compare(executor, 1, rounds=1, steps=1, budget=1 << 28)
-    assert "problem a, 1 steps, 256 MiB: one process" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_a_map_by_workers_is_watched(load, capsys):
-    load("map_by_workers").grid(points=60, num_train=10, steps=3, workers=1, memory=0.25)
-    assert "60 grid points x 10 training points x 3 steps" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_many_outputs_are_measured(load, capsys):
-    load("many_outputs").table(budget=64, only="reconstruct", width=6, outputs=20, steps=1, dtypes="float64")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| `reconstruct`, 30 points | ")
-
-
-@pytest.mark.slow
-def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
-    benchmark = load("influence")
-    monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[:1])
-    benchmark.main(rounds=1, num_train=12, num_test=2, steps=2)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| MLP 64-32-10, tanh, SGD, full batch | ")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import epk_gp as epk
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
-from helpers import with_value
+from helpers import assert_close, with_value
 from loops import CASES, data, trained
 
 NAN, INF = float("nan"), float("inf")
@@ -196,6 +197,26 @@ def test_partial_sums_belong_to_the_head_itself(regression: epk.Trajectory, tmp_
     assert torch.equal(door.values(door.ask(regression, TEST, checkpoint=tmp_path, head="logits")), found)
     with pytest.raises(ValueError, match="it is of another"):
         door.ask(regression, TEST, checkpoint=tmp_path, head="log_softmax")
+
+
+# How it is computed.
+
+
+class Inline:
+    """An executor that computes at once, in this process."""
+
+    def submit(self, function: Any, /, *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(function(*args))
+        return future
+
+
+@pytest.mark.parametrize("door", [pytest.param(d, id=name) for name, d in DOORS.items() if "checkpoint" in d.takes])
+def test_numbers_do_not_depend_on_how_they_are_computed(door: Door, run: epk.Trajectory, tmp_path: Path) -> None:
+    found = door.numbers(run, TEST)
+    for options in ({"checkpoint": tmp_path}, {"checkpoint": tmp_path}, {"executor": Inline()}):
+        assert torch.equal(door.numbers(run, TEST, **options), found), options
+    assert_close(door.numbers(run, TEST, memory_budget=1 << 20), found)
 
 
 # What cannot be taken.

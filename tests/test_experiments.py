@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from drawings import reconstruction_scatter
+from epk_gp.plots.summaries import compare_outputs
 from harness import Experiment, floats_as_text, floats_from_text, main, words_in, words_of
 
 FOLDER = Path(__file__).parents[1] / "experiments"
@@ -109,7 +109,7 @@ def small_errors(_: NoSizes) -> Outputs:
 
 def draw_errors(result: Outputs) -> Figure:
     figure = Figure()
-    reconstruction_scatter(figure.subplots(), np.array(result.network[:2]), np.array(result.machine[:2]))
+    compare_outputs(figure.subplots(), np.array(result.network[:2]), np.array(result.machine[:2]), "outputs")
     return figure
 
 
@@ -144,15 +144,11 @@ def test_large_arrays_are_written_as_text_in_every_digit():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_redrawing_needs_a_saved_result(name, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no saved result|there is no"):
-        main(importlib.import_module(name).EXPERIMENT, ["--redraw", "--out", str(tmp_path)])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_gallery_holds_the_full_run_and_it_is_small(name):
-    """The negative control of the sizes: a smoke run is not what is shown."""
+def test_the_gallery_holds_the_full_run_and_it_is_small(name, tmp_path):
+    """The negative control of the sizes: a smoke run is not what is shown. Redrawing needs a saved result."""
     experiment = importlib.import_module(name).EXPERIMENT
+    with pytest.raises(FileNotFoundError, match="no saved result|there is no"):
+        main(experiment, ["--redraw", "--out", str(tmp_path)])
     saved = json.loads((GALLERY / f"{name}.json").read_text())
     assert saved["config"] != json.loads(json.dumps(experiment.smoke, default=vars))
     assert saved["config"] == json.loads(json.dumps(experiment.config, default=vars))

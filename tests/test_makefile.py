@@ -38,29 +38,23 @@ def dry_run(folder: Path, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_another_python_than_that_of_the_environment_is_refused(clone: Path) -> None:
-    status, output = dry_run(clone, "test", f"PYTHON={sys.executable}")
-    assert status != 0
-    assert f".venv must be made by Python {RUNNING}: it was made by Python 3.10" in output
-    assert f"VENV=.venv-{RUNNING}" in output
-    assert "-m pytest" not in output
-
-
-def test_an_interpreter_that_does_not_exist_is_refused(clone: Path) -> None:
-    status, output = dry_run(clone, "test", "PYTHON=python9.9")
-    assert status != 0
-    assert "PYTHON=python9.9 must be an interpreter: it cannot be started" in output
-
-
 @pytest.mark.parametrize(
-    "arguments", [(), ("VENV=.venv-other", f"PYTHON={sys.executable}")], ids=["no_python", "another_environment"]
+    ("arguments", "is_done", "said"),
+    [
+        (
+            ("test", f"PYTHON={sys.executable}"),
+            False,
+            f".venv must be made by Python {RUNNING}: it was made by Python 3.10",
+        ),
+        (("test", "PYTHON=python9.9"), False, "PYTHON=python9.9 must be an interpreter: it cannot be started"),
+        (("test",), True, "-m pytest"),
+        (("test", "VENV=.venv-other", f"PYTHON={sys.executable}"), True, "-m pytest"),
+        (("clean", f"PYTHON={sys.executable}"), True, ""),
+    ],
+    ids=["another_python", "no_python", "none_named", "another_environment", "clean"],
 )
-def test_the_environment_is_used_otherwise(clone: Path, arguments: tuple[str, ...]) -> None:
-    """The negative control."""
-    status, output = dry_run(clone, "test", *arguments)
-    assert status == 0, output
-    assert "-m pytest" in output
-
-
-def test_an_environment_can_be_removed_with_any_python(clone: Path) -> None:
-    assert dry_run(clone, "clean", f"PYTHON={sys.executable}")[0] == 0
+def test_the_environment_is_used_by_the_python_that_made_it(clone: Path, arguments, is_done: bool, said: str) -> None:
+    status, output = dry_run(clone, *arguments)
+    assert (status == 0) == is_done, output
+    assert said in output
+    assert is_done or "-m pytest" not in output

@@ -15,8 +15,7 @@ import epk_gp as epk
 from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane, uncertainty_on_plane
 from epk_gp.datasets import three_gaussians
 from epk_gp.plots import attribution_bars, class_regions, new_figure, save_figure, shades_of, uncertainty_map
-from epk_gp.plots.common import short
-from epk_gp.plots.style import INK, LOWERED, PALETTE, RAISED, styled
+from epk_gp.plots.style import INK, LOWERED, PALETTE, RAISED, short, styled
 
 EXPLAINED = (3.55, 3.1)  # the point whose prediction is explained: between the classes
 CLASSES = (0, 1, 2)

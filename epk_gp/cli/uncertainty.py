@@ -24,7 +24,7 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
 from epk_gp.plots.maps import map_figure
-from epk_gp.plots.scores import ScoredPoints, scores_figure, suspicious_labels_figure
+from epk_gp.plots.scores import scores_figure, suspicious_labels_figure
 from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
@@ -316,16 +316,11 @@ def _write_scores(
             "sets_with_the_true_class": float(sets.gather(1, labels[:, None]).double().mean()),
         }
     write_npz(folder / "scores.npz", arrays)
-    drawn = ScoredPoints(
-        X=X,
-        rows=points.rows,
-        error=error,
-        out_of_distribution=far,
-        predicted=predicted,
-        right=None if labels is None else predicted == labels,
-        risks=risks,
+    right = None if labels is None else predicted == labels
+    figure = scores_figure(
+        X, rows=points.rows, error=error, far=far, ordinary=ordinary, predicted=predicted, right=right, risks=risks
     )
-    save_figure(scores_figure(drawn, ordinary), folder / "scores.png")
+    save_figure(figure, folder / "scores.png")
     return results
 
 

@@ -23,7 +23,7 @@ from epk_gp.gp.data import float_inputs
 from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.path_features import path_features, trace_sketch
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, validate_path_of_nodes
-from epk_gp.quadrature.paths import WeightPath, straight
+from epk_gp.quadrature.rules import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
 

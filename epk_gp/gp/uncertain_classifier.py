@@ -50,8 +50,8 @@ from epk_gp.gp.stacking import (
 )
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.paths import WeightPath, chords, straight
-from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
+from epk_gp.quadrature.rules import WeightPath, chords, straight
+from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,

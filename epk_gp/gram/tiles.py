@@ -28,7 +28,7 @@ from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, aligned
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
 from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
-from epk_gp.quadrature.paths import path_identity
+from epk_gp.quadrature.rules import path_identity
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 

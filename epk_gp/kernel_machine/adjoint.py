@@ -35,9 +35,10 @@ from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import stretch_of, stretches_of
+from epk_gp.quadrature.rules import stretch_of, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
+from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
+from epk_gp.quadrature.rules import QuadratureStatus
 from epk_gp.work.sums import Sums
 
 

@@ -25,7 +25,7 @@ from epk_gp.kernel_machine.terms import (
     leaves_residuals,
 )
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import stretches_of
+from epk_gp.quadrature.rules import stretches_of
 from epk_gp.work.sums import Sums
 
 

@@ -20,8 +20,7 @@ from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
 from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.plots.common import Numbers, as_numpy, class_labels, class_name, plain, require_names, require_shape
-from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL, new_figure, styled
+from epk_gp.plots import style
 
 _MAX_POINTS = 600  # training points drawn on the maps of a figure
 _MOST_COLUMNS = 6  # of a legend of one row
@@ -39,15 +38,15 @@ _HALO: list[effects.AbstractPathEffect] = [effects.withStroke(linewidth=2.8, for
 
 def uncertainty_map(
     ax: Axes,
-    grid_x: Float[Numbers, " nx"],
-    grid_y: Float[Numbers, " ny"],
-    values: Float[Numbers, "ny nx"],
+    grid_x: Float[style.Numbers, " nx"],
+    grid_y: Float[style.Numbers, " ny"],
+    values: Float[style.Numbers, "ny nx"],
     *,
     title: str,
-    points: Float[Numbers, "n 2"] | None = None,
-    labels: Int[Numbers, " n"] | None = None,
-    boundary: Int[Numbers, "fine_y fine_x"] | None = None,
-    regions: Int[Numbers, "ny nx"] | None = None,
+    points: Float[style.Numbers, "n 2"] | None = None,
+    labels: Int[style.Numbers, " n"] | None = None,
+    boundary: Int[style.Numbers, "fine_y fine_x"] | None = None,
+    regions: Int[style.Numbers, "ny nx"] | None = None,
     colorbar_label: str = "standard deviation",
     names: Sequence[str] | None = None,
     limits: tuple[float, float] | None = None,
@@ -85,41 +84,38 @@ def uncertainty_map(
         ValueError: The shapes do not match, or the grid is not evenly spaced, or a value is not finite, or labels are
             given without points, or regions without a boundary, or a class has no name.
     """
-    x, y, z = as_numpy("grid_x", grid_x), as_numpy("grid_y", grid_y), as_numpy("values", values)
-    _require_even("grid_x", x)
-    _require_even("grid_y", y)
-    require_shape("values", z, (len(y), len(x)))
-    classes = None if labels is None else as_numpy("labels", labels)
-    borders = None if boundary is None else _Borders(x, y, as_numpy("boundary", boundary))
-    require_names(names, classes, None if borders is None else borders.classes)
-    if regions is None:
+    x, y, z = _even("grid_x", grid_x), _even("grid_y", grid_y), style.as_numpy("values", values)
+    style.require_shape("values", z, (len(y), len(x)))
+    classes = None if labels is None else style.as_numpy("labels", labels)
+    borders = None if boundary is None else _Borders(x, y, style.as_numpy("boundary", boundary))
+    if (regions is not None and borders is None) or (labels is not None and points is None):
+        raise ValueError("regions must come with a boundary, and labels with points. Pass both of them.")
+    if regions is None or borders is None:
         fine = _interpolated(x, y, z)
-    elif borders is None:
-        raise ValueError("regions must come with a boundary: got regions alone. Pass the boundary too.")
     else:
-        fine = _interpolated_by_region(x, y, z, as_numpy("regions", regions), borders)
+        fine = _interpolated_by_region(x, y, z, style.as_numpy("regions", regions), borders)
     shades = _draw_shades(ax, (x, y), fine, limits or (float(z.min()), float(z.max())))
     if colorbar:
         draw_colorbar([ax], shades, colorbar_label)
     if borders is not None:
         _draw_boundary(ax, borders, names)
     if points is not None:
-        _draw_points(ax, as_numpy("points", points), classes)
-    elif labels is not None:
-        raise ValueError("labels must come with points: got labels alone. Pass points too.")
+        _draw_points(ax, style.as_numpy("points", points), classes)
     _frame(ax, x, y)
-    ax.set_title(plain(title))
-    if legend and classes is not None:
+    ax.set_title(style.plain(title))
+    if classes is not None:
         handles = map_handles(classes, names=names, boundary=borders is not None)
-        # Below the map, where the legend covers neither points nor boundaries.
-        below: tuple[float, float] = (0.5, -0.16)
-        columns = min(len(handles), 4)
-        ax.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncols=columns, fontsize=SMALL)
+        if legend:  # below the map, where the legend covers neither points nor boundaries
+            place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+            ax.legend(handles=handles, ncols=min(len(handles), 4), fontsize=style.SMALL, **place)
     return ax
 
 
 def class_regions(
-    ax: Axes, grid_x: Float[Numbers, " nx"], grid_y: Float[Numbers, " ny"], classes: Int[Numbers, "ny nx"]
+    ax: Axes,
+    grid_x: Float[style.Numbers, " nx"],
+    grid_y: Float[style.Numbers, " ny"],
+    classes: Int[style.Numbers, "ny nx"],
 ) -> Axes:
     """Draw where the network predicts which class, in pale colours: a background for points.
 
@@ -135,10 +131,8 @@ def class_regions(
     Raises:
         ValueError: The shapes do not match, or the grid is not evenly spaced.
     """
-    x, y = as_numpy("grid_x", grid_x), as_numpy("grid_y", grid_y)
-    _require_even("grid_x", x)
-    _require_even("grid_y", y)
-    borders = _Borders(x, y, as_numpy("classes", classes))
+    x, y = _even("grid_x", grid_x), _even("grid_y", grid_y)
+    borders = _Borders(x, y, style.as_numpy("classes", classes))
     for c, lead in zip(borders.present.tolist(), borders.leads, strict=True):
         ax.contourf(borders.x, borders.y, lead, levels=[0, 2], colors=[_pale(c)], zorder=0)
     _frame(ax, x, y)
@@ -153,13 +147,13 @@ def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None
         names: Names of the classes, in order; None means "class 0", "class 1", …
     """
     return [
-        Patch(facecolor=_pale(c), edgecolor=GREY, linewidth=0.6, label=f"network: {class_name(c, names)}")
+        Patch(facecolor=_pale(c), edgecolor=style.GREY, linewidth=0.6, label=f"network: {style.class_name(c, names)}")
         for c in classes
     ]
 
 
 def map_handles(
-    labels: Int[Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None, boundary: bool = True
+    labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None, boundary: bool = True
 ) -> list[Artist]:
     """Return the entries of a legend that several maps share: one per class of training points, and the boundary.
 
@@ -168,16 +162,16 @@ def map_handles(
         names: Names of the classes, in order; None means "class 0", "class 1", …
         boundary: Whether the decision boundary is drawn.
     """
-    present = np.unique(as_numpy("labels", labels)).tolist()
+    present = np.unique(style.as_numpy("labels", labels)).tolist()
     handles: list[Artist] = [
-        Line2D([], [], color=PALETTE[c % len(PALETTE)], marker="o", linestyle="", label=class_name(c, names))
+        Line2D([], [], color=style.class_colour(c), marker="o", linestyle="", label=style.class_name(c, names))
         for c in present
     ]
-    line = Line2D([], [], color=INK, linewidth=1.2, label="decision boundary of the network")
+    line = Line2D([], [], color=style.INK, linewidth=1.2, label="decision boundary of the network")
     return [*handles, line] if boundary else handles
 
 
-@styled
+@style.styled
 def map_figure(
     m: UncertaintyMap,
     labels: Shaped[Tensor, "M ..."],
@@ -202,39 +196,34 @@ def map_figure(
         (m.kernel, "kernel value k(x, x)", "relative to the training points' mean", None),
     )
     stride = math.ceil(len(m.training) / _MAX_POINTS)
-    classes = class_labels(labels)
+    classes = style.class_labels(labels)
     shown = None if classes is None else classes[::stride]
-    figure = new_figure(7.1 if plane else 6.8)
+    figure = style.new_figure(7.1 if plane else 6.8)
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
     for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
-        uncertainty_map(
-            ax,
-            m.x,
-            m.y,
-            values,
-            title=title,
-            points=m.training[::stride],
-            labels=shown,
-            boundary=m.boundary_classes,
-            regions=regions,
-            colorbar_label=unit,
-            limits=(0.0, float(values.max())),  # white is 0: a map of almost equal values is all of one shade
-            names=names,
-            legend=False,
+        points = m.training[::stride]
+        draw_panel(
+            ax, m, values, title=title, colorbar_label=unit, points=points, labels=shown, names=names, regions=regions
         )
         ax.set(xlabel="", ylabel="")
-    words = [name if name in _COORDINATES else plain(name) for name in axis_names]
+    words = [name if name in _COORDINATES else style.plain(name) for name in axis_names]
     for ax in axes[1]:
         ax.set_xlabel(words[0])
     for ax in axes[:, 0]:
         ax.set_ylabel(words[1])
     if plane:
-        figure.suptitle(plain(plane), x=0.01, ha="left", fontsize=SMALL)
+        figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
     if shown is not None:
         handles = map_handles(shown, names=names)
         columns = len(handles) if len(handles) <= _MOST_COLUMNS else math.ceil(len(handles) / 2)
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
     return figure
+
+
+def draw_panel(ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], **options: Any) -> None:
+    """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade."""
+    limits = (0.0, float(values.max()))
+    uncertainty_map(ax, m.x, m.y, values, boundary=m.boundary_classes, limits=limits, legend=False, **options)
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
@@ -245,7 +234,7 @@ def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
     bar = figure.colorbar(
         shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=np.asarray(shades.levels)[::2]
     )
-    bar.set_label(plain(label))
+    bar.set_label(style.plain(label))
     bar.outline.set_visible(False)
 
 
@@ -298,7 +287,7 @@ def _interpolated_by_region(
     x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders
 ) -> np.ndarray:
     """Interpolate the values of each class by themselves, continued to the other nodes harmonically."""
-    require_shape("regions", regions, z.shape)
+    style.require_shape("regions", regions, z.shape)
     fine, at = _interpolated(x, y, z), borders.region_at(*_fine_axes(x, y))
     for c in np.unique(regions):
         others = regions != c
@@ -320,7 +309,13 @@ def _draw_shades(
     half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
     shown = fine.clip(levels[0], levels[-1])
     shades = ax.contourf(
-        *_fine_axes(*axes), shown, levels=levels, cmap=COLORMAP, vmin=levels[0] + half, vmax=levels[-1] - half, zorder=0
+        *_fine_axes(*axes),
+        shown,
+        levels=levels,
+        cmap=style.COLORMAP,
+        vmin=levels[0] + half,
+        vmax=levels[-1] - half,
+        zorder=0,
     )
     shades.set_edgecolor("face")  # no light seams between the shades
     return shades
@@ -335,25 +330,23 @@ def _frame(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
 
 def _pale(c: int) -> str:
     """Return the colour of a class, mixed with white."""
-    red, green, blue = (_PALE * part + 1 - _PALE for part in to_rgb(PALETTE[c % len(PALETTE)]))
+    red, green, blue = (_PALE * part + 1 - _PALE for part in to_rgb(style.class_colour(c)))
     return to_hex((red, green, blue))
 
 
-def _require_even(name: str, grid: np.ndarray) -> None:
+def _even(name: str, values: style.Numbers) -> np.ndarray:
+    grid = style.as_numpy(name, values)
     steps = np.diff(grid)
     if grid.ndim != 1 or len(grid) < 2 or steps.min() <= 0 or np.ptp(steps) > 1e-3 * steps.mean():
         raise ValueError(
-            f"{name} must be 1-dimensional, increasing and evenly spaced: got {_describe(grid)}. Make it with linspace."
+            f"{name} must be increasing and evenly spaced: got shape {grid.shape} that is not. Make it with linspace."
         )
-
-
-def _describe(grid: np.ndarray) -> str:
-    return f"{len(grid)} coordinates that are not" if grid.ndim == 1 else f"shape {grid.shape}"
+    return grid
 
 
 def _draw_boundary(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:
     for lead in borders.leads[:-1]:  # every border of the last class is a border of another class too
-        lines = ax.contour(borders.x, borders.y, lead, levels=[0.0], colors=INK, linewidths=1.2, zorder=3)
+        lines = ax.contour(borders.x, borders.y, lead, levels=[0.0], colors=style.INK, linewidths=1.2, zorder=3)
         lines.set_path_effects(_HALO)
     if len(borders.present) > _FEW:
         _name_regions(ax, borders, names)
@@ -364,19 +357,23 @@ def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> N
     for c, lead in zip(borders.present.tolist(), borders.leads, strict=True):
         depth = distance_transform_edt(np.pad(lead > 0, 1))[1:-1, 1:-1]  # the frame is a border too
         row, column = divmod(int(depth.argmax()), depth.shape[1])
-        if depth[row, column] < _VISIBLE * max(depth.shape):
-            continue
-        name, colour = str(c) if names is None else plain(names[c]), PALETTE[c % len(PALETTE)]
-        box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 1.6}
-        place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}
-        ax.text(borders.x[column], borders.y[row], name, fontsize=SMALL, color=INK, weight="bold", bbox=box, **place)
+        if depth[row, column] >= _VISIBLE * max(depth.shape):
+            box = {
+                "boxstyle": "round,pad=0.25",
+                "facecolor": "white",
+                "edgecolor": style.class_colour(c),
+                "linewidth": 1.6,
+            }
+            ax.text(
+                borders.x[column], borders.y[row], style.class_name(c, names, ""), fontsize=style.SMALL,
+                color=style.INK, weight="bold",
+                bbox=box, ha="center", va="center", zorder=5,
+            )  # fmt: skip
 
 
 def _draw_points(ax: Axes, points: np.ndarray, labels: np.ndarray | None) -> None:
-    require_shape("points", points, (len(points), 2))
-    if labels is None:
-        colours = [PALETTE[0]] * len(points)
-    else:
-        require_shape("labels", labels, (len(points),))
-        colours = [PALETTE[c % len(PALETTE)] for c in labels]
+    style.require_shape("points", points, (len(points), 2))
+    classes = np.zeros(len(points), dtype=int) if labels is None else labels
+    style.require_shape("labels", classes, (len(points),))
+    colours = [style.class_colour(c) for c in classes]
     ax.scatter(points[:, 0], points[:, 1], s=10, c=colours, edgecolors="white", linewidths=0.35, zorder=4)

@@ -1,21 +1,28 @@
-"""One look for all figures: colours that each have one meaning, sizes of text, and how figures are made and saved."""
+"""One look for all figures: colours that each have one meaning, sizes, numbers and names as text, and saved files."""
 
 import os
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeAlias
 
 import matplotlib.style
 import numpy as np
+import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from epk_gp.core.losses import Head
 
 Arguments = ParamSpec("Arguments")
+Numbers: TypeAlias = Tensor | np.ndarray
 
 # The n-th class, or the n-th curve of a figure. Petroff (2021): ten colours that can be told apart in each of the three
 # kinds of colour blindness.
@@ -113,3 +120,99 @@ def save_figure(
     if description is not None:
         entries.add_itxt("Description", description, zip=True)
     picture.save(place, format="PNG", optimize=True, pnginfo=entries, dpi=(_DPI, _DPI))
+
+
+def as_numpy(name: str, values: Numbers | Sequence[int | float]) -> np.ndarray:
+    """Return the values as an array, in float64 if they are floating-point numbers.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    if isinstance(values, Tensor):
+        values = (values.double() if values.is_floating_point() else values).detach().cpu().numpy()
+    array = np.asarray(values)
+    if np.issubdtype(array.dtype, np.floating):
+        array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        count = int((~np.isfinite(array)).sum())
+        raise ValueError(f"{name} must be finite: got {count} entries that are not. Find them before drawing.")
+    return array
+
+
+def require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise if an array does not have the expected shape.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}: got {array.shape}. Check the order of the arguments.")
+
+
+def short(value: float, *, sign: bool = False) -> str:
+    """Format a number in a few characters, with a typographic minus."""
+    text = f"{value:+.3g}" if sign else f"{value:.2g}"
+    mantissa, exponent, power = text.partition("e")
+    return (mantissa + (f"e{int(power)}" if exponent else "")).replace("-", "−")
+
+
+def plain(text: str) -> str:
+    """Return a text as matplotlib shows it as it stands: dollars begin no formula. Twice is as once."""
+    return re.sub(r"(?<!\\)\$", r"\\$", str(text).encode(errors="replace").decode())
+
+
+def class_name(number: int, names: Sequence[str] | None, word: str = "class ") -> str:
+    """Return the name of a class for a picture: the given one, or "class 3".
+
+    Raises:
+        ValueError: There are names, but none for this class.
+    """
+    if names is None:
+        return f"{word}{number}"
+    if number >= len(names):
+        raise ValueError(
+            f"names must name each class: got {len(names)} names, none for class {number}. Add the others."
+        )
+    return plain(names[number])
+
+
+def class_colour(number: int) -> str:
+    """Return the colour of a class."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def as_images(X: Tensor) -> Tensor | None:
+    """Return the points as grey (n, H, W) or colour (n, H, W, 3) images, or None if they are not images."""
+    if X.ndim != 4 or X.shape[1] not in (1, 3) or min(X.shape[2:]) < 4:
+        return None
+    return X[:, 0] if X.shape[1] == 1 else X.permute(0, 2, 3, 1)
+
+
+def class_labels(labels: Tensor) -> Tensor | None:
+    """Return the targets if they are class labels, or None."""
+    return labels if labels.ndim == 1 and labels.dtype == torch.int64 else None
+
+
+OUTPUT_NAMES: dict[Head | None, str] = {"logits": "logit", "log_softmax": "log probability", None: "output"}
+
+
+def output_name(number: int, head: Head | None, names: Sequence[str] | None = None, *, is_class: bool = True) -> str:
+    """Return what an output is called: "logit of class 2", or "output 2" where it stands for no class.
+
+    Args:
+        number: Index of the output.
+        head: What the outputs are; None means that it is not known.
+        names: Names of the classes, in order.
+        is_class: Whether outputs stand for classes.
+    """
+    return f"{OUTPUT_NAMES[head]} of class {class_name(number, names, '')}" if is_class else f"output {number}"
+
+
+def signed_bars(ax: Axes, values: np.ndarray, colours: Sequence[str], names: Sequence[str]) -> None:
+    """Draw a bar for each value, from the top down, with its name on the left and a line at 0."""
+    ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
+    ax.axvline(0, color=GREY, linewidth=1)
+    ax.set_yticks(range(len(values)), names, fontsize=SMALL)
+    ax.set_ylim(len(values) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")

@@ -17,18 +17,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.gradients import (
-    CANCELLATION_FACTOR,
-    batch_gradient,
-    largest_entry,
-    move_by_rounding,
-    relative_rounding,
-    statistics_error,
-    step_tolerance,
-)
+from epk_gp.core.gradients import CANCELLATION_FACTOR, batch_gradient, statistics_error
+from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, relative_rounding, step_tolerance
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replay import TrainingReplay, passes_of
+from epk_gp.core.gradients import TrainingReplay, passes_of
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainingArguments
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_weights
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import ClipNorm
+from epk_gp.optimizers.update_rules import ClipNorm
 
 INDEX_KEY = "index"
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import Clip, ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 
 
 def first_entry(batch: Any) -> Any:

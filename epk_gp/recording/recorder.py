@@ -23,7 +23,8 @@ from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, n
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.setup import Clip, make_setup
+from epk_gp.optimizers.update_rules import Clip
+from epk_gp.recording.setup import make_setup
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful

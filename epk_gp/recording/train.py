@@ -15,7 +15,7 @@ from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.setup import Clip
+from epk_gp.optimizers.update_rules import Clip
 
 
 class EpochSampler:

@@ -7,7 +7,6 @@ of steps.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
@@ -19,15 +18,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.options import ComputeOptions
+from epk_gp.core.options import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.certificate import Certificate
-from epk_gp.quadrature.paths import WeightPath
+from epk_gp.quadrature.rules import WeightPath
 from epk_gp.quadrature.rules import Rule
-from epk_gp.report.request import ReportRequest
+from epk_gp.report.request import ReportRequest, influence_on
 
 LARGEST = 2**53  # below it every whole number is a double, as JavaScript has them
 NUM_RANGES = 8  # of steps, of about equal length
@@ -55,11 +54,43 @@ class Divisions:
     ranges: tuple[tuple[int, int], ...]
 
 
+def divide(trajectory: Trajectory, *, by_layers: bool = True) -> Divisions:
+    """Return how the contributions of a run are split in its report; `by_layers` tells layers apart."""
+    S = trajectory.num_steps
+    count = max(1, min(NUM_RANGES, S))
+    edges = [round(S * r / count) for r in range(count + 1)]
+    samples, steps, ranges = by_sample(trajectory), by_step(trajectory, edges[1:-1]), tuple(pairwise(edges))
+    if not by_layers:
+        return Divisions((samples, steps), ("the network",), ranges)
+    layers = _layer_axis(trajectory)
+    return Divisions((samples, layers, steps), layers.names, ranges)
+
+
+def _layer_axis(trajectory: Trajectory) -> Axis:
+    """Join the parameters of a module, and many modules by the beginning of their names, or else neighbours."""
+    axis = by_layer(trajectory)
+    names = list(axis.names)
+    for depth in range(max(name.count(".") for name in names), 0, -1):
+        if len(set(names)) > MAX_LAYERS:
+            names = [".".join(name.split(".")[:depth]) for name in axis.names]
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) <= MAX_LAYERS:
+        kinds = [type(trajectory.model.module.get_submodule(name)).__name__ for name in distinct]
+        titles = [f"{name} ({kind})" if name else kind for name, kind in zip(distinct, kinds, strict=True)]
+        place = {name: k for k, name in enumerate(distinct)}
+    else:
+        place = {name: MAX_LAYERS * k // len(distinct) for k, name in enumerate(distinct)}
+        members = [[name for name in distinct if place[name] == k] for k in range(MAX_LAYERS)]
+        titles = [m[0] if len(m) == 1 else f"{m[0]} to {m[-1]}" for m in members]
+    return Axis("parameter", torch.tensor([place[name] for name in names])[axis.group], tuple(titles))
+
+
 @dataclass(frozen=True, eq=False)
 class Terms:
     """The terms of one output of one point as multiples of a quantum, over M samples, L layers and R ranges of steps.
 
     Attributes:
+        quantum: The quantum.
         samples: (M, L, R).
         decay: (L, R).
         statistics: (R,); they belong to no layer.
@@ -68,6 +99,7 @@ class Terms:
             acts in later steps too, and its terms count to its own range. The last one is the trained network's output.
     """
 
+    quantum: float
     samples: Int64[Tensor, "M L R"]
     decay: Int64[Tensor, "L R"]
     statistics: Int64[Tensor, " R"]
@@ -93,95 +125,65 @@ class Explanations:
     largest_rounding: int
 
 
-def explain(
-    request: ReportRequest,
-    divisions: Divisions,
-    influence: Sequence[Float[Tensor, " M"] | None],
-    *,
-    rule: Rule,
-    path: WeightPath,
-    top: int,
-    options: ComputeOptions,
-) -> Explanations:
+def explain(request: ReportRequest, divisions: Divisions, rule: Rule, path: WeightPath, top: int) -> Explanations:
     """Attribute the outputs of a report, in passes over the run for as many as fit into the memory budget.
 
     Raises:
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
-    trajectory, X, labels = request.trajectory, request.explained, request.training_labels
-    found: list[tuple[int, int, dict[str, Any]]] = []
+    trajectory, X, options, influence = request.trajectory, request.explained, request.options, influence_on(request)
+    settings: ComputeSettings = {
+        "memory_budget": options.memory_budget, "progress": options.progress, "executor": options.executor,
+    }  # fmt: skip
+    outputs: list[tuple[int, int, dict[str, Any]]] = []
     certificates: list[Certificate] = []
     quantum, largest = 0.0, 0
     cells = trajectory.num_points * (len(divisions.layers) + 1) * len(divisions.ranges)
     for chosen in torch.arange(len(request.rows)).split(max(1, options.memory_budget // (_BYTES * cells))):
-        folder = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
+        rows, classes = request.rows[chosen], request.classes[chosen]
+        if options.checkpoint is not None:
+            settings["checkpoint"] = Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
-            (parts,) = attribute_many(
-                trajectory,
-                X[request.rows[chosen].to(X.device)],
-                [divisions.axes],
-                head=request.head,
-                rule=rule,
-                path=path,
-                classes=request.classes[chosen],
-                memory_budget=options.memory_budget,
-                progress=options.progress,
-                checkpoint=folder,
-                executor=options.executor,
-            )
-        certificates.append(Certificate.of(parts))
-        with_layers = [
-            values if len(parts.axes) == 3 else values.unsqueeze(3)
-            for values in (
-                parts.values,
-                parts.decay,
-                parts.statistics,
-                parts.statistics_of_no_sample,
-                parts.unexplained,
-            )
-        ]
+            (result,) = attribute_many(
+                trajectory, X[rows.to(X.device)], [divisions.axes],
+                head=request.head, rule=rule, path=path, classes=classes, **settings,
+            )  # fmt: skip
+        certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
-            samples, decay, statistics, of_no_sample, unexplained = (values[number, 0] for values in with_layers)
-            real = (samples, decay[0], statistics[:, 0].sum(dim=0) + of_no_sample[0, 0], unexplained[0])
-            initial, network = float(parts.initial[number, 0]), float(parts.network[number, 0])
-            size = sum(float(term.double().abs().sum()) for term in real)
-            quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
-            terms = rounded_terms(real, initial, network, quantum)
-            views = all_views(terms, top, labels, trajectory.num_outputs, influence[k])
+            terms = rounded_terms(result, number, quantum)
+            quantum = terms.quantum
+            views = all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k])
             largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
             content = {
                 "initial": terms.running[0],
                 "network": terms.running[-1],
                 "running": list(terms.running),
-                "amplification": significant(float(parts.amplification[number, 0]), 3),
+                "amplification": significant(float(result.amplification[number, 0]), 3),
                 "views": views,
             }
-            found.append((int(request.rows[k]), int(request.classes[k]), content))
-    return Explanations(quantum, tuple(found), reduce(Certificate.merged, certificates), largest)
+            outputs.append((int(request.rows[k]), int(request.classes[k]), content))
+    return Explanations(quantum, tuple(outputs), reduce(Certificate.merged, certificates), largest)
 
 
-def rounded_terms(
-    real: tuple[Float[Tensor, "M L R"], Float[Tensor, "L R"], Float[Tensor, " R"], Float[Tensor, "L R"]],
-    initial: float,
-    network: float,
-    quantum: float,
-) -> Terms:
-    """Round terms, in the order of `Terms`, and the output before and after training to multiples of a quantum.
+def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Terms:
+    """Round the terms of one output to multiples of a quantum, or of its own one for 0.
 
     Raises:
         ValueError: The terms are too large for it.
     """
-    samples, decay, statistics, unexplained = real
-    of_ranges = (samples.sum(dim=(0, 1)), decay.sum(dim=0), statistics, unexplained.sum(dim=0))
-    running = torch.stack([values.double() for values in of_ranges]).sum(dim=0).cumsum(dim=0) + initial
-    ends = [initial, *running[:-1].tolist(), network]
-    return Terms(
-        samples=to_units(samples, quantum),
-        decay=to_units(decay, quantum),
-        statistics=to_units(statistics, quantum),
-        unexplained=to_units(unexplained, quantum),
-        running=tuple(round(value / quantum) for value in ends),
+    shares = (result.values, result.decay, result.statistics, result.statistics_of_no_sample, result.unexplained)
+    samples, decay, statistics, of_no_sample, unexplained = (
+        share[number, 0] if len(result.axes) == 3 else share[number, 0].unsqueeze(1) for share in shares
     )
+    terms = (samples, decay[0], statistics[:, 0].sum(dim=0) + of_no_sample[0, 0], unexplained[0])
+    initial, network = float(result.initial[number, 0]), float(result.network[number, 0])
+    size = sum(float(term.double().abs().sum()) for term in terms)
+    quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
+    of_ranges = [term.double().reshape(-1, term.shape[-1]).sum(dim=0) for term in terms]
+    running = torch.stack(of_ranges).sum(dim=0).cumsum(dim=0) + initial
+    ends = [initial, *running[:-1].tolist(), network]
+    units = [to_units(term, quantum) for term in terms]
+    return Terms(quantum, units[0], units[1], units[2], units[3], tuple(round(value / quantum) for value in ends))
 
 
 def all_views(
@@ -202,12 +204,12 @@ def all_views(
             all layers and ranges alone.
     """
     L, R = terms.decay.shape
-    return {
-        "|".join(ALL if i is None else str(i) for i in (layer, r)): _view(
-            terms, layer, r, top, labels, num_classes, influence if layer is None and r is None else None
-        )
-        for layer, r in product((None, *range(L)), (None, *range(R)))
-    }
+    places = product((None, *range(L)), (None, *range(R)))
+    views = {(layer, r): _view(terms, layer, r, top, labels, num_classes) for layer, r in places}
+    if influence is not None:
+        for named in (views[None, None]["raised"], views[None, None]["lowered"]):
+            named[:] = [[index, value, significant(float(influence[index]))] for index, value, _ in named]
+    return {"|".join(ALL if i is None else str(i) for i in key): view for key, view in views.items()}
 
 
 def is_margin(key: str) -> bool:
@@ -226,89 +228,48 @@ def shorten(view: dict[str, Any], top: int) -> dict[str, Any]:
 
 
 def _view(
-    terms: Terms,
-    layer: int | None,
-    r: int | None,
-    top: int,
-    labels: Tensor | None,
-    num_classes: int,
-    influence: Tensor | None,
+    terms: Terms, layer: int | None, r: int | None, top: int, labels: Tensor | None, num_classes: int
 ) -> dict[str, Any]:
     """Return the view of one layer and one range of steps; None stands for all of them."""
     layers, ranges = (slice(None) if i is None else slice(i, i + 1) for i in (layer, r))
     cells = terms.samples[:, layers, ranges]
     samples = cells.sum(dim=(1, 2))
-    raised, rest_raised = _ranked(samples, top, influence)
-    lowered, rest_lowered = _ranked(-samples, top, influence)
-    decay, unexplained = int(terms.decay[layers, ranges].sum()), int(terms.unexplained[layers, ranges].sum())
-    statistics = int(terms.statistics[ranges].sum()) if layer is None else 0
-    total = terms_sum = int(samples.sum()) + decay + unexplained + statistics
-    if layer is None:  # the change of the output, against which the terms are held; that of one layer is none's output
-        first, last = (0, -1) if r is None else (r, r + 1)
-        total = terms.running[last] - terms.running[first]
+    raised, rest_raised = _ranked(samples, 1, top)
+    lowered, rest_lowered = _ranked(samples, -1, top)
     by_label = None
     if labels is not None:  # those that the loss leaves out, as -100, are no classes, and their samples have no terms
         known = (labels >= 0) & (labels < num_classes)
         by_label = torch.zeros(num_classes, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
+    others = {
+        "decay": int(terms.decay[layers, ranges].sum()),
+        "statistics": int(terms.statistics[ranges].sum()) if layer is None else 0,
+        "unexplained": int(terms.unexplained[layers, ranges].sum()),
+    }
+    total = terms_sum = int(samples.sum()) + sum(others.values())
+    if layer is None:  # the change of the output, against which the terms are held; that of one layer is none's output
+        first, last = (0, -1) if r is None else (r, r + 1)
+        total = terms.running[last] - terms.running[first]
     return {
         "raised": raised,
-        "lowered": [[index, -value, effect] for index, value, effect in lowered],
+        "lowered": lowered,
         "rest_raised": rest_raised,
-        "rest_lowered": [rest_lowered[0], -rest_lowered[1]],
+        "rest_lowered": rest_lowered,
         "labels": by_label,
         "layers": cells.sum(dim=(0, 2)).tolist() if layer is None else None,
         "ranges": cells.sum(dim=(0, 1)).tolist() if r is None else None,
-        "decay": decay,
-        "statistics": statistics,
-        "unexplained": unexplained,
+        **others,
         "rounding": total - terms_sum,
         "total": total,
     }
 
 
-def _ranked(samples: Tensor, top: int, influence: Tensor | None) -> tuple[list[list[Any]], list[int]]:
-    """Return the largest positive entries, with their index and influence, and number and sum of the other ones."""
-    positive = samples.clamp(min=0)
-    values, order = positive.topk(min(top, len(samples)))
-    named = [
-        [index, value, None if influence is None else significant(float(influence[index]))]
-        for index, value in zip(order.tolist(), values.tolist(), strict=True)
-        if value > 0
-    ]
-    count, total = int((positive > 0).sum()), int(positive.sum())
-    return named, [count - len(named), total - sum(value for _, value, _ in named)]
-
-
-def divide(trajectory: Trajectory, *, by_layers: bool = True) -> Divisions:
-    """Return how the contributions of a run are split in its report; `by_layers` tells layers apart."""
-    S = trajectory.num_steps
-    count = max(1, min(NUM_RANGES, S))
-    edges = [round(S * r / count) for r in range(count + 1)]
-    samples, steps = by_sample(trajectory), by_step(trajectory, edges[1:-1])
-    if not by_layers:
-        return Divisions((samples, steps), ("the network",), tuple(pairwise(edges)))
-    layers = _layer_axis(trajectory)
-    return Divisions((samples, layers, steps), layers.names, tuple(pairwise(edges)))
-
-
-def _layer_axis(trajectory: Trajectory) -> Axis:
-    """Join the parameters of a module, and many modules by the beginning of their names, or else neighbours."""
-    axis = by_layer(trajectory)
-    depth = max(len(name.split(".")) for name in axis.names)
-    names = list(axis.names)
-    while len(set(names)) > MAX_LAYERS and depth > 1:
-        depth -= 1
-        names = [".".join(name.split(".")[:depth]) for name in axis.names]
-    distinct = list(dict.fromkeys(names))
-    if len(distinct) <= MAX_LAYERS:
-        kinds = [type(trajectory.model.module.get_submodule(name)).__name__ for name in distinct]
-        titles = [f"{name} ({kind})" if name else kind for name, kind in zip(distinct, kinds, strict=True)]
-        place = {name: k for k, name in enumerate(distinct)}
-    else:
-        place = {name: MAX_LAYERS * k // len(distinct) for k, name in enumerate(distinct)}
-        members = [[name for name in distinct if place[name] == k] for k in range(MAX_LAYERS)]
-        titles = [m[0] if len(m) == 1 else f"{m[0]} to {m[-1]}" for m in members]
-    return Axis("parameter", torch.tensor([place[name] for name in names])[axis.group], tuple(titles))
+def _ranked(samples: Tensor, sign: int, top: int) -> tuple[list[list[Any]], list[int]]:
+    """Return the largest entries of a sign, with their index, and number and sum of the other ones."""
+    of_sign = (sign * samples).clamp(min=0)
+    values, order = of_sign.topk(min(top, len(samples)))
+    named = [[i, sign * v, None] for i, v in zip(order.tolist(), values.tolist(), strict=True) if v > 0]
+    rest = [int((of_sign > 0).sum()) - len(named), sign * int(of_sign.sum()) - sum(value for _, value, _ in named)]
+    return named, rest
 
 
 def choose_quantum(size: float) -> float:

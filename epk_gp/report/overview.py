@@ -19,17 +19,18 @@ from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
 from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
-from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
+from epk_gp.plots.maps import draw_panel, map_handles, shades_of
 from epk_gp.plots.scores import score_histogram
 from epk_gp.plots.style import INK, figure_style, new_figure, styled
 from epk_gp.plots.summaries import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 from epk_gp.quadrature.rules import left_endpoint
 from epk_gp.report.explanations import significant
 from epk_gp.report.points import Certainty
-from epk_gp.report.request import OtherInputs, Process, ReportRequest
+from epk_gp.report.request import ReportRequest
 
 REPORT_INK = "#1a1a1a"  # text: the page replaces it by its own colour in the dark theme
 MIN_RELIABILITY = 20  # points: of fewer, a bin holds one or two, whose share of right ones says nothing
@@ -43,42 +44,34 @@ _EIGENVALUES = 20  # in the table
 _MAX_SUSPECTS = 30
 _BEHIND = 3  # samples behind a cell of a map
 _MAX_POINTS = 400  # training samples that are drawn in a map
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # its head and its rows
 _AXES = ("first direction of the plane", "second direction of the plane")
 
 # Matplotlib's settings are those of the process: threads that write reports draw one after the other.
 _DRAWING = threading.RLock()
 
 
-def overview(
-    request: ReportRequest,
-    sure: Certainty,
-    *,
-    posterior: Process | None,
-    outside: OtherInputs | None,
-    suspects: LabelErrors | None,
-    uncertainty_map: UncertaintyMap | None,
-    kernel_points: int,
-    options: ComputeOptions,
-) -> dict[str, Any]:
-    """Return what a report says of all points and of the run; results are those that `write_report` takes."""
-    true, p = request.true_classes, sure.probabilities
+def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
+    """Return what a report says of all points and of the run."""
+    true, p, labels = request.true_classes, sure.probabilities, request.training_labels
     figures = []
     if true is not None and p is not None and len(true) >= MIN_RELIABILITY:
         figures.append(_reliability(sure.source, p, true))
     if request.y is not None and not request.is_classifier:
         figures.append(_targets(request.y.double(), request.network.double()))
-    if outside is not None and sure.out_of_distribution is not None and isinstance(posterior, UncertainClassifier):
-        scores = torch.as_tensor(posterior.uncertainty(outside, 2).out_of_distribution).cpu()
-        figures += _detection(sure.out_of_distribution.double(), scores.double())
-    if reason_without_kernel(request, kernel_points) is None:
-        figures += _kernel(request, kernel_points, options)
-    labels = request.training_labels
+    process, inside = request.posterior, sure.out_of_distribution
+    if request.outside is not None and inside is not None and isinstance(process, UncertainClassifier):
+        outside = torch.as_tensor(process.uncertainty(request.outside, 2).out_of_distribution).cpu()
+        figures += _detection(inside.double(), outside.double())
+    if reason_without_kernel(request) is None:
+        figures += _kernel(request)
+    m, suspects = request.uncertainty_map, request.suspects
     return {
-        "accuracy": None if true is None else float((request.predicted == true).double().mean()),
+        "accuracy": None if true is None else float((request.network.argmax(dim=1) == true).double().mean()),
         "count": len(request.X),
         "figures": figures,
         "suspects": None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names),
-        "map": None if uncertainty_map is None else _map(request, uncertainty_map, options),
+        "map": None if m is None else _map(request, m),
     }
 
 
@@ -90,8 +83,7 @@ def samples_of_overview(content: dict[str, Any]) -> set[int]:
 
 
 def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
-    found = calibration(probabilities, true, bins=_BINS)
-    bins = reliability_bins(probabilities, true, bins=_BINS)
+    found, bins = calibration(probabilities, true, bins=_BINS), reliability_bins(probabilities, true, bins=_BINS)
     filled = bins.count > 0
     columns = (bins.confidence[filled], bins.accuracy[filled], bins.count[filled])
     whose = {"network": "network alone", "process": "process alone"}.get(source, "network and process together")
@@ -105,9 +97,9 @@ def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[T
         [f"{k / _BINS:.1f} to {(k + 1) / _BINS:.1f}", int(n), significant(float(c), 3), significant(float(a), 3)]
         for k, c, a, n in zip(filled.nonzero()[:, 0].tolist(), *columns, strict=True)
     ]
-    head = ("confidence", "points", "mean confidence", "share right")
+    table = (("confidence", "points", "mean confidence", "share right"), rows)
     title = "Is it right as often as it says?"
-    return _figure("reliability", title, sentence, lambda ax: reliability_diagram(ax, *columns), head, rows)
+    return _figure("reliability", title, sentence, lambda ax: reliability_diagram(ax, *columns), table)
 
 
 def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str, Any]:
@@ -121,11 +113,9 @@ def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str
         [c, *(significant(float(v), 4) for v in (t.mean(), f.mean(), e.square().mean().sqrt(), e.abs().max()))]
         for c, (t, f, e) in enumerate(zip(y.T, network.T, errors.T, strict=True))
     ]
-    head = ("output", "mean target", "mean output", "root mean squared error", "largest error")
-    title = "How close are the outputs?"
-    return _figure(
-        "targets", title, sentence, lambda ax: target_scatter(ax, y.flatten(), network.flatten()), head, rows
-    )
+    table = (("output", "mean target", "mean output", "root mean squared error", "largest error"), rows)
+    title, flat = "How close are the outputs?", (y.flatten(), network.flatten())
+    return _figure("targets", title, sentence, lambda ax: target_scatter(ax, *flat), table)
 
 
 def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> list[dict[str, Any]]:
@@ -133,11 +123,8 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
     named = {"points of the report": inside, "points from outside": outside}
     edges = torch.linspace(0, 1, _SCORE_BINS + 1, dtype=torch.float64)
     counts = [torch.histogram(scores.clamp(0, 1), bins=edges).hist.long().tolist() for scores in (inside, outside)]
-    rows = [
-        [f"{float(a):.2f} to {float(b):.2f}", *pair]
-        for a, b, *pair in zip(edges[:-1], edges[1:], *counts, strict=True)
-        if any(pair)
-    ]
+    bins = zip(edges[:-1], edges[1:], *counts, strict=True)
+    rows = [[f"{float(a):.2f} to {float(b):.2f}", *pair] for a, b, *pair in bins if any(pair)]
     sentence = (
         f"The score of {len(inside)} points of the report and of {len(outside)} from outside. A point from outside has "
         f"the larger score with probability {found.auroc:.3f} (AUROC; 0.5 is chance)."
@@ -151,24 +138,17 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
         f"A threshold that lets 95 % of the points of the report pass misses {100 * found.fpr95:.1f} % of those from "
         "outside."
     )
+    roc_table = (("score from", "share of the report's points", "share of points from outside"), of_curve)
+
+    def draw_roc(ax: Axes) -> None:
+        roc(ax, curve.inside, curve.outside)
+
+    def draw(ax: Axes) -> None:
+        score_histogram(ax, named, label="out-of-distribution score")
+
     return [
-        _figure(
-            "outside",
-            "Does it tell other inputs?",
-            sentence,
-            lambda ax: score_histogram(ax, named, label="out-of-distribution score"),
-            ("score", *named),
-            rows,
-        ),
-        _figure(
-            "roc",
-            "Every threshold",
-            roc_sentence,
-            lambda ax: roc(ax, curve.inside, curve.outside),
-            ("score from", "share of the report's points", "share of points from outside"),
-            of_curve,
-            width=4.4,
-        ),
+        _figure("outside", "Does it tell other inputs?", sentence, draw, (("score", *named), rows)),
+        _figure("roc", "Every threshold", roc_sentence, draw_roc, roc_table, width=4.4),
     ]
 
 
@@ -197,23 +177,29 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     return {"sentence": sentence, "head": head, "rows": rows}
 
 
-def reason_without_kernel(request: ReportRequest, count: int) -> str | None:
-    """Return why a report has no matrix of the path kernel between so many samples; None if it has one."""
+def reason_without_kernel(request: ReportRequest) -> str | None:
+    """Return why a report has no matrix of the path kernel between samples; None if it has one."""
     run = request.trajectory
-    if count < 2 or run.num_points < 2:
-        return "fewer than two samples were asked for" if count < 2 else "there is one training sample only"
-    if run.num_outputs > MAX_OUTPUTS:
-        return f"the network has more than {MAX_OUTPUTS} outputs, each of which costs a backward pass"
-    if run.average is not None:
-        return "the path of averaged weights has no path kernel"
-    if not float(run.step_sizes.sum()) > 0:
-        return "the learning rates of the first parameter group sum to 0"
-    return None
+    reasons = {
+        "fewer than two samples were asked for": request.kernel_points < 2,
+        "there is one training sample only": run.num_points < 2,
+        f"the network has more than {MAX_OUTPUTS} outputs, each of which costs a backward pass":
+            run.num_outputs > MAX_OUTPUTS,
+        "the path of averaged weights has no path kernel": run.average is not None,
+        "the learning rates of the first parameter group sum to 0": not float(run.step_sizes.sum()) > 0,
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _kernel(request: ReportRequest, count: int, options: ComputeOptions) -> list[dict[str, Any]]:
+def _path_kernel(request: ReportRequest, run: Trajectory) -> tuple[PathKernel, ComputeOptions]:
+    """Return the path kernel of a run at the start of each step, and how it is computed: without a checkpoint."""
+    kernel = PathKernel(run, request.head, left_endpoint())
+    return kernel, ComputeOptions(memory_budget=request.options.memory_budget)
+
+
+def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     """Return the path kernel between training samples of all classes, and its spectrum."""
-    run, labels = request.trajectory, request.training_labels
+    run, labels, count = request.trajectory, request.training_labels, request.kernel_points
     if labels is None:
         chosen = torch.linspace(0, run.num_points - 1, min(count, run.num_points)).round().long().unique()
     else:  # evenly over the classes, in their order
@@ -223,8 +209,7 @@ def _kernel(request: ReportRequest, count: int, options: ComputeOptions) -> list
     groups = None if labels is None else labels[chosen]
     by_nodes = run.num_steps > NUM_NODES
     points = Points(run.inputs[chosen.to(run.inputs.device)], is_train=not by_nodes)
-    kernel = PathKernel(nodes_trajectory(run, NUM_NODES) if by_nodes else run, request.head, left_endpoint())
-    budget = ComputeOptions(memory_budget=options.memory_budget)
+    kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES) if by_nodes else run)
     K = kernel.trace_block(points, points, budget).double().cpu()
     diagonal = K.diagonal()
     if not bool((diagonal > 0).all()):  # a sample whose gradient is 0 throughout has no direction
@@ -243,22 +228,19 @@ def _kernel(request: ReportRequest, count: int, options: ComputeOptions) -> list
             ax.set(xlabel="class", ylabel="class")
 
     found = gram_spectrum(K)
-    total = float(found.values.clamp(min=0).sum())
-    values = [
-        [n, significant(v, 4), significant(v / total, 3)]
-        for n, v in enumerate(found.values[:_EIGENVALUES].tolist(), start=1)
-    ]
+    total, leading = float(found.values.clamp(min=0).sum()), found.values[:_EIGENVALUES].tolist()
+    rows = [[n, significant(v, 4), significant(v / total, 3)] for n, v in enumerate(leading, start=1)]
     words = (
         f"Eigenvalues of the same matrix, not divided by its diagonal. {found.num_principal} of {len(chosen)} hold "
         f"95 % of their sum; the effective rank, the exponential of their entropy, is {found.effective_rank:.1f}."
     )
-    title, table = "Which samples does training treat alike?", _cosine_table(cosines, groups, request.class_names)
-    head = ("number", "eigenvalue", "share of the sum")
+    title, table = "How many directions does it use?", (("number", "eigenvalue", "share of the sum"), rows)
+    of_classes = _cosine_table(cosines, groups, request.class_names)
     return [
-        _figure("kernel", title, sentence, draw, *table, height=4.4, width=5.2),
         _figure(
-            "spectrum", "How many directions does it use?", words, lambda ax: spectrum(ax, found.values), head, values
+            "kernel", "Which samples does training treat alike?", sentence, draw, of_classes, height=4.4, width=5.2
         ),
+        _figure("spectrum", title, words, lambda ax: spectrum(ax, found.values), table),
     ]
 
 
@@ -281,28 +263,17 @@ def _cosine_table(
     return ["mean cosine with", *(names[c] for c in present)], of_classes
 
 
-def _map(request: ReportRequest, m: UncertaintyMap, options: ComputeOptions) -> dict[str, Any]:
+def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
     """Return the map of uncertainty over a plane, with the training samples behind each spot."""
     count, wrong = min(COARSE, len(m.x), len(m.y)), 1 - m.probability
     drawn = torch.arange(0, len(m.training), math.ceil(len(m.training) / _MAX_POINTS))
     labels = None if request.training_labels is None else request.training_labels[drawn]
 
     def draw(ax: Axes) -> None:
-        uncertainty_map(
-            ax,
-            m.x,
-            m.y,
-            wrong,
-            title="",
-            points=m.training[drawn],
-            labels=labels,
-            boundary=m.boundary_classes,
-            regions=m.network_class,
-            colorbar_label="probability that the network's class is wrong",
-            limits=(0.0, float(wrong.max())),
-            names=request.class_names,
-            legend=False,
-        )
+        draw_panel(
+            ax, m, wrong, title="", colorbar_label="probability that the network's class is wrong", labels=labels,
+            points=m.training[drawn], regions=m.network_class, names=request.class_names,
+        )  # fmt: skip
         shades_of(ax).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
         ax.set(xlabel=_AXES[0], ylabel=_AXES[1])
         if labels is not None:
@@ -330,21 +301,18 @@ def _map(request: ReportRequest, m: UncertaintyMap, options: ComputeOptions) -> 
         "predicted": m.network_class.flatten().tolist(),
         "wrong": [significant(v, 3) for v in wrong.clamp(min=0).flatten().tolist()],
         "coarse": [count, count],
-        "behind": _behind(request, m, drawn, count, options),
+        "behind": _behind(request, m, drawn, count),
     }
 
 
-def _behind(
-    request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"], count: int, options: ComputeOptions
-) -> list[list[int]]:
+def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"], count: int) -> list[list[int]]:
     """Return the drawn samples with the largest cosine to each cell's middle, row by row from the first coordinates."""
     run = request.trajectory.trained
     middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     x, y = (axis[0] + middles.to(axis) * (axis[-1] - axis[0]) for axis in (m.x, m.y))
     cells = Points(lift(m.plane, grid_coordinates(x, y)).to(run.inputs), is_train=False)
     samples = Points(run.inputs[drawn.to(run.inputs.device)], is_train=False)
-    kernel = PathKernel(nodes_trajectory(run, NUM_NODES), request.head, left_endpoint())
-    budget = ComputeOptions(memory_budget=options.memory_budget)
+    kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES))
     K = kernel.trace_block(cells, samples, budget).cpu()
     norms = kernel.diagonal_blocks(samples, budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
     cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
@@ -357,17 +325,15 @@ def _figure(
     title: str,
     sentence: str,
     draw: Callable[[Axes], object],
-    head: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
+    table: Table,
     height: float = 3.4,
     width: float = 5.0,
 ) -> dict[str, Any]:
     """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
     with _DRAWING:
         picture = svg(_drawn(draw, height, width))
-    table = {"head": list(head), "rows": [list(row) for row in rows]}
-    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": table}
+    rows = {"head": list(table[0]), "rows": [list(row) for row in table[1]]}
+    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": rows}
 
 
 @styled

@@ -15,11 +15,11 @@ from torch import Tensor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
-from epk_gp.plots.common import as_images
+from epk_gp.plots.style import as_images
 from epk_gp.report.explanations import significant
-from epk_gp.report.request import Process, ReportRequest
+from epk_gp.report.request import ReportRequest
 
 Decode = Callable[[Any], str]
 
@@ -33,6 +33,7 @@ _BAND = (0.05, 0.95)  # quantiles of a class's probability
 _NUM_SAMPLES = 1024
 _STD = "of the predicted class's probability under the process"
 _ENTROPY = "of the class probabilities, in nats: all uncertainty about the class"
+_OWN = "of its class, by the softmax of its outputs, without the process"
 _OF_CLASSIFIER = (
     ("error score", "error", "probability that the network's class is wrong"),
     ("out-of-distribution score", "out_of_distribution", "from 0 at a training sample to 1 far from all of them"),
@@ -82,12 +83,11 @@ class Appearance:
         entries = [significant(value, 4) for value in row.double().flatten().tolist()]
         if row.ndim == 1 and len(entries) == 2 and self.names is None:
             return {"position": entries}
-        most = _MAX_VALUES_OF_SAMPLE if is_sample else _MAX_VALUES
-        names: Sequence[str] | None = self.names
-        if names is None and row.ndim == 1:
-            names = [f"x{k + 1}" for k in range(len(entries))]
-        elif names is None:
+        if row.ndim == 1:
+            names = self.names or [f"x{k + 1}" for k in range(len(entries))]
+        else:
             names = [f"x[{', '.join(map(str, place))}]" for place in np.ndindex(*row.shape)]
+        most = _MAX_VALUES_OF_SAMPLE if is_sample else _MAX_VALUES
         return {"values": [[name, value] for name, value in zip(names[:most], entries[:most], strict=True)]}
 
     def describe_cut(self) -> str | None:
@@ -111,11 +111,10 @@ def appearance(trajectory: Trajectory, names: Sequence[str] | None, decode: Deco
     X = trajectory.inputs
     if decode is not None and not callable(decode):
         raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
-    if names is not None:
-        if X.ndim != 2 or trajectory.model.signature.layout is not None:
-            raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
-        if len(names) != X.shape[1]:
-            raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
+    if names is not None and (X.ndim != 2 or trajectory.model.signature.layout is not None):
+        raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
+    if names is not None and len(names) != X.shape[1]:
+        raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
     images = as_images(X) if X.is_floating_point() else None
     low, high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
     return Appearance(trajectory, None if names is None else tuple(map(str, names)), decode, low, high)
@@ -163,33 +162,28 @@ class Certainty:
     out_of_distribution: Float[Tensor, " n"] | None = None
 
 
-def certainty(request: ReportRequest, process: Process | None) -> Certainty:
+def certainty(request: ReportRequest) -> Certainty:
     """Return how sure the predictions at all points of a report are, under a process or by the network alone."""
-    X, points, p = request.X, request.points, request.network.double().softmax(dim=1)
-    own = (
-        "network's own probability",
-        p.amax(dim=1),
-        "of its class, by the softmax of its outputs, without the process",
-    )
-    if isinstance(process, UncertainClassifier):
-        u = process.uncertainty(X, _NUM_SAMPLES)
-        scores = [(name, torch.as_tensor(getattr(u, field)).cpu(), text) for name, field, text in _OF_CLASSIFIER]
-        probabilities = torch.as_tensor(process.predict_proba(X)).cpu()
-        band = _band(process.logit_posterior(request.explained)) if request.is_classifier else None
-        return Certainty("network and process", probabilities, (*scores, own), band, scores[1][1])
+    process, X, p = request.posterior, request.X, request.network.double().softmax(dim=1)
     if process is None:
         if not request.is_classifier or not isinstance(request.trajectory.loss, CrossEntropy | NegativeLogLikelihood):
             return Certainty()
         entropy = ("entropy", torch.special.entr(p).sum(dim=1), "of the network's own class probabilities, in nats")
         return Certainty("network", p, (entropy,))
+    own = ("network's own probability", p.amax(dim=1), _OWN)
+    if isinstance(process, UncertainClassifier):
+        u = process.uncertainty(X, _NUM_SAMPLES)
+        scores = [(name, torch.as_tensor(getattr(u, field)).cpu(), text) for name, field, text in _OF_CLASSIFIER]
+        probabilities = torch.as_tensor(process.predict_proba(X)).cpu()
+        band = _sampled(process.logit_posterior(request.explained)).quantiles.cpu() if request.is_classifier else None
+        return Certainty("network and process", probabilities, (*scores, own), band, scores[1][1])
     posterior = process if isinstance(process, LogitPosterior) else process.logit_posterior(X)
     if not request.is_classifier:
         stds = posterior.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().cpu().T
         named = zip(request.class_names, stds, strict=True)
-        return Certainty(
-            "process", None, tuple((f"standard deviation of {name}", std, "of the process") for name, std in named)
-        )
-    sampled = softmax_uncertainty(posterior, _NUM_SAMPLES, _generator(posterior))
+        of_outputs = tuple((f"standard deviation of {name}", std, "of the process") for name, std in named)
+        return Certainty("process", None, of_outputs)
+    sampled = _sampled(posterior)
     std = sampled.std.gather(1, sampled.mean.argmax(dim=1, keepdim=True))[:, 0]
     caused = "the part that the process's uncertainty causes"
     of_process = (
@@ -197,13 +191,9 @@ def certainty(request: ReportRequest, process: Process | None) -> Certainty:
         ("mutual information", sampled.mutual_information.cpu(), caused),
         ("standard deviation", std.cpu(), _STD),
     )
-    explained = LogitPosterior(posterior.mean[points], posterior.covariance[points], posterior.eigenvalue_tolerance)
-    return Certainty("process", sampled.mean.cpu(), (*of_process, own), _band(explained))
+    return Certainty("process", sampled.mean.cpu(), (*of_process, own), sampled.quantiles[:, request.points].cpu())
 
 
-def _band(posterior: LogitPosterior) -> Float[Tensor, "2 m C"]:
-    return softmax_uncertainty(posterior, _NUM_SAMPLES, _generator(posterior), quantiles=_BAND).quantiles.cpu()
-
-
-def _generator(posterior: LogitPosterior) -> torch.Generator:
-    return torch.Generator(posterior.mean.device).manual_seed(0)
+def _sampled(posterior: LogitPosterior) -> SoftmaxUncertainty:
+    generator = torch.Generator(posterior.mean.device).manual_seed(0)
+    return softmax_uncertainty(posterior, _NUM_SAMPLES, generator, quantiles=_BAND)

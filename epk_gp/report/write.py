@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,33 +25,24 @@ from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.quadrature.rules import (
-    ChordPath,
-    LayerwisePath,
-    Rule,
-    StraightPath,
-    WeightPath,
-    adaptive,
-    straight,
-    validate_path,
-    validate_rule,
-)
-from epk_gp.report.content import lessen, report_content
-from epk_gp.report.explanations import divide, explain
-from epk_gp.report.overview import overview, reason_without_kernel
-from epk_gp.report.points import Decode, appearance, certainty
+from epk_gp.provenance import versions
+from epk_gp.quadrature.rules import ChordPath, LayerwisePath, StraightPath, WeightPath, straight, validate_path
+from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
+from epk_gp.report.overview import expected_classes, overview, reason_without_kernel, samples_of_overview
+from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty
 from epk_gp.report.request import (
     ExplainedOutputs,
     OtherInputs,
     Process,
     ReportRequest,
-    influence_on,
     parse_request,
     validate_results,
 )
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
+VERSION = 1  # of the content that the page's scripts read
 
 # The scripts in the order in which they are joined; all are parts of one function.
 SCRIPTS = (
@@ -65,6 +57,11 @@ _PATHS = {
     ChordPath: "straight lines, each over {steps}",
     LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
 }
+_OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
+_MAX_PARAMETERS = 60  # more are counted, not listed
+_UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options that are no arithmetic
+
+Rows = list[tuple[str, str]]
 
 
 def write_report(
@@ -117,7 +114,7 @@ def write_report(
         decode: Makes a text of one input, as of its token numbers.
         top: How many samples a view names of either sign.
         by_layers: Whether layers are told apart.
-        influence: `epk_gp.influence` on the outputs of X, or of the explained points, to stand beside contributions.
+        influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
         outside: Inputs unlike the training data, to show how well an `UncertainClassifier` tells them.
@@ -145,28 +142,19 @@ def write_report(
     validate_path(path)
     validate_count(top, "top")
     validate_count(kernel_points, "kernel_points", minimum=0)
-    request = parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names)
-    outside = None if outside is None else parse_inputs(trajectory, outside, "outside")
-    validate_results(request, posterior, outside, suspects, uncertainty_map)
+    request = replace(
+        parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names),
+        influence=influence, posterior=posterior, suspects=suspects, uncertainty_map=uncertainty_map,
+        outside=None if outside is None else parse_inputs(trajectory, outside, "outside"),
+        kernel_points=kernel_points, options=parsed,
+    )  # fmt: skip
+    validate_results(request)
     look, divisions = appearance(trajectory, names, decode), divide(trajectory, by_layers=by_layers)
-    effects = influence_on(request, influence)
-    require_room(request, 1 + len(divisions.layers) + len(divisions.ranges), MAX_BYTES)
+    require_room(request, divisions, MAX_BYTES)
 
-    found = explain(request, divisions, effects, rule=rule, path=path, top=top, options=parsed)
-    sure = certainty(request, posterior)
-    of_all = overview(
-        request,
-        sure,
-        posterior=posterior,
-        outside=outside,
-        suspects=suspects,
-        uncertainty_map=uncertainty_map,
-        kernel_points=kernel_points,
-        options=parsed,
-    )
-    number = f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"
+    found = explain(request, divisions, rule, path, top)
     how = [
-        ("explained", number),
+        ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
         ("head", request.head),
         ("path of integration", _PATHS[type(path)].format(steps=count(path.every, "step"))),
@@ -175,35 +163,227 @@ def write_report(
         ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
         ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
     ]
-    missing, cut = reason_without_kernel(request, kernel_points), look.describe_cut()
+    missing, cut = reason_without_kernel(request), look.describe_cut()
     how += [] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]
     how += [] if cut is None else [("shown of an input", cut)]
-    content = report_content(
-        request, title, divisions, found, sure, look, overview=of_all, influence=influence, suspects=suspects, how=how
-    )
+    content = _content(request, divisions, found, look, how)
+    if title:
+        content["title"] = title
     atomic_write(place, document(content, top, MAX_BYTES).encode())
     warn_unless_certified("the report", found.certificate.findings)
     return place
 
 
-def require_room(request: ReportRequest, views: int, most: int) -> None:
-    """Raise if even the least detail will take more bytes, before anything is computed.
+def _describe_outputs(outputs: ExplainedOutputs, request: ReportRequest) -> str:
+    if not request.is_classifier or outputs == "all":
+        return "all"
+    if outputs == "predicted":
+        true = "" if request.y is None else ", and the true one where it differs"
+        return f"the network's class of each point{true}"
+    return f"the {outputs} most probable classes of each point"
 
-    Args:
-        request: The explained outputs.
-        views: Views of each of them: of all terms, of a layer, and of a range of steps.
-        most: Bytes that the report may have.
+
+def require_room(request: ReportRequest, divisions: Divisions, most: int) -> None:
+    """Raise if even the least detail, views of the shortest numbers, takes more than so many bytes.
 
     Raises:
-        ValueError: It will take more, with views of the shortest numbers and no text.
+        ValueError: It does.
     """
     classes = 0 if request.training_labels is None else request.trajectory.num_outputs
+    views = 1 + len(divisions.layers) + len(divisions.ranges)
     least = len(request.rows) * views * (_VIEW_BYTES + 2 * classes)
     if least > most:
         raise ValueError(
             f"a report must have at most {most / 1e6:g} MB: {len(request.rows)} explained outputs take at least "
             f"{least / 1e6:.1f} MB. Explain fewer points (explained=) or outputs (outputs=)."
         )
+
+
+def _content(
+    request: ReportRequest, divisions: Divisions, found: Explanations, look: Appearance, how: Rows
+) -> dict[str, Any]:
+    """Return all that a report can hold; `how` says how it was made."""
+    sure, run = certainty(request), request.trajectory
+    content: dict[str, Any] = {
+        "version": VERSION,
+        "title": f"Report of run {run.digest[:12]}",
+        "quantum": found.quantum,
+        "outputs": {
+            "head": request.head,
+            "name": _OUTPUT_NAMES[request.head],
+            "classes": list(request.class_names),
+            "are_classes": request.is_classifier,
+            "probabilities_of": sure.source,
+        },
+        "layers": list(divisions.layers),
+        "ranges": [list(ends) for ends in divisions.ranges],
+        "card": _run_card(run, how),
+        "certificate": _describe_certificate(request, found),
+        "samples": {"count": run.num_points, "shown": {}},
+        "points": [_point(request, number, found, sure, look) for number in range(len(request.points))],
+        "overview": overview(request, sure),
+    }
+    expected = expected_classes(request.suspects)
+    shown = content["samples"]["shown"]
+    shown |= {str(index): _sample(request, look, index, expected) for index in sorted(_named(content))}
+    return content
+
+
+def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[str, Any]:
+    """Return what a report says of the certificate of all explained outputs, and of the influence beside them."""
+    certificate, influence, outputs = found.certificate, request.influence, len(found.outputs)
+    findings = certificate.findings
+    explained = "the explained output" if outputs == 1 else f"each of the {outputs} explained outputs"
+    if findings:
+        sentences = [
+            f"NOT CERTIFIED. The terms of {explained} are not shown to be what training added to it: do not rely on "
+            "them.",
+            *(f"{finding[0].upper()}{finding[1:]}." for finding in findings),
+            "Check the run with epk-gp verify, or explain it with the adaptive rule.",
+        ]
+    else:
+        sentences = [
+            f"Certified: the terms of {explained}, added to its value before training, give the trained network's "
+            f"output up to {certificate.max_error:.1e}. Rounding and quadrature allow "
+            f"{certificate.error_tolerance:.1e}.",
+            "Every recorded step was computed again from the training data: the largest difference of a weight is "
+            f"{certificate.max_step_mismatch:.1e}, {certificate.mismatch_ratio:.2g} times what rounding explains"
+            + (f" (in step {certificate.worst_step})." if certificate.worst_step >= 0 else "."),
+            "What is added along each step, or each stretch of several, was compared with the change of the network's "
+            f"output over it: the largest difference is {certificate.max_residual:.1e}, at most "
+            f"{certificate.residual_ratio:.2g} times what tolerance and rounding allow.",
+        ]
+    sentences.append(
+        "The certificate concerns the sums. A contribution says what a sample added during this training; it does not "
+        "say what training without the sample would give."
+    )
+    if influence is not None:
+        words = "certified" if influence.certified else f"NOT CERTIFIED: {'; '.join(influence.findings)}"
+        sentences.append(f"The influence beside the contributions is {words}.")
+    rows = (
+        ("sum of all terms against the network's output", certificate.max_error, certificate.error_tolerance),
+        ("recorded steps against steps from the training data, relative to rounding", certificate.mismatch_ratio, 1),
+        ("quadrature of a step, relative to tolerance and rounding", certificate.residual_ratio, 1),
+    )
+    texts = [[name, f"{value:.2g}", f"{limit:.2g}"] for name, value, limit in rows]
+    rounding = f"{found.largest_rounding * found.quantum:.2g}"
+    texts.append(["largest term of rounding that is shown", rounding, "shown as a term of its own"])
+    return {"certified": not findings, "sentences": sentences, "rows": texts}
+
+
+def _point(
+    request: ReportRequest, number: int, found: Explanations, sure: Certainty, look: Appearance
+) -> dict[str, Any]:
+    n = int(request.points[number])
+    values = None
+    if not request.is_classifier:  # what is predicted of each output, its target and the difference
+        f, y = request.network[n].double(), request.y
+        columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
+        values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
+    band = None if sure.band is None else sure.band[:, number].T.tolist()
+    return {
+        "name": f"point {n}",
+        "label": None if request.true_classes is None else int(request.true_classes[n]),
+        "predicted": int(request.network[n].argmax()) if request.is_classifier else 0,
+        "values": values,
+        "input": look.show(request.X[n]),
+        "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
+        "band": None if band is None else [[significant(low), significant(high)] for low, high in band],
+        "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
+        "explanations": {str(c): content for row, c, content in found.outputs if row == number},
+    }
+
+
+def _sample(request: ReportRequest, look: Appearance, index: int, expected: dict[int, int]) -> dict[str, Any]:
+    run, labels, C = request.trajectory, request.training_labels, request.trajectory.num_outputs
+    label = None if labels is None else int(labels[index])
+    has_targets = not request.is_classifier and run.targets.numel() == run.num_points * C
+    suspected = expected.get(index, label)
+    return look.show(run.inputs[index], is_sample=True) | {
+        "label": label if label is not None and 0 <= label < C else None,  # the loss leaves others out: -100
+        "target": [significant(v, 4) for v in run.targets[index].double().flatten().tolist()] if has_targets else None,
+        "suspected": None if suspected == label else suspected,
+    }
+
+
+def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
+    """Return a content without the views of one layer and one range, which says so in its card.
+
+    Args:
+        content: All that a report can hold.
+        top: Number of samples named of either sign, in all views but those of all layers and steps.
+        most: This number in the content.
+    """
+    left = "the views of one layer and one range of steps are left out"
+    if top < most:
+        left += f", and the views of one layer or one range name {top} samples of either sign"
+    *sections, report = content["card"]
+    row = ["left out to keep the file small", f"{left}; the sums of the rest still add up"]
+    less = content | {"card": [*sections, report | {"rows": [*report["rows"], row]}], "points": []}
+    for point in content["points"]:
+        kept = {}
+        for output, explanation in point["explanations"].items():
+            views = {key: view for key, view in explanation["views"].items() if is_margin(key)}
+            views |= {key: shorten(view, top) for key, view in views.items() if key != "*|*"}
+            kept[output] = explanation | {"views": views}
+        less["points"].append(point | {"explanations": kept})
+    named, samples = _named(less), content["samples"]
+    shown = {index: sample for index, sample in samples["shown"].items() if int(index) in named}
+    return less | {"samples": samples | {"shown": shown}}
+
+
+def _named(content: dict[str, Any]) -> set[int]:
+    """Return every training sample that a view or the overview names."""
+    explained = (explanation for point in content["points"] for explanation in point["explanations"].values())
+    views = (view for explanation in explained for view in explanation["views"].values())
+    named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
+    return named | samples_of_overview(content["overview"])
+
+
+def _run_card(run: Trajectory, how: Rows) -> list[dict[str, Any]]:
+    """Return the run card: what was trained, on what, and how, and how the report was made, as names with text."""
+    entries = [entry for entry in run._summary().entries if entry.name != "states"]  # which may name a folder
+    sections = {
+        "Run": [(entry.name, entry.value + (f" ({entry.note})" if entry.note else "")) for entry in entries],
+        "Network": _network(run),
+        "Training": _training(run),
+        "Identity": [("digest of the data", run.data_digest), *versions().items()],
+        "This report": how,
+    }
+    return [{"title": title, "rows": [list(row) for row in rows]} for title, rows in sections.items()]
+
+
+def _network(run: Trajectory) -> Rows:
+    model = run.model
+    parameters = list(zip(model.names, model.shapes, model.sizes, strict=True))
+    rows = [
+        (name, f"{' × '.join(map(str, shape)) or 'one number'}, {size:,} weights")
+        for name, shape, size in parameters[:_MAX_PARAMETERS]
+    ]
+    if rest := [size for _, _, size in parameters[_MAX_PARAMETERS:]]:
+        rows.append((f"{len(rest)} more tensors", f"{sum(rest):,} weights"))
+    if frozen := [p.numel() for name, p in model.module.named_parameters() if name not in model.names]:
+        rows.append(("frozen, not trained", f"{sum(frozen):,} weights in {len(frozen)} tensors"))
+    return rows
+
+
+def _training(run: Trajectory) -> Rows:
+    rows: Rows = []
+    targets, groups = run.targets, run.trained.optimizer_groups
+    if targets.ndim == 1 and not targets.is_floating_point():
+        classes, counts = targets.unique(return_counts=True)
+        rows.append(("classes", f"{len(classes)}, with {int(counts.min())} to {int(counts.max())} samples each"))
+    for number, group in enumerate(groups, start=1):
+        said = {key: v for key, v in group.options.items() if key not in _UNSAID and v is not None and v is not False}
+        options = ", ".join(f"{key}={value}" for key, value in said.items())
+        name = "optimizer" if len(groups) == 1 else f"optimizer, group {number}"
+        rows.append((name, f"{group.rule or 'update rule of one’s own'}: {options}"))
+    if passes := [forward for step in run.trained.steps for forward in step.passes]:
+        drew = sum(forward.random_state is not None or forward.device_random_state is not None for forward in passes)
+        seen = sum(forward.inputs is not None for forward in passes)
+        words = f"{len(passes):,}; {drew:,} drew random numbers, {seen:,} saw other rows than the data's"
+        rows.append(("recorded forward passes", words))
+    return rows
 
 
 def document(content: dict[str, Any], top: int, most: int) -> str:
@@ -226,13 +406,12 @@ def document(content: dict[str, Any], top: int, most: int) -> str:
         if len(text.encode()) <= most:
             return text
         if named == 0:
-            break
+            raise ValueError(
+                f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
+                "possible. Explain fewer points or outputs, or name fewer samples (top)."
+            )
         held = lessen(content, named, top)
         named //= 2
-    raise ValueError(
-        f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
-        "possible. Explain fewer points or outputs, or name fewer samples (top)."
-    )
 
 
 def page(content: dict[str, Any]) -> str:
@@ -266,12 +445,3 @@ def page(content: dict[str, Any]) -> str:
 def _asset(name: str) -> str:
     """Return the text of a file of this package."""
     return (resources.files("epk_gp.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _describe_outputs(outputs: ExplainedOutputs, request: ReportRequest) -> str:
-    if not request.is_classifier or outputs == "all":
-        return "all"
-    if outputs == "predicted":
-        true = "" if request.y is None else ", and the true one where it differs"
-        return f"the network's class of each point{true}"
-    return f"the {outputs} most probable classes of each point"

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.model import zero_final_layer
-from epk_gp.recording.setup import ClipNorm
+from epk_gp.optimizers.update_rules import ClipNorm
 from helpers import with_value
 from loops import Tokens, data, mlp, regression_data, sgd, token_data
 

@@ -10,7 +10,7 @@ import epk_gp as epk
 import reference
 from epk_gp.core.losses import NegativeLogLikelihood
 from epk_gp.kernel_machine.baselines import single_machine
-from epk_gp.recording.setup import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 from helpers import assert_close
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

@@ -21,7 +21,7 @@ from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.gram.planned_kernel import WeightPrefetcher
-from epk_gp.storage.states import StoredStates
+from epk_gp.storage.chunks import StoredStates
 from helpers import NETWORKS, assert_close, make_case
 
 STACKED = {

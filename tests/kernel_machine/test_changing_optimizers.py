@@ -14,7 +14,7 @@ from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.recording.setup import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 from epk_gp.storage.chunks import read_groups
 
 Optimizer = optim.Optimizer

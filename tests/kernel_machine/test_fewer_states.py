@@ -12,7 +12,7 @@ from epk_gp.core import states as recomputation
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients, recomputation_of, recomputed_run
-from epk_gp.recording.setup import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 
 STEPS, KEEP = 7, 3
 OPTIMIZERS = {

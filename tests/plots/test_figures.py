@@ -16,6 +16,7 @@ from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure
 from epk_gp.plots.maps import map_figure
+from epk_gp.plots.scores import scores_figure
 from epk_gp.plots.summaries import reconstruction_figure
 
 
@@ -138,3 +139,22 @@ def test_a_reconstruction_shows_differences_to_scale_and_on_a_logarithmic_axis(i
     assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
     assert left.get_xlabel() == right.get_xlabel() == "logit of the network"
     assert len(figure.legends) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_images_are_drawn_from_the_surest_to_the_strangest(known):
+    n = 12
+    error = torch.linspace(0, 1, n, dtype=torch.float64)
+    right, risks = (error < 0.5, {"error score": error}) if known else (None, {})
+    figure = scores_figure(
+        torch.rand(n, 1, 4, 4, dtype=torch.float64), rows=torch.arange(n) + 100, error=error, far=(error - 0.5).abs(),
+        ordinary=torch.rand(20, dtype=torch.float64), predicted=torch.zeros(n, dtype=torch.int64), right=right,
+        risks=risks,
+    )  # fmt: skip
+    axes = [ax for ax in figure.get_axes() if ax.images]
+    rows = [int(ax.get_xlabel().split("\n")[0].removeprefix("#")) for ax in axes]
+    assert rows[:10] == list(range(100, 110))
+    assert rows[10:20] == list(range(111, 101, -1))
+    assert set(rows[20:22]) == {100, 111}
+    marks = [ax.get_title().partition(" ")[2] for ax in axes[10:20]]
+    assert marks == (["✗"] * 6 + ["✓"] * 4 if known else [""] * 10)

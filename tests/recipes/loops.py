@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
-from epk_gp.core.averages import averaging_coefficients
+from epk_gp.core.states import averaging_coefficients
 from recipes.problem import C, batches, finish, images, train, vectors
 
 TEST = vectors(26)[0][24:]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import epk_gp as epk
 from epk_gp import callbacks
 from epk_gp.callbacks import IndexedDataset
-from epk_gp.recording.setup import ClipNorm
+from epk_gp.optimizers.update_rules import ClipNorm
 
 M, C = 23, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

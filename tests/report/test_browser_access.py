@@ -14,12 +14,12 @@ VIEWS = ("#point=1", "#view=overview", "#view=run")
 
 @pytest.fixture(scope="module")
 def content():
-    return made_content(Sizes(kind="position", points=60, classes=5, layers=3, samples=120, active=30, pairs=False))
+    return made_content(Sizes(kind="position", points=60, classes=5, layers=3, samples=120, pairs=False))
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    return made_content(Sizes(points=3, classes=3, samples=60, active=15))
+    return made_content(Sizes(points=3, classes=3, samples=60))
 
 
 def fragment(page):
@@ -66,25 +66,19 @@ def test_every_view_has_a_link(open_report, content):
     assert page.locator("#shown").inner_text() == text
 
 
-@pytest.mark.parametrize(
-    ("link", "notice"),
-    [
-        ("#point=99", "has no test point 99"),
-        ("#point=0&class=77", "does not explain 77"),
-        ("#layer=9", "has no layer 9"),
-        ("#steps=x", "has no range of steps x"),
-        ("#layer=1&steps=1", "does not hold layer 1 (Linear) with steps 50–99 alone"),
-    ],
-)
-def test_a_link_to_what_is_not_there_is_said(open_report, content, link, notice):
-    page = open_report(content, link)
-    assert notice in page.locator("#notices").inner_text()
-    assert page.locator("#sum").get_attribute("data-agrees") == "true"
-
-
-def test_a_layer_and_steps_that_are_not_stored_together_replace_each_other(open_report, content):
+def test_a_link_to_what_is_not_there_is_said(open_report, content):
+    for link, notice in {
+        "#point=99": "has no test point 99",
+        "#point=0&class=77": "does not explain 77",
+        "#layer=9": "has no layer 9",
+        "#steps=x": "has no range of steps x",
+        "#layer=1&steps=1": "does not hold layer 1 (Linear) with steps 50–99 alone",
+    }.items():
+        page = open_report(content, link)
+        assert notice in page.locator("#notices").inner_text()
+        assert page.locator("#sum").get_attribute("data-agrees") == "true"
     page = open_report(content, "#layer=1")
-    page.select_option("#steps", "2")
+    page.select_option("#steps", "2")  # a layer and steps that are not stored together replace each other
     assert (page.input_value("#layer"), page.input_value("#steps")) == ("*", "2")
     assert not page.locator("#notices .notice").count()
 
@@ -216,16 +210,21 @@ def test_the_keyboard_changes_everything(open_report, content):
     assert content["points"][2]["name"] in page.title()
 
 
-def test_changes_are_announced(open_report, content):
+def test_changes_are_announced_and_only_what_is_visible_is_made(open_report, content):
     page = open_report(content)
+    assert page.locator("#points li").count() == 40
+    assert page.locator("#overview > *, #run > *").count() == 2  # their headings
+    assert page.locator("svg").count() == 2  # the plane and the curve
     announcer = page.locator("#announcer")
-    assert announcer.get_attribute("aria-live") == "polite"
-    assert announcer.inner_text() == ""
+    assert (announcer.get_attribute("aria-live"), announcer.inner_text()) == ("polite", "")
     page.select_option("#layer", "1")
     assert "layer 1 (Linear), all steps. Sum" in announcer.inner_text()
     assert announcer.inner_text().endswith("equal to the stored value.")
     page.fill("#find", "wrong")
     assert re.fullmatch(r"\d+ of 60 test points", announcer.inner_text())
+    page.click("nav a[data-view='overview']")
+    assert page.locator("#overview > *").count() > 1
+    assert not page.locator("#overview details table").count()
 
 
 def test_the_map_follows_pointer_and_arrow_keys(open_report, content):
@@ -261,38 +260,25 @@ def test_the_map_follows_pointer_and_arrow_keys(open_report, content):
     check(0, 0)
 
 
-def background(page):
-    """Return the brightness of the page's ground, from 0 to 255."""
-    return brightness(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-
-
-def brightness(colour):
-    """Return the mean of red, green and blue, from 0 to 255."""
+def brightness(page, place, name="backgroundColor"):
+    """Return the mean of red, green and blue of a place, from 0 to 255."""
+    colour = page.evaluate(f"getComputedStyle(document.querySelector('{place}')).{name}")
     return sum(float(value) for value in re.findall(r"[\d.]+", colour)[:3]) / 3
 
 
-def test_the_theme_follows_the_system_and_the_button(open_report, content):
-    assert background(open_report(content, color_scheme="light")) > 200
-    page = open_report(content, color_scheme="dark")
-    assert background(page) < 50
+def test_the_theme_follows_the_system_and_the_button_and_all_can_be_read(open_report, content):
+    assert brightness(open_report(content, color_scheme="light"), "body") > 200
+    page = open_report(content, "#view=overview", color_scheme="dark")
+    assert brightness(page, "body") < 50
+    assert brightness(page, ".figure text", "fill") > 200
     page.click("#theme")
-    assert background(page) > 200
+    assert brightness(page, "body") > 200
     assert page.locator("#theme").inner_text() == "Dark theme"
     page.reload()
-    assert background(page) > 200
-
-
-def test_a_pressed_button_can_be_read_under_the_pointer(open_report, content):
+    assert brightness(page, "body") > 200
     page = open_report(content)
-    page.click("#digits")
-    ink, ground = page.evaluate("(({ color, backgroundColor }) => [color, backgroundColor])(getComputedStyle(digits))")
-    assert abs(brightness(ink) - brightness(ground)) > 150
-
-
-def test_figures_take_the_colour_of_the_theme(open_report, content):
-    page = open_report(content, "#view=overview", color_scheme="dark")
-    fill = page.evaluate("getComputedStyle(document.querySelector('.figure text')).fill")
-    assert min(float(value) for value in re.findall(r"[\d.]+", fill)[:3]) > 200
+    page.click("#digits")  # pressed, and under the pointer
+    assert abs(brightness(page, "#digits", "color") - brightness(page, "#digits")) > 150
 
 
 def test_paper_has_every_part_and_no_controls(open_report, content):
@@ -304,16 +290,13 @@ def test_paper_has_every_part_and_no_controls(open_report, content):
     for name in ("#prediction", "#overview", "#run", ".suspects", ".figure svg >> nth=0", "details table >> nth=0"):
         assert page.locator(name).is_visible(), name
     assert title(page) == content["points"][2]["name"]
-    assert background(page) > 200
+    assert brightness(page, "body") > 200
     pdf = page.pdf()
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 3
     page.emulate_media(media="screen")
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert not page.locator("main details[open]:not(.chooser-body)").count()
-
-
-def test_paper_has_the_prediction_too_where_the_overview_is_shown(open_report, content):
-    page = open_report(content, "#view=overview&point=4")
+    page = open_report(content, "#view=overview&point=4")  # the prediction too where the overview is shown
     assert not page.locator("#sum").count()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
@@ -322,41 +305,26 @@ def test_paper_has_the_prediction_too_where_the_overview_is_shown(open_report, c
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_axe_finds_nothing_serious(open_report, content, pictures, view, theme):
+def test_axe_finds_nothing_serious(open_report, content, pictures, theme):
     uncertified = {**pictures, "certificate": {**pictures["certificate"], "certified": False}}
-    for case in (content, uncertified) if view == VIEWS[0] else (content,):
+    for case, view in (*((content, view) for view in VIEWS), (uncertified, VIEWS[0])):
         page = open_report(case, view, color_scheme=theme)
         found = Axe().run(page).response
         assert len(found["passes"]) > 20
         assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
-
-
-def test_axe_finds_what_is_wrong(open_report, content):
-    """The negative control."""
-    page = open_report(content)
+    page = open_report(content)  # the negative control
     page.evaluate("document.querySelector('#find').previousElementSibling.remove()")
     page.evaluate("document.querySelector('#find').placeholder = ''")
     assert "label" in {one["id"] for one in Axe().run(page).response["violations"]}
 
 
 def test_no_width_scrolls_sideways(open_report, content, pictures):
-    text = made_content(Sizes(kind="text", points=2, samples=60, active=15))
+    text = made_content(Sizes(kind="text", points=2, samples=60))
     for case, width in ((content, 360), (pictures, 360), (text, 360), (content, 768)):
         page = open_report(case, viewport={"width": width, "height": 700})
         for view in VIEWS:
             page.goto(page.url.split("#")[0] + view)
             assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), view
-
-
-def test_only_what_is_visible_is_made(open_report, content):
-    page = open_report(content)
-    assert page.locator("#points li").count() == 40
-    assert page.locator("#overview > *, #run > *").count() == 2  # their headings
-    assert page.locator("svg").count() == 2  # the plane and the curve
-    page.click("nav a[data-view='overview']")
-    assert page.locator("#overview > *").count() > 1
-    assert not page.locator("#overview details table").count()
 
 
 def test_a_faint_motion_is_left_out_where_it_is_not_wanted(open_report, content):

@@ -8,6 +8,7 @@ import torch
 import epk_gp as epk
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
+from epk_gp.report.explanations import LARGEST, choose_quantum, significant, to_units
 from report_cases import CASES, report_case, terms_of, written
 
 WHOLE = ("decay", "statistics", "unexplained", "rounding", "total")
@@ -79,6 +80,7 @@ def test_the_terms_are_those_of_the_attribution(reported):
             assert abs(value * quantum - float(expected.samples[n, c, index])) < limit
         for term in ("decay", "statistics", "unexplained"):
             assert abs(view[term] * quantum - float(getattr(expected, term)[n, c])) < limit
+        assert (view["statistics"] != 0) == (name == "batch_norm")
         assert abs(explanation["initial"] * quantum - float(expected.initial[n, c])) <= quantum
         assert abs(explanation["network"] * quantum - float(expected.network[n, c])) <= quantum
         assert abs(view["rounding"] * quantum) < limit
@@ -107,17 +109,6 @@ def test_a_view_of_a_layer_and_a_range_is_that_part_of_the_attribution(reported)
         view = explanation["views"][f"{L - 1}|{R - 1}"]
         for index, value, _ in view["raised"] + view["lowered"]:
             assert abs(value * content["quantum"] - float(expected.values[n, c, index, L - 1, R - 1])) < limit
-
-
-@pytest.mark.slow
-def test_moving_statistics_are_a_term_of_their_own(tmp_path):
-    trajectory, X, y = report_case("batch_norm")
-    (point,) = written(tmp_path, trajectory, X, y, explained=1)["points"]
-    explanation = next(iter(point["explanations"].values()))
-    assert explanation["views"]["*|*"]["statistics"] != 0
-    assert explanation["views"]["*|*"]["statistics"] == sum(
-        explanation["views"][f"*|{r}"]["statistics"] for r in range(8)
-    )
 
 
 def test_a_change_of_one_term_is_seen_by_the_sums(tmp_path):
@@ -150,24 +141,16 @@ def test_points_are_explained_alike_together_and_alone(tmp_path):
 @pytest.mark.slow
 def test_influence_stands_beside_contributions_of_the_whole(tmp_path):
     trajectory, X, y = report_case("gradient_descent")
-    points = torch.tensor([1, 3])
-    f = epk.network_outputs(trajectory, X, head=None)
-    given = {
-        "all outputs": epk.influence(trajectory, X[points]),
-        "the predicted one": epk.influence(trajectory, X[points], classes=f[points].argmax(dim=1)),
-        "all points": epk.influence(trajectory, X),
-    }
-    expected = given["all outputs"].values
-    for influence in given.values():
+    f = epk.network_outputs(trajectory, X[[1, 3]])
+    of_all = epk.influence(trajectory, X[[1, 3]])
+    for influence in (of_all, epk.influence(trajectory, X[[1, 3]], classes=f.argmax(dim=1))):
         content = written(tmp_path, trajectory, X, y, explained=[1, 3], influence=influence, outputs=1)
         assert "The influence beside the contributions is certified." in content["certificate"]["sentences"]
         for n, c, explanation in explanations(content):
             for key, view in explanation["views"].items():
                 for index, _, effect in view["raised"] + view["lowered"]:
-                    if key == "*|*":
-                        assert effect == pytest.approx(float(expected[n, c, index]), rel=1e-4)
-                    else:
-                        assert effect is None
+                    expected = pytest.approx(float(of_all.values[n, c, index]), rel=1e-4) if key == "*|*" else None
+                    assert effect == expected
 
 
 @pytest.mark.slow
@@ -210,3 +193,35 @@ def test_without_layers_the_terms_are_those_of_all_layers(tmp_path, name):
         for (_, value, _), (_, expected, _) in zip(view["raised"], other["raised"], strict=True):
             assert abs(value - expected) <= limit
     assert b["views"]["*|*"]["statistics"] == pytest.approx(a["views"]["*|*"]["statistics"], abs=limit)
+
+
+@pytest.mark.parametrize("size", [1e-9, 0.3, 1.0, 77.0, 1e4, 8e9])
+def test_the_quantum_is_the_finest_in_which_sums_are_exact(size):
+    quantum = choose_quantum(size)
+    assert 1000 * size / quantum <= LARGEST
+    assert quantum == 1e-15 or 1000 * size / (quantum / 10) > LARGEST
+
+
+@pytest.mark.parametrize("size", [1e13, float("inf"), float("nan")])
+def test_sizes_without_a_quantum_are_refused(size):
+    with pytest.raises(ValueError, match="must sum to at most 9e\\+12 to be shown: got"):
+        choose_quantum(size)
+
+
+def test_units_are_the_nearest_whole_multiples(generator):
+    values = torch.randn(1000, generator=generator, dtype=torch.float64)
+    units = to_units(values, 1e-6)
+    assert units.dtype == torch.int64
+    assert float((units.double() * 1e-6 - values).abs().max()) <= 0.5001e-6
+    assert int(units.sum()) == sum(units.tolist())
+
+
+def test_terms_beyond_exact_sums_are_refused():
+    values = torch.full((10,), 1e15, dtype=torch.float64)
+    with pytest.raises(ValueError, match="sum to less than 9e\\+15.* sum to 1e\\+16. Explain this point by"):
+        to_units(values, 1.0)
+
+
+def test_other_numbers_are_short():
+    assert significant(0.123456789) == 0.12346
+    assert significant(-1234567.0, 2) == -1.2e6

@@ -41,7 +41,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def content():
-    return made_content(Sizes(points=3, samples=80, active=20))
+    return made_content(Sizes(points=3, samples=80))
 
 
 def hostile(content):
@@ -105,7 +105,7 @@ def test_the_scripts_evaluate_no_text(content):
 
 def test_the_same_content_gives_the_same_document(content):
     assert page(content) == page(copy.deepcopy(content))
-    assert page(made_content(Sizes(points=3, samples=80, active=20), seed=1)) != page(content)
+    assert page(made_content(Sizes(points=3, samples=80), seed=1)) != page(content)
 
 
 def test_every_asset_is_a_part_of_the_page_and_at_most_400_lines_long():

@@ -9,11 +9,10 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.kernel_machine.axes import by_layer
-from epk_gp.report.content import lessen
 from epk_gp.report.explanations import MAX_LAYERS, Terms, all_views, divide, shorten
 from epk_gp.report.points import certainty
-from epk_gp.report.request import parse_request
-from epk_gp.report.write import document, page, require_room
+from epk_gp.report.request import parse_request, validate_results
+from epk_gp.report.write import document, lessen, page, require_room
 from report_cases import embedded, report_case, terms_of, written
 
 
@@ -34,17 +33,17 @@ def facts(content, title):
 
 def test_the_card_says_what_the_run_is(run, content):
     trajectory, X, _ = run
-    network, data, training = (facts(content, title) for title in ("Network", "Data", "Training"))
-    assert network["weights"] == str(trajectory.num_weights)
-    assert network["0.weight"] == "6 × 5, 30 weights"
-    assert data["training samples"] == str(trajectory.num_points)
-    assert data["classes"] == "3, with 4 to 4 samples each"
-    assert training["loss"] == str(trajectory.loss)
+    own, training, identity = (facts(content, title) for title in ("Run", "Training", "Identity"))
+    assert own["parameters"].startswith(f"{trajectory.num_weights} weights")
+    assert own["inputs"].startswith("(12, 5)")
+    assert own["loss"] == str(trajectory.loss)
+    assert own["steps"].startswith("9 (batches of 12, learning rate 0.3")
+    assert own["digest"] == trajectory.digest
+    assert "states" not in own  # which may name a folder of this machine
+    assert facts(content, "Network")["0.weight"] == "6 × 5, 30 weights"
+    assert training["classes"] == "3, with 4 to 4 samples each"
     assert training["optimizer"].startswith("SGD: lr=0.3, momentum=0")
-    assert (training["steps"], training["samples per step"]) == (str(trajectory.num_steps), str(trajectory.num_points))
-    identity = facts(content, "Identity")
-    assert identity["digest of the run"] == trajectory.digest
-    assert identity["epk_gp"] == epk.__version__
+    assert (identity["epk_gp"], identity["digest of the data"]) == (epk.__version__, trajectory.data_digest)
     assert facts(content, "This report")["explained"] == f"2 of {len(X)} points, 2 outputs"
 
 
@@ -69,30 +68,18 @@ def test_a_report_that_is_not_certified_says_so(run, tmp_path):
     rounding = explanation["views"]["*|*"]["rounding"]
     assert abs(rounding) * content["quantum"] > 1e-6  # what the sum misses is shown
     assert all(terms_of(view) == view["total"] for view in explanation["views"].values())
-
-
-def test_a_loss_that_is_not_the_runs_is_not_certified(run, tmp_path):
-    """The gradients are others, whatever the quadrature."""
-    trajectory, X, y = run
-    wrong = replace(trajectory, loss=epk.CrossEntropy(label_smoothing=0.2))
+    wrong = replace(trajectory, loss=epk.CrossEntropy(label_smoothing=0.2))  # other gradients, whatever the quadrature
     with pytest.warns(epk.CertificateWarning, match="the report is not certified: step"):
-        content = written(tmp_path, wrong, X, y, explained=1, outputs=1)
-    assert content["certificate"]["certified"] is False
+        assert not written(tmp_path, wrong, X, y, explained=1, outputs=1)["certificate"]["certified"]
 
 
 def test_every_sample_that_is_named_is_shown(content):
-    named = {
-        entry[0]
-        for point in content["points"]
-        for explanation in point["explanations"].values()
-        for view in explanation["views"].values()
-        for side in ("raised", "lowered")
-        for entry in view[side]
-    }
+    explanations = [explanation for point in content["points"] for explanation in point["explanations"].values()]
+    views = [view for explanation in explanations for view in explanation["views"].values()]
+    named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
     assert {int(index) for index in content["samples"]["shown"]} == named
     assert content["samples"]["count"] == 12
-    for index, sample in content["samples"]["shown"].items():
-        assert sample["label"] == int(index) % 3
+    assert all(sample["label"] == int(index) % 3 for index, sample in content["samples"]["shown"].items())
 
 
 def test_points_have_their_labels_and_probabilities(run, content):
@@ -136,9 +123,8 @@ def test_a_regression_has_no_classes(tmp_path):
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )
-@pytest.mark.parametrize("name", ["gradient_descent", "momentum"])
-def test_contributions_are_those_of_the_path_that_is_asked_for(name, path, said, tmp_path):
-    trajectory, X, y = report_case(name)
+def test_contributions_are_those_of_the_path_that_is_asked_for(path, said, tmp_path):
+    trajectory, X, y = report_case("momentum")
     content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, path=path, top=12)
     assert facts(content, "This report")["path of integration"] == said
     assert content["certificate"]["certified"]
@@ -157,14 +143,6 @@ def test_the_paths_of_a_report_have_other_contributions():
     assert float((straight - chords).abs().max()) > 1e-4
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_what_is_no_path_is_refused_before_anything_is_computed(run, tmp_path):
-    trajectory, X, y = run
-    with pytest.raises(TypeError, match=r"path must be a path such as epk_gp.straight\(\).*got 'layerwise'"):
-        epk.write_report(tmp_path / "report.html", trajectory, X, y, path="layerwise")
-    assert not list(tmp_path.iterdir())
-
-
 def test_names_may_hold_anything(run, tmp_path):
     """Formulas and characters that UTF-8 does not have, in the page and in its pictures."""
     trajectory, X, y = run
@@ -176,12 +154,8 @@ def test_names_may_hold_anything(run, tmp_path):
     assert "a_b^c\\d" in matrix
 
 
-@pytest.fixture(scope="module")
-def everything(run, tmp_path_factory):
-    return written(tmp_path_factory.mktemp("everything"), *run, explained=2, outputs=1, top=6)
-
-
-def test_less_detail_is_said_and_still_adds_up(everything):
+def test_less_detail_is_said_and_still_adds_up(run, tmp_path):
+    everything = written(tmp_path, *run, explained=2, outputs=1, top=6)
     contents = {0: everything} | {top: lessen(everything, top, 6) for top in (6, 3, 1)}
     sizes = [len(json.dumps(content)) for content in contents.values()]
     assert sizes == sorted(sizes, reverse=True)
@@ -197,9 +171,6 @@ def test_less_detail_is_said_and_still_adds_up(everything):
                 assert len(views["*|*"]["raised"]) == min(6, sum(v > 0 for _, v, _ in views["*|*"]["raised"]))
                 assert len(views["*|0"]["raised"]) <= (top or 6)
                 assert all(terms_of(view) == view["total"] for view in views.values())
-
-
-def test_a_file_has_as_much_detail_as_fits(everything):
     whole = len(document(everything, 6, 10**9))
     for most in (whole - 1, whole - 3000):
         text = document(everything, 6, most)
@@ -215,7 +186,7 @@ def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
     cells = torch.randint(-(10**9), 10**9, (M, L, R), generator=generator)
     zero = torch.zeros(L, R, dtype=torch.int64)
     ends = (0, *cells.sum(dim=(0, 1)).cumsum(0).tolist())
-    terms = Terms(cells, zero, zero[0], zero, ends)
+    terms = Terms(1.0, cells, zero, zero[0], zero, ends)
     views = all_views(terms, 10, torch.arange(M) % 10, 10)
     assert len(views) == (L + 1) * (R + 1)
     assert len(json.dumps(views, separators=(",", ":"))) < 100_000
@@ -256,14 +227,15 @@ def test_many_layers_are_joined_by_their_names_or_as_neighbours():
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"outputs": "most"}, ValueError, "outputs must be 'predicted', 'all' or a number of classes: got 'most'"),
+        ({"outputs": "most"}, ValueError, "'all' or a number of the 3 classes of a classifier: got 'most'"),
         ({"outputs": 4}, ValueError, "a number of the 3 classes of a classifier: got 4"),
-        ({"outputs": 0}, ValueError, "outputs must be at least 1: got 0"),
+        ({"outputs": 0}, ValueError, "a number of the 3 classes of a classifier: got 0"),
         ({"explained": 0}, ValueError, "explained must be at least 1: got 0"),
         ({"explained": [0, 9]}, ValueError, r"different indices of X, 0\.\.7: got \[0, 9\]"),
         ({"explained": [1, 1]}, ValueError, r"different indices of X, 0\.\.7: got \[1, 1\]"),
         ({"explained": [0.5]}, TypeError, "an index in explained must be a whole number: got 0.5"),
         ({"top": 0}, ValueError, "top must be at least 1: got 0"),
+        ({"path": "layerwise"}, TypeError, r"path must be a path such as epk_gp.straight\(\).*got 'layerwise'"),
         ({"head": "softmax"}, ValueError, "head must be one of"),
         ({"class_names": ["a", "b"]}, ValueError, "class_names must name each of the 3 outputs"),
         ({"names": ["a", "b"]}, ValueError, "names must name each of the 5 features: got 2 names"),
@@ -295,27 +267,18 @@ def test_what_cannot_be_reported_is_refused_before_anything_is_computed(
 
 def test_results_of_other_points_or_runs_are_refused(run, tmp_path):
     trajectory, X, y = run
-    other, _, _ = report_case("momentum")
-    posterior = epk.LogitGP(trajectory, rule=epk.gauss_legendre(2)).logit_posterior(X[:3])
+    gp, other = (epk.LogitGP(report_case(name)[0], nodes=2) for name in ("gradient_descent", "momentum"))
     for given, message in (
-        ({"influence": epk.influence(trajectory, X[4:6])}, "influence must be on all outputs, or on the predicted one"),
-        ({"posterior": posterior}, r"posterior must be that of X, \(8, 3\): got \(3, 3\)"),
-        (
-            {"posterior": epk.LogitGP(other, rule=epk.gauss_legendre(2))},
-            "posterior must be of the run that is reported",
-        ),
-        ({"posterior": epk.LogitGP(other, nodes=2)}, "posterior must be of the run that is reported"),
+        ({"influence": epk.influence(trajectory, X[4:6])}, "influence must be that of training samples on all outputs"),
+        ({"posterior": gp.logit_posterior(X[:3])}, r"posterior must be that of X, \(8, 3\): got \(3, 3\)"),
+        ({"posterior": other}, "posterior must be of the reported run"),
         ({"posterior": epk.UncertainClassifier(trajectory)}, r"posterior must be fitted: call fit\(X, y\)"),
     ):
         with pytest.raises(ValueError, match=message):
             epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, **given)
-
-
-def test_a_process_of_nodes_of_the_run_is_one_of_the_run(run, tmp_path):
-    trajectory, X, y = run
-    gp = epk.LogitGP(trajectory, nodes=2)
-    assert gp.trajectory is trajectory
-    assert certainty(parse_request(trajectory, X, y, head=None), gp).source == "process"
+    own = replace(parse_request(trajectory, X, y, head=None), posterior=gp)
+    validate_results(own)
+    assert certainty(own).source == "process"
 
 
 def test_more_than_fits_is_refused_before_anything_is_computed(run, tmp_path):
@@ -323,10 +286,9 @@ def test_more_than_fits_is_refused_before_anything_is_computed(run, tmp_path):
     trajectory, X, y = run
     request = parse_request(trajectory, X, y, head=None, outputs="all", explained=2)
     content = written(tmp_path, trajectory, X, y, outputs="all", explained=2)
-    views = 1 + len(content["layers"]) + len(content["ranges"])
     with pytest.raises(ValueError, match=r"must have at most 0\.001 MB: 6 explained outputs take at least 0\.0.* MB"):
-        require_room(request, views, 1000)
-    require_room(request, views, len(page(lessen(content, 1, 10)).encode()))
+        require_room(request, divide(trajectory), 1000)
+    require_room(request, divide(trajectory), len(page(lessen(content, 1, 10)).encode()))
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateRule, broadcast_to_params
-from epk_gp.recording.setup import ClipValue
+from epk_gp.optimizers.update_rules import ClipValue
 from epk_gp.storage import export_run
 from loops import data, mlp, sgd
 
