@@ -22,8 +22,16 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import test_copy, train_copy
-    from epk_gp.quadrature.rules import chords, layerwise, straight
-    from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.quadrature.rules import (
+        adaptive,
+        chords,
+        gauss_legendre,
+        layerwise,
+        left_endpoint,
+        left_riemann,
+        midpoint,
+        straight,
+    )
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder
     from epk_gp.recording.train import train
@@ -52,7 +60,14 @@ else:
         "kernels.epk": ("EPKKernel",),
         "kernels.tagging": ("test_copy", "train_copy"),
         "quadrature.rules": (
-            "adaptive", "chords", "gauss_legendre", "layerwise", "left_endpoint", "left_riemann", "midpoint", "straight",
+            "adaptive",
+            "chords",
+            "gauss_legendre",
+            "layerwise",
+            "left_endpoint",
+            "left_riemann",
+            "midpoint",
+            "straight",
         ),
         "recording.causes": ("StepMismatchError",),
         "recording.recorder": ("Recorder",),

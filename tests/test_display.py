@@ -3,7 +3,6 @@
 import re
 from dataclasses import fields, replace
 from typing import Any
-from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch

@@ -24,8 +24,7 @@ from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_samp
 from epk_gp.kernel_machine.baselines import (
     tangent_trajectory,
 )
-from epk_gp.storage.verify import export_run
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.verify import check_run, export_run
 
 
 class Remembers(nn.Module):

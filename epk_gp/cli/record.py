@@ -26,8 +26,8 @@ from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
-from epk_gp.provenance import Stopwatch
 from epk_gp.optimizers.update_rules import ClipNorm
+from epk_gp.provenance import Stopwatch
 from epk_gp.recording.train import train
 from epk_gp.storage.files import atomic_write, checksum, checksummed_json
 from epk_gp.storage.run import is_run

@@ -98,17 +98,22 @@ def report(
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
-        unsaved: ComputeSettings = {**settings}
-        del unsaved["checkpoint"]
+        budget, progress, executor = settings["memory_budget"], settings["progress"], settings["executor"]
         effect = None
         if influence:
             own: ComputeSettings = {**settings, "checkpoint": partial / "influence"}
             effect = influence_of(trajectory, X[explained], head=head, **own)
         model = None
         if fitted is not None:
-            model = UncertainClassifier(trajectory, seed=seed or 0, **unsaved)
+            model = UncertainClassifier(
+                trajectory, seed=seed or 0, memory_budget=budget, progress=progress, executor=executor
+            )
             model.fit(fitted.X, fitted.labels)
-        suspects = errors_of_labels(trajectory, seed=seed or 0, **unsaved) if label_errors else None
+        suspects = None
+        if label_errors:
+            suspects = errors_of_labels(
+                trajectory, seed=seed or 0, memory_budget=budget, progress=progress, executor=executor
+            )
         surface = _map(trajectory, seed or 0, quiet) if map else None
         finding = ""
         try:

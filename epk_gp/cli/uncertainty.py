@@ -118,7 +118,10 @@ def uncertainty(
         folder = opt.make_folder(out)
         typer.echo(f"scoring {scored}, with {fitted} as validation points")
         with computing(memory, workers, scheduler, quiet) as settings:
-            model = UncertainClassifier(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
+            model = UncertainClassifier(
+                trajectory, nodes=nodes, features=asked, seed=seed, path=along, memory_budget=settings["memory_budget"],
+                progress=settings["progress"], executor=settings["executor"],
+            )  # fmt: skip
             model.fit(fitted.X, fitted.labels)
             timer.lap("fit")
             if save_model is not None:

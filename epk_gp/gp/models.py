@@ -27,8 +27,7 @@ from epk_gp.kernels.blocks import BlockCache, KernelConfig, block
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
 from epk_gp.kernels.values import normalized_block, point_blocks
-from epk_gp.quadrature.rules import WeightPath, straight
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 
 # GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
 _GPYTORCH = threading.RLock()

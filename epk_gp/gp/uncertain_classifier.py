@@ -51,7 +51,6 @@ from epk_gp.gp.stacking import (
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
-from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -63,6 +62,7 @@ from epk_gp.storage.files import (
     read_bytes,
     read_checksummed_json,
 )
+from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked

@@ -18,8 +18,16 @@ from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
-from epk_gp.quadrature.rules import WeightPath, require_integrable, straight, validate_path
-from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
+from epk_gp.quadrature.rules import (
+    QuadratureRule,
+    Rule,
+    WeightPath,
+    gauss_legendre,
+    require_integrable,
+    straight,
+    validate_path,
+    validate_rule,
+)
 from epk_gp.work.run import run
 from epk_gp.work.sums import Sums
 

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.dense import WeightSegment
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
 from epk_gp.core.losses import Head
@@ -25,9 +24,15 @@ from epk_gp.core.show import warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.quadrature.rules import WeightPath, stretch_of, stretches_of
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, Rule
-from epk_gp.quadrature.rules import QuadratureStatus
+from epk_gp.quadrature.rules import (
+    AdaptiveRule,
+    QuadratureRule,
+    QuadratureStatus,
+    Rule,
+    WeightPath,
+    stretch_of,
+    stretches_of,
+)
 from epk_gp.storage.chunks import StoredStates
 from epk_gp.work.sums import Sums
 

@@ -27,18 +27,15 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.core.gradients import RunReplay
-from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, seen_losses
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import stretch_of, stretches_of
-from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
-from epk_gp.quadrature.rules import QuadratureStatus
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
 from epk_gp.work.sums import Sums
 
 

@@ -46,8 +46,7 @@ from epk_gp.kernel_machine.terms import (
     TermSums,
     is_plain_descent,
 )
-from epk_gp.quadrature.rules import WeightPath, straight
-from epk_gp.quadrature.rules import Rule, adaptive
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight
 from epk_gp.work.run import run
 from epk_gp.work.sums import Sums
 

@@ -18,8 +18,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, ne
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certificate import coarsest_dtype, sum_tolerance
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.rules import WeightPath, require_integrable, straight
-from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive
+from epk_gp.quadrature.rules import AdaptiveRule, Rule, WeightPath, adaptive, require_integrable, straight
 
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:

@@ -16,8 +16,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import Cotangents, flat_columns
-from epk_gp.autodiff.jacobians import statistics_jacobian
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.plans import MemoryPlan

@@ -9,12 +9,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.dense import WeightSegment
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.states import PredictedPath
 from epk_gp.core.gradients import ReplayedStep, replayed_steps
-from epk_gp.core.trajectory import has_memory
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
@@ -43,8 +40,16 @@ from epk_gp.kernel_machine.certificate import (
     warn_unless_certified,
 )
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import WeightPath, path_identity, require_integrable, straight, stretch_of, stretches_of
-from epk_gp.quadrature.rules import Rule, adaptive
+from epk_gp.quadrature.rules import (
+    Rule,
+    WeightPath,
+    adaptive,
+    path_identity,
+    require_integrable,
+    straight,
+    stretch_of,
+    stretches_of,
+)
 from epk_gp.work.run import RunWork, run
 from epk_gp.work.sums import Piece, Place, Sums
 

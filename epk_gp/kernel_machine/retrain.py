@@ -12,14 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.states import averaged_trajectory
 from epk_gp.core.checks import validate_finite
-from epk_gp.core.gradients import RunReplay, UnseenMove
+from epk_gp.core.gradients import PassData, RunReplay, UnseenMove, passes_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.options import MEMORY_BUDGET, ComputeSettings, parse_options
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
-from epk_gp.core.gradients import PassData, passes_of
 from epk_gp.core.show import (
     SHOWN_POINTS,
     Displayed,

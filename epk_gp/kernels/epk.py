@@ -19,8 +19,14 @@ from epk_gp.gram.sketch import NUM_NODES, PathSketch, validate_path_of_nodes
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, diagonal_blocks, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values, sketched_values, square_lengths
-from epk_gp.quadrature.rules import WeightPath, path_identity, require_integrable, straight
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+from epk_gp.quadrature.rules import (
+    QuadratureRule,
+    WeightPath,
+    gauss_legendre,
+    path_identity,
+    require_integrable,
+    straight,
+)
 
 Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 

@@ -17,11 +17,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.gradients import CANCELLATION_FACTOR, batch_gradient, statistics_error
-from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, relative_rounding, step_tolerance
+from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.gradients import TrainingReplay, passes_of
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
@@ -34,8 +32,10 @@ from epk_gp.optimizers.update_rules import (
     largest_entry,
     move_by_rounding,
     predict_step,
+    relative_rounding,
     rounded_bound,
     scale_gradient,
+    step_tolerance,
 )
 from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
 from epk_gp.recording.observer import ObservedStep

@@ -212,7 +212,6 @@ class CommitSchedule:
         """Number of steps on disk."""
         return self.writer.chunks[-1].last
 
-
     def recorded(self) -> tuple[States, Updates, States | None]:
         """Return the states, coefficients and moving statistics on disk, as far as the run holds them."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)

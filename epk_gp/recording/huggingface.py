@@ -10,8 +10,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_weights
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.recording.recorder import Recorder
 from epk_gp.optimizers.update_rules import ClipNorm
+from epk_gp.recording.recorder import Recorder
 
 INDEX_KEY = "index"
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.recording.recorder import Recorder
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
+from epk_gp.recording.recorder import Recorder
 
 
 def first_entry(batch: Any) -> Any:

@@ -14,8 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
-from epk_gp.optimizers.update_rules import move_by_rounding, relative_rounding
-from epk_gp.core.gradients import with_kept_activations
+from epk_gp.core.gradients import TrainingData, with_kept_activations
 from epk_gp.core.inputs import Graph, Inputs, tensors_of
 from epk_gp.core.losses import (
     Loss,
@@ -33,7 +32,6 @@ from epk_gp.core.model import (
     perturbed_initial,
     random_state_kept,
 )
-from epk_gp.core.gradients import TrainingData
 from epk_gp.core.signature import Signature, parse_graph, parse_signature
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
@@ -46,7 +44,7 @@ from epk_gp.optimizers.torch_rules import (
     validate_fresh_optimizer,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule
+from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.storage.schema import run_header
 

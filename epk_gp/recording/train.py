@@ -14,8 +14,8 @@ from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.recording.recorder import Recorder
 from epk_gp.optimizers.update_rules import Clip
+from epk_gp.recording.recorder import Recorder
 
 
 class EpochSampler:

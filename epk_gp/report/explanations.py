@@ -24,8 +24,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.certificate import Certificate
-from epk_gp.quadrature.rules import WeightPath
-from epk_gp.quadrature.rules import Rule
+from epk_gp.quadrature.rules import Rule, WeightPath
 from epk_gp.report.request import ReportRequest, influence_on
 
 LARGEST = 2**53  # below it every whole number is a double, as JavaScript has them

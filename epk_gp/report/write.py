@@ -26,8 +26,17 @@ from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
-from epk_gp.quadrature.rules import ChordPath, LayerwisePath, StraightPath, WeightPath, straight, validate_path
-from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+from epk_gp.quadrature.rules import (
+    ChordPath,
+    LayerwisePath,
+    Rule,
+    StraightPath,
+    WeightPath,
+    adaptive,
+    straight,
+    validate_path,
+    validate_rule,
+)
 from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel, samples_of_overview
 from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from epk_gp.core import losses
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
-from epk_gp.optimizers.update_rules import step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.states import recomputation_of
 from epk_gp.core.signature import signature_from_json
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import clip_from_json, predict_step
+from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
 from epk_gp.storage.chunks import StoredStates, read_steps, stored_run, with_computed_states
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name

@@ -16,8 +16,8 @@ from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.chunks import require_same_run
+from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.sums import BEGUN, Piece, Sums, Work, save_begun, save_piece
 from epk_gp.work.workers import only_owner, pieces_of_workers, scratch_folder, threads_of_workers
 

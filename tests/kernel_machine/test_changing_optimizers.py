@@ -13,8 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
-from epk_gp.optimizers.update_rules import Clip
-from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 from epk_gp.storage.chunks import read_groups
 
 Optimizer = optim.Optimizer

@@ -8,8 +8,8 @@ from path_runs import queries, recorded
 from weighted_loops import WeightedLoop
 
 import epk_gp as epk
-from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 

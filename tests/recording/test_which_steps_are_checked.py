@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording import recorder as recorder_module
 from epk_gp.recording.check import CheckSchedule
-from epk_gp.optimizers.update_rules import ClipNorm
 from loops import data, mlp, sgd
 from stored_runs import step
 

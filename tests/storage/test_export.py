@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateRule, broadcast_to_params
-from epk_gp.optimizers.update_rules import ClipValue
+from epk_gp.optimizers.update_rules import FIELDS, ClipValue, LinearStep, UpdateRule, broadcast_to_params
 from epk_gp.storage import export_run
 from loops import data, mlp, sgd
 

@@ -28,8 +28,7 @@ from distributed_cases import (
     same,
     squares,
 )
-from epk_gp.gram.tiles import DiagonalWork
-from epk_gp.gram.tiles import GramWork
+from epk_gp.gram.tiles import DiagonalWork, GramWork
 from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
