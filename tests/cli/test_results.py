@@ -66,7 +66,8 @@ def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_pat
 
 def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch):
     def wrong(*args, **kwargs):
-        return tuple(replace(parts, values=1.001 * parts.values) for parts in attribute_many(*args, **kwargs))
+        told = {"max_error": 1.0}
+        return tuple(replace(p, values=1.001 * p.values, **told) for p in attribute_many(*args, **kwargs))
 
     monkeypatch.setattr("epk_gp.cli.attribute.attribute_many", wrong)
     asked = ("attribute", recorded, "--out", tmp_path, "--num-points", 2, "--quiet")
