@@ -41,7 +41,7 @@ CAPABILITIES = {
         "storage/run.py", "storage/verify.py", "storage/writer.py",
     ),
     "workers": ("work/*.py",),
-    "cost estimates": ("kernel_machine/plan.py", "cli/gram.py"),
+    "cost estimates": ("kernel_machine/plan.py",),
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/secants.py",),
     "quadrature and paths": ("quadrature/*.py",),
