@@ -169,10 +169,7 @@ def counterfactual(r: dict) -> list[str]:
         f"a half, {means('half', half, 'tanh', 'full')} and {means('half', half, 'relu', 'full')}, and a little worse",
         f"Adam: {means('leave-one-out', 'influence', 'tanh', 'Adam')} and "
         f"{means('leave-one-out', 'influence', 'relu', 'Adam', '160')} at single points",
-        f"and {means('leave-one-out', 'influence', '480')} after 480 steps",
-        f"ReLU from {means('half', 'influence', 'relu', '160')} to {means('half', wide, 'relu', '160')},",
-        f"steps from {means('half', 'influence', '480')} to {means('half', wide, '480')}; under",
-        f"is {min(slopes):.1f} to {max(slopes):.1f} times its derivative",
+        f"LDS of ReLU from {means('half', 'influence', 'relu', '160')} to {means('half', wide, 'relu', '160')}.",
         f"a prediction: {spans([pair[0] for pair in r['jackknife'].values()])}.",
     ]
 
@@ -198,12 +195,9 @@ def contributions(r: dict) -> list[str]:
         f"The terms sum to the network's outputs to {power(r['completeness'])} relative, with {r['evaluations']:.1f} "
         "evaluations per image and step",
         f"the recorded rows give, to {power(r['max_step_mismatch'])}.",
-        f"Recording took {r['seconds_training']:.0f} seconds, the attribution {r['seconds_attribution']:.0f} "
-        f"({r['cpu_seconds_attribution']:.0f} of processor time on one thread), with {r['peak_memory']:.1f} GiB",
         f"of the predicted class add {spans(column(tests, 'own_class'), '.0f')} and all other images take off "
         f"{spans([-value for value in column(tests, 'other_classes')], '.0f')}, so that outputs of "
         f"{spans(outputs, '.1f')} remain.",
-        f"weights made, is {spans(column(tests, 'amplification'), '.0f')}.",
         f"their term is {spans(statistics, '.0f')} % of the output",
     ]
 

@@ -274,7 +274,7 @@ def test_a_plan_of_a_failed_check_is_not_kept(error: BaseException, monkeypatch:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(verification, "_jvp", fails)
+        patch.setattr(verification, "_slopes", fails)
         with pytest.raises(type(error), match="memory|stopped"):
             plan_for(case.trajectory, model)
     assert not model.cache.plans

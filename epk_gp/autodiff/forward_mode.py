@@ -48,8 +48,13 @@ def forward_mode() -> Iterator[None]:
 
 
 def _close_level() -> None:
-    with suppress(RuntimeError, AttributeError):  # no level is open, and only its number is left; or another torch
-        cast(Any, torch._C)._exit_dual_level(level=0)
+    exit_level = getattr(torch._C, "_exit_dual_level", None)
+    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
+        with suppress(RuntimeError):
+            fwAD.exit_dual_level()
+        return
+    with suppress(RuntimeError):  # no level is open, and only its number is left
+        exit_level(level=0)
     cast(Any, fwAD)._current_level = -1
 
 

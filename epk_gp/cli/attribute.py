@@ -104,10 +104,7 @@ def attribute(
     )
     if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
         findings = "; ".join(parts.findings)
-        raise ValueError(
-            f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
-            "run with epk-gp verify."
-        )
+        raise ValueError(f"the contributions must sum to the outputs, certified: {findings}. Do not use them.")
 
 
 def influence(

@@ -63,8 +63,9 @@ def run(
                             bar.update(counted)
                         for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
                             bar.update(sums.steps - counted)
+                            if sums.steps > counted:
+                                save_begun(stored, piece, sums)
                             counted = sums.steps
-                            save_begun(stored, piece, sums)
                         if stored is not None and piece.is_total:
                             save_piece(stored, piece, sums)
                     total.merge(sums)

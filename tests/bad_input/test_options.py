@@ -40,7 +40,6 @@ def products(x, y):
 COUNTS = {
     "fit": (lambda f, n: epk.LogitGP(f.t, points=[0, 1]).fit(steps=n), 1, "steps"),
     "posterior_block": (lambda f, n: f.gp.logit_posterior(X, block_size=n), 1, "block_size"),
-    "outputs_block": (lambda f, n: epk.network_outputs(f.t, X, block_size=n), 1, "block_size"),
     "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
     "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),

@@ -76,7 +76,7 @@ TRAINING = {
     "X_complex": ({"X": X + 0j}, ValueError, r"must accept X .*torch.complex128"),
     "X_nan": ({"X": with_value(X, NAN)}, ValueError, "X must be finite: row 3 holds NaN or infinity"),
     "X_infinite": ({"X": with_value(X, -INF, row=7)}, ValueError, "X must be finite: row 7 holds NaN or infinity"),
-    "devices": ({"y": Y.to("meta")}, ValueError, "X and y must be on one device: got cpu and meta"),
+    "devices": ({"y": Y.to("meta")}, ValueError, "y must hold values: got a tensor on the device 'meta'"),
     "token_out_of_range": ({"net": float_tokens(), "X": token_data()[0] + 7}, ValueError, "must accept X .*index out"),
     "floats_for_tokens": ({"net": float_tokens()}, ValueError, "must accept X .*torch.float64"),
     # the targets

@@ -154,8 +154,8 @@ def test_stated_clipping_is_part_of_the_coefficients():
 @pytest.mark.parametrize(
     ("stated", "done", "message"),
     [
-        (ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
-        (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
+        (ClipNorm(0.01), None, "that of the stated loss before clipping"),
+        (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "it was clipped or scaled"),
     ],
     ids=["not_done", "another_bound"],
 )

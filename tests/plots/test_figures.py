@@ -122,8 +122,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     ("name", "size", "message"),
     [
         ("coordinates", 2, "^$"),
-        ("coordinates", 3, "the other one is 0"),
-        ("principal", 2, "two input coordinates"),
+        ("coordinates", 3, "the others are 0"),
         ("principal", 784, r"two principal directions of the training inputs \(784 coordinates\)"),
     ],
 )

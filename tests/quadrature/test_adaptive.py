@@ -113,5 +113,5 @@ def test_the_certificate_of_points_that_are_fine_is_a_number() -> None:
     """The negative control."""
     machine = epk.reconstruct(trained(Root()), torch.ones(1, 2, dtype=torch.float64))
     numbers = [value for value in vars(machine).values() if isinstance(value, float)]
-    assert len(numbers) == 8
+    assert len(numbers) == 9
     assert all(map(math.isfinite, numbers))
