@@ -109,7 +109,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     )
     plane = describe_plane("coordinates", 100)
     figure = map_figure(m, torch.arange(9) % 2, plane=plane)
-    assert "the other 98 are 0" in words_of(figure)
+    assert "the others are 0" in words_of(figure)
     assert len(figure.legends) == 1
     assert not any(ax.get_legend() for ax in figure.get_axes())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
