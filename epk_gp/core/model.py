@@ -168,7 +168,7 @@ class FunctionalModel:
 
     def _call(self, module: nn.Module, params: dict[str, Tensor], /, *args: Tensor, **kwargs: Tensor) -> Any:
         if self.signature.graph is None:  # a graph has no rows of the batch
-            args = tuple(_marked(value) for value in args)
+            args = tuple(map(_marked, args))
             kwargs = {name: _marked(value) for name, value in kwargs.items()}
         return functional_call(module, params, args, kwargs)
 
