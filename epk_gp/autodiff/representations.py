@@ -7,7 +7,7 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self, TypeVar, final, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -92,6 +92,7 @@ LONG_INNER_DIM = 256
 _FEW_POSITIONS = 64
 
 J = TypeVar("J", bound="LeftFactor")
+L = TypeVar("L", bound="LayerJacobian")  # beartype takes no `Self`
 InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, (N, M), computed when they are needed
 
 
@@ -219,13 +220,13 @@ class LayerJacobian(LeftFactor):
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self: L, rows: slice) -> L:
         """Return some of the points."""
         return replace(
             self, **{n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
         )
 
-    def concat_rows(self, others: Sequence["LayerJacobian"]) -> Self:
+    def concat_rows(self: L, others: Sequence["LayerJacobian"]) -> L:
         """Append other points' Jacobians of the same layer."""
         parts = [self, *(expect_representation(type(self), other) for other in others)]
         joined = {n: torch.cat([getattr(part, n) for part in parts], dim=dim) for n, dim in self.point_dims.items()}
@@ -363,7 +364,7 @@ class OuterProductJacobian(LayerJacobian):
         """Return the inputs with the 1 of a bias."""
         return append_bias_column(self.inputs) if self.has_bias else self.inputs
 
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> Self:
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "OuterProductJacobian":
         """Concatenate the output gradients; the inputs are the same at every step."""
         steps = [self.output_grads, *(expect_representation(type(self), step).output_grads for step in others)]
         return replace(self, output_grads=concat_scaled(steps, weights, 3))

@@ -223,7 +223,9 @@ def describe_map(m: UncertaintyMap) -> str:
 def describe_plane(name: Plane, num_entries: int) -> str:
     """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
     if name == "coordinates":
-        shown = "Shown is the plane of the first two coordinates; the others are 0. Training points are projected onto it."
+        shown = (
+            "Shown is the plane of the first two coordinates; the others are 0. Training points are projected onto it."
+        )
         return "" if num_entries == 2 else shown
     return (
         f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
