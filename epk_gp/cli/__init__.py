@@ -71,10 +71,11 @@ for _name, (_, _help) in COMMANDS.items():
     _app.command(_name, short_help=_help)(_listed)
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"epk-gp {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @_app.callback()

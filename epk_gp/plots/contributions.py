@@ -80,9 +80,8 @@ def attribution_bars(
             colours.append(style.REST)
         else:
             ticks.append(f"#{i}" if classes is None else f"#{i}, {style.class_name(int(classes[i]), names)}")
-            colours.append(
-                style.class_colour(classes[i]) if classes is not None else style.RAISED if height > 0 else style.LOWERED
-            )
+            sign_colour = style.RAISED if height > 0 else style.LOWERED
+            colours.append(sign_colour if classes is None else style.class_colour(int(classes[i])))
     style.signed_bars(ax, drawn, colours, ticks)
     for row, (height, width) in enumerate(zip(heights, drawn, strict=True)):
         _write_beside_bar(ax, row, height, width)
