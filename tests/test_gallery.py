@@ -156,7 +156,6 @@ def counterfactual(r: dict) -> list[str]:
         return spans([row[key][0] for row in rows])
 
     wide, half = "influence, smoothed, weights 0 to 2", "influence, smoothed, weights 0 to 1"
-    slopes = [pair[1] for pair in r["slope"].values()]
     return [
         f"output to {power(r['completeness'], 0)}.",
         f"leave-one-out effects is {means('leave-one-out', 'contributions')}, and for the first",
