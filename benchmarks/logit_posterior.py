@@ -12,7 +12,7 @@ import torch
 import typer
 
 import epk_gp as epk
-from epk_gp.gp import posterior
+from epk_gp.gp import models
 from epk_gp.gram.path_kernel import PathKernel
 
 
@@ -58,7 +58,7 @@ def main(
         f"fit, {fit_steps} steps: {time.process_time() - before:.1f} s, of which the kernel {grams.seconds:.1f} s"
     )
     for name in ("normalized_block", "point_blocks"):
-        setattr(posterior, name, kernel.around(getattr(posterior, name)))
+        setattr(models, name, kernel.around(getattr(models, name)))
     X_test, peak_before = 2 * torch.randn(points, 2, dtype=torch.float64), _peak()
     before = time.process_time()
     gp.logit_posterior(X_test)
