@@ -106,7 +106,7 @@ def test_a_benchmark_runs_in_its_smallest_form(load, name, capsys):
 @pytest.mark.slow
 def test_a_posterior_is_timed_beside_its_kernel(load, monkeypatch, capsys):
     benchmark = load("logit_posterior")
-    for owner in (benchmark.PathKernel, benchmark.posterior):  # it wraps some of their functions: they come back
+    for owner in (benchmark.PathKernel, benchmark.models):  # it wraps some of their functions: they come back
         for name, value in vars(owner).copy().items():
             if callable(value) and not name.startswith("__"):
                 monkeypatch.setattr(owner, name, value)
