@@ -222,9 +222,8 @@ class LayerJacobian(LeftFactor):
 
     def rows(self: L, rows: slice) -> L:
         """Return some of the points."""
-        return replace(
-            self, **{n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
-        )
+        some = {n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
+        return replace(self, **some)
 
     def concat_rows(self: L, others: Sequence["LayerJacobian"]) -> L:
         """Append other points' Jacobians of the same layer."""
