@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -368,9 +368,6 @@ def _agree(pairs: Iterator[Pair]) -> bool:
     return not errors or bool(torch.stack(errors).max() <= eps**0.65 * (torch.stack(sizes).max() + eps))
 
 
-T = TypeVar("T")
-
-
 def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
     """Return a run's network with its plan, which is made once for each dtype and device.
 
@@ -422,11 +419,3 @@ def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[Plan
                 "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
                 "tensor itself, or make the number of a buffer."
             ) from error
-
-
-def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[PlannedModel], T]) -> T:
-    """Compute with the network's plan, as `planned` does, which replaces it."""
-    X = torch.empty(0, dtype=model.spec.dtype, device=model.spec.device)
-    while True:
-        with planned(trajectory, X) as net:
-            return compute(net)
