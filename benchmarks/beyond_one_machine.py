@@ -27,11 +27,11 @@ from simulated_workers import Costs, SimulatedWorkers, Work
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.options import ComputeOptions
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import WHOLE, GramWork, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work import workers as carrying
+from epk_gp.work import run as carrying
 from epk_gp.work.run import run as carry_out
 
 app = typer.Typer(help=__doc__, add_completion=False)

@@ -20,8 +20,8 @@ from processes import Worker, current_python
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.work.run import Piece, Sums
 from epk_gp.work.run import run as carry_out
-from epk_gp.work.sums import Piece, Sums
 from problems import epk_problems
 
 

@@ -28,7 +28,7 @@ CAPABILITIES = {
     "replay of training passes": ("core/gradients.py",),
     "optimizers and update rules": ("optimizers/*.py", "core/update_law.py"),
     "averaged weights, states that are computed again": ("core/states.py",),
-    "plans and options of a computation": ("core/plans.py", "core/options.py"),
+    "plans and options of a computation": ("core/plans.py",),
     "how results show themselves": ("core/show.py",),
     "recording a loop": ("recording/*.py",),
     "checking recorded steps": (

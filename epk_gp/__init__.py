@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from epk_gp.analysis.labels import label_errors, next_to_label
+    from epk_gp.core.checks import ComputeOptions
     from epk_gp.core.inputs import Graph, Points
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
-    from epk_gp.core.options import ComputeOptions
     from epk_gp.core.show import CertificateWarning
     from epk_gp.core.trajectory import Trajectory, network_outputs
     from epk_gp.gp.models import LogitGP
@@ -45,7 +45,7 @@ else:
         "analysis.labels": ("label_errors", "next_to_label"),
         "core.inputs": ("Graph", "Points"),
         "core.losses": ("CrossEntropy", "MeanSquaredError", "PerSampleLoss"),
-        "core.options": ("ComputeOptions",),
+        "core.checks": ("ComputeOptions",),
         "core.show": ("CertificateWarning",),
         "core.trajectory": ("Trajectory", "network_outputs"),
         "gp.models": ("LogitGP",),

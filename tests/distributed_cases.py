@@ -16,8 +16,7 @@ import epk_gp as epk
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
-from epk_gp.work.run import run
-from epk_gp.work.sums import Piece, Sums
+from epk_gp.work.run import Piece, Sums, run
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
 OVER = "over"

@@ -12,10 +12,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from epk_gp.analysis.measures import rank_correlation
-from epk_gp.core.checks import validate_count, validate_tensor
+from epk_gp.core.checks import ComputeSettings, validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeSettings
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.kernel_machine.retrain import retrain
 

@@ -9,8 +9,7 @@ from jaxtyping import Float, Int, Int64, Shaped
 from scipy.stats import rankdata
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_integer
-from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_integer
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory

@@ -14,9 +14,9 @@ from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import by_sample

@@ -16,7 +16,7 @@ from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import computing
-from epk_gp.core.options import ComputeSettings
+from epk_gp.core.checks import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels

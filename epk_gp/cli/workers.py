@@ -10,9 +10,8 @@ from typing import Any
 
 import typer
 
-from epk_gp.core.options import ComputeSettings
+from epk_gp.core.checks import ComputeSettings
 from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
-from epk_gp.work import workers as of_job
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
 
@@ -105,4 +104,8 @@ def _is_of_workers(error: Exception) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(of_job)
+    return (
+        isinstance(error, RuntimeError)
+        and last is not None
+        and last.tb_frame.f_globals["__name__"].startswith("epk_gp.work.")
+    )

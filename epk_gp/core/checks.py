@@ -1,10 +1,11 @@
-"""Checks of arguments that many functions share: each raises if its value is not what its name says."""
+"""Arguments that many functions share: checks, which raise if a value is not what its name says, and options."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -195,3 +196,113 @@ def validate_new_folder(path: str | os.PathLike[str], name: str) -> None:
         raise ValueError(f"{name} must be a folder: {place} is a file. Choose another name.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(f"{name} must be a folder that can be written: {place} cannot. Choose another.")
+
+
+@runtime_checkable
+class SupportsSubmit(Protocol):
+    """An executor: `concurrent.futures.Executor`, `dask.distributed.Client`, `mpi4py.futures.MPIPoolExecutor`."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Have a worker call a function; the result has the methods of a `concurrent.futures.Future`."""
+
+
+MEMORY_BUDGET = 1 << 30
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How a long computation is carried out.
+
+    Only `accumulate` changes the numbers beyond rounding; budget and checkpoint change the order of sums.
+
+    Every long call takes these fields as keyword arguments, `gram_block(..., memory_budget=1 << 28, progress=True)`;
+    a `PathKernel` takes them as one value.
+
+    Attributes:
+        memory_budget: Bytes for everything but the inputs and the result.
+        progress: Show a progress bar.
+        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
+            threads, resumes from there and returns the same bytes. Delete the folder when the result is safe.
+        accumulate: `torch.float64` to sum steps in float64 where the points, and so all products, are float32.
+        executor: Whose workers compute: a `concurrent.futures.Executor`, a `dask.distributed.Client`, or another with
+            their `submit`. Pieces follow from the problem, never from the workers, so that any number of workers of one
+            thread gives the bytes of None under one thread. They see the checkpoint's folder; without one, a temporary
+            folder of this machine.
+    """
+
+    memory_budget: int = MEMORY_BUDGET
+    progress: bool = False
+    checkpoint: str | os.PathLike[str] | None = None
+    accumulate: torch.dtype | None = None
+    executor: SupportsSubmit | None = None
+
+    def __post_init__(self) -> None:
+        """Raise if a field cannot be used.
+
+        Raises:
+            TypeError: The memory budget is not a whole number, or the executor has no `submit`.
+            ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64; or the
+                checkpoint is a file.
+            PermissionError: The checkpoint cannot be written.
+        """
+        validate_memory_budget(self.memory_budget)
+        if self.accumulate not in (None, torch.float32, torch.float64):
+            raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
+        executor = self.executor
+        if isinstance(executor, type) or not isinstance(executor, SupportsSubmit | None):
+            got = executor.__name__ if isinstance(executor, type) else f"an object of type {type(executor).__name__}"
+            raise TypeError(
+                f"executor must have a method submit(function, *args), as a concurrent.futures.Executor and a "
+                f"dask.distributed.Client have: got {got}. Make one with ProcessPoolExecutor(2)."
+            )
+        if self.checkpoint is not None:
+            validate_new_folder(self.checkpoint, "checkpoint")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ComputeOptions":
+        """Return the options themselves, which do not change: kernels are copied, executors cannot be."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the pickled form, without the executor, which belongs to this process."""
+        return {**self.__dict__, "executor": None}
+
+    def require_unset(self, call: str, *names: str) -> None:
+        """Raise if a field is set that has no meaning for a call.
+
+        Raises:
+            ValueError: One of the named fields has another value than None.
+        """
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{call} must be computed without {name}: got {getattr(self, name)!r}. Leave it out.")
+
+
+class ComputeSettings(TypedDict, total=False):
+    """The fields of `ComputeOptions` as keyword arguments."""
+
+    memory_budget: int
+    progress: bool
+    checkpoint: str | os.PathLike[str] | None
+    accumulate: torch.dtype | None
+    executor: SupportsSubmit | None
+
+
+def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpack[ComputeSettings]) -> ComputeOptions:
+    """Return the options that a call was given as keyword arguments.
+
+    Args:
+        call: Name of the function that was called.
+        unsupported: Fields that have no meaning for it.
+        settings: Its keyword arguments.
+
+    Raises:
+        TypeError: A keyword argument that the call does not have.
+        ValueError: See `ComputeOptions`.
+    """
+    known = [field.name for field in fields(ComputeOptions) if field.name not in unsupported]
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}. It takes {', '.join(known)} as well."
+            )
+    return ComputeOptions(**settings)

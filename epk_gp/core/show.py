@@ -1,16 +1,12 @@
-"""What users see of long calls and of results: text, progress, warnings.
-
-A quiet call that will take more than half a minute can say so by a warning (`SlowCallNotice`).
-"""
+"""What users see of long calls and of results: text, progress, warnings."""
 
 import sys
 import textwrap
-import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -185,32 +181,6 @@ def columns_note(num_shown: int, num_all: int, noun: str = "point", outputs: str
 
 Item = TypeVar("Item")
 
-if TYPE_CHECKING:
-    ProgressBar: TypeAlias = std_tqdm[Any]
-else:
-    ProgressBar = std_tqdm
-
-_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
-
-
-def progress_bar(
-    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: str | None = None
-) -> ProgressBar:
-    """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
-
-    Args:
-        total: Number of items of the whole call.
-        desc: What is counted, such as "training".
-        unit: Name of an item.
-        initial: Number of items that were done before.
-        shown: Whether there is any output.
-        advice: How the call is made faster: of a call without output, it stands in the warning that it will be long.
-    """
-    if not shown and advice is not None:
-        return SlowCallNotice(total - initial, desc, advice)
-    hidden = not shown or sys.stderr is None
-    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
-
 
 def tracked(
     items: Iterable[Item],
@@ -221,7 +191,7 @@ def tracked(
     initial: int = 0,
     shown: bool = True,
 ) -> Iterator[Item]:
-    """Return items as tqdm shows how many are done (`progress_bar`); `total` is by default the length of `items`."""
+    """Return items as tqdm shows how many are done; `total` is by default the length of `items`."""
     hidden = not shown or sys.stderr is None
     return iter(tqdm(items, desc, total, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True))
 
@@ -229,33 +199,3 @@ def tracked(
 def write_line(line: str) -> None:
     """Write a line to the standard error stream, above a bar that is shown there."""
     std_tqdm.write(line, file=sys.stderr)
-
-
-class SlowCallNotice(ProgressBar):
-    """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
-
-    Args:
-        total: Number of items that are to be done.
-        desc: What is counted.
-        advice: How the call is made faster.
-        clock: Gives the time in seconds.
-    """
-
-    def __init__(self, total: int, desc: str, advice: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(disable=True)
-        self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
-        self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
-
-    def update(self, n: int | float | None = 1) -> bool | None:
-        """Count n more items, and warn once if all will take long."""
-        self.n += n or 0
-        seconds, (items, begun) = self._clock() - self._begun, self._first
-        if not items:
-            self._first = self.n, seconds
-        elif self._advice and seconds >= _MEASURED:
-            rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
-            if rest >= _REST and seconds + rest > _LONG:
-                advice, self._advice = self._advice, ""
-                minutes = f"{(seconds + rest) / 60:.1f} minutes"
-                warn_caller(f"the {self._words} will take about {minutes}: {advice}.", SlowCallWarning)
-        return None

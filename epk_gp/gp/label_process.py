@@ -14,9 +14,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
-from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import float_inputs

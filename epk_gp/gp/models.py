@@ -12,12 +12,11 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_number, validate_positive
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_number, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.plans import posterior_points
-from epk_gp.core.show import progress_bar, tracked
+from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, PriorMean, make_mean, parse_coupling
@@ -28,6 +27,7 @@ from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OP
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
 from epk_gp.kernels.values import normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
+from epk_gp.work.run import progress_bar
 
 # GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
 _GPYTORCH = threading.RLock()

@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_integer
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
-from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients, validate_path_of_nodes

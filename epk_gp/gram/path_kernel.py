@@ -9,10 +9,10 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points, validate_points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.pairs import SetPairs
@@ -28,8 +28,7 @@ from epk_gp.quadrature.rules import (
     validate_path,
     validate_rule,
 )
-from epk_gp.work.run import run
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums, run
 
 
 @dataclass(frozen=True, eq=False, init=False)

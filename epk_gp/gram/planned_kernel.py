@@ -17,8 +17,8 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_state
@@ -34,7 +34,7 @@ from epk_gp.quadrature.rules import (
     stretches_of,
 )
 from epk_gp.storage.chunks import StoredStates
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums
 
 Steps = list[tuple[int, float]]  # (s, eta_s)
 Averages = dict[int, LeftFactor]  # by number of the layer

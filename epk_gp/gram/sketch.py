@@ -17,10 +17,9 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian
 from epk_gp.autodiff.sketches import FeatureSum, draw_signs, hadamard_matrix, hadamard_order, seeded_generator
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import validate_count
+from epk_gp.core.checks import ComputeOptions, validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import rows_per_pass, sketched_rows
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
@@ -35,8 +34,7 @@ from epk_gp.quadrature.rules import (
     stretch_of,
     validate_path,
 )
-from epk_gp.work.run import RunWork, run
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)

@@ -29,8 +29,7 @@ from epk_gp.core.trajectory import Trajectory, aligned
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
 from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
 from epk_gp.quadrature.rules import path_identity
-from epk_gp.work.run import RunWork, run
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 # Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
 MAX_RANGES = 64

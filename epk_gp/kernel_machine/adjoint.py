@@ -36,7 +36,7 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, b
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums
 
 
 def propagate_step(

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import validate_labels
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
@@ -47,8 +46,7 @@ from epk_gp.kernel_machine.terms import (
     is_plain_descent,
 )
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight
-from epk_gp.work.run import run
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums, run
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.plans import single_machine_samples
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.step import Step, tensor_bytes

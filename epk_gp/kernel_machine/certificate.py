@@ -19,7 +19,7 @@ from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import relative_rounding
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 

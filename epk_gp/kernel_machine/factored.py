@@ -26,7 +26,7 @@ from epk_gp.kernel_machine.terms import (
 )
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import stretches_of
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums
 
 
 def vanilla_lr(trajectory: Trajectory, step: Step) -> float:

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import all_outputs, chosen_outputs
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import validate_count, validate_integer, validate_labels, validate_tensor
+from epk_gp.core.checks import (
+    ComputeOptions,
+    ComputeSettings,
+    parse_options,
+    validate_count,
+    validate_integer,
+    validate_labels,
+    validate_tensor,
+)
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
-from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw

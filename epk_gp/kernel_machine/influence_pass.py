@@ -26,8 +26,7 @@ from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes
 from epk_gp.kernel_machine.curvature import LossCurvature
 from epk_gp.optimizers.update_rules import EPSILON, ClipNorm, UpdateCoefficients, apply_matrices, is_clipped
-from epk_gp.work.run import RunWork
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 
 class OptimizerJacobian:

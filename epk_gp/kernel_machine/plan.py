@@ -10,14 +10,13 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import validate_positive
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.inputs import Inputs, Points
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine.attribute import attribution_work, validate_request
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.work.sums import Piece, Sums, Work
+from epk_gp.work.run import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.plans import integration_points, panel_points
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath
@@ -50,8 +50,7 @@ from epk_gp.quadrature.rules import (
     stretch_of,
     stretches_of,
 )
-from epk_gp.work.run import RunWork, run
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _ALL = -1  # place of a piece that has all panels
 

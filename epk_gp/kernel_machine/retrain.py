@@ -12,11 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.checks import validate_finite
+from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, parse_options, validate_finite
 from epk_gp.core.gradients import PassData, RunReplay, UnseenMove, passes_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
-from epk_gp.core.options import MEMORY_BUDGET, ComputeSettings, parse_options
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
 from epk_gp.core.show import (
     SHOWN_POINTS,
@@ -47,8 +46,7 @@ from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import differ_by_rounding
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
-from epk_gp.work.run import RunWork, run
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.

@@ -32,8 +32,7 @@ from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus, path_identity, stretches_of
-from epk_gp.work.run import RunWork
-from epk_gp.work.sums import Piece, Place, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 Groupings = tuple[tuple[Axis, ...], ...]
 

@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count
+from epk_gp.core.checks import ComputeOptions, validate_count
 from epk_gp.core.inputs import Points
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import summed_block_points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory

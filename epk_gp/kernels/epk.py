@@ -10,9 +10,8 @@ from jaxtyping import Float, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_integer, validate_positive
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_integer, validate_positive
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, validate_path_of_nodes

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.options import ComputeSettings
+from epk_gp.core.checks import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many

@@ -17,8 +17,8 @@ from torch import Tensor
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel

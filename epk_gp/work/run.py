@@ -1,25 +1,214 @@
-"""Carry out a computation: pieces here or on workers, partial sums in a folder, progress, for every pass."""
+"""Carry out a computation: pieces here or on workers, partial sums in a folder, progress, for every pass.
 
+With an executor, the owner writes the computation into the folder once; each worker reads it, computes pieces and
+writes them there; the owner reads them in their order.
+"""
+
+import json
+import os
+import pickle
+import platform
+import shutil
+import sys
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
+from tqdm.std import tqdm as std_tqdm
 
+import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.core.options import ComputeOptions
+from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import ProgressBar, progress_bar
+from epk_gp.core.show import SlowCallWarning, warn_caller
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
+from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work.sums import BEGUN, Piece, Sums, Work, save_begun, save_piece
-from epk_gp.work.workers import only_owner, pieces_of_workers, scratch_folder, threads_of_workers
+from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
+
+if TYPE_CHECKING:
+    ProgressBar: TypeAlias = std_tqdm[Any]
+else:
+    ProgressBar = std_tqdm
+
+_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
+
+
+class SlowCallNotice(ProgressBar):
+    """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
+
+    Args:
+        total: Number of items that are to be done.
+        desc: What is counted.
+        advice: How the call is made faster.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(self, total: int, desc: str, advice: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(disable=True)
+        self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
+        self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
+
+    def update(self, n: int | float | None = 1) -> bool | None:
+        """Count n more items, and warn once if all will take long."""
+        self.n += n or 0
+        seconds, (items, begun) = self._clock() - self._begun, self._first
+        if not items:
+            self._first = self.n, seconds
+        elif self._advice and seconds >= _MEASURED:
+            rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
+            if rest >= _REST and seconds + rest > _LONG:
+                advice, self._advice = self._advice, ""
+                minutes = f"{(seconds + rest) / 60:.1f} minutes"
+                warn_caller(f"the {self._words} will take about {minutes}: {advice}.", SlowCallWarning)
+        return None
+
+
+def progress_bar(
+    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: str | None = None
+) -> ProgressBar:
+    """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
+
+    Args:
+        total: Number of items of the whole call.
+        desc: What is counted, such as "training".
+        unit: Name of an item.
+        initial: Number of items that were done before.
+        shown: Whether there is any output.
+        advice: How the call is made faster: of a call without output, it stands in the warning that it will be long.
+    """
+    if not shown and advice is not None:
+        return SlowCallNotice(total - initial, desc, advice)
+    hidden = not shown or sys.stderr is None
+    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
+
+
+Place = tuple[int, ...]
+
+BEGUN = "-begun"  # ends the name of a piece's sums that are not whole yet
+_LARGEST, _CARRIED = "max.", "carried."  # begin names of tensors in a file
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is computed by itself.
+
+    Attributes:
+        name: Of its file.
+        place: What is computed.
+        steps: Steps that it goes through, which a progress bar counts.
+        total: Name of the sum that it is a part of, with its neighbours of the same total; its own by default.
+    """
+
+    name: str
+    place: Place
+    steps: int = 1
+    total: str = ""
+
+    @property
+    def is_total(self) -> bool:
+        """Whether it is the whole sum."""
+        return self.total in ("", self.name)
+
+
+@dataclass(eq=False)
+class Sums:
+    """Named tensors, by how those of two pieces join.
+
+    Attributes:
+        added: By addition, in the memory of the first.
+        largest: By the maximum; NaN stays.
+        carried: What the rest of a piece needs of what is done, such as an adjoint; it is no part of the result.
+        steps: Steps that are summed.
+    """
+
+    added: dict[str, Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+    def merge(self, other: "Sums") -> None:
+        """Join the sums of a later piece."""
+        for name, value in other.added.items():
+            mine = self.added.get(name)
+            self.added[name] = value if mine is None else mine.add_(value)
+        for name, value in other.largest.items():
+            mine = self.largest.get(name)
+            self.largest[name] = value if mine is None else torch.maximum(mine, value)
+        self.steps += other.steps
+
+    def save(self, stored: PartialSums, name: str, *, is_whole: bool = True) -> None:
+        """Write the tensors into a folder; with what is carried if the piece is not whole."""
+        tensors = dict(self.added) | {_LARGEST + key: value for key, value in self.largest.items()}
+        carried = {} if is_whole else {_CARRIED + key: value for key, value in self.carried.items()}
+        stored.save(name, tensors | carried, self.steps)
+
+    @classmethod
+    def load(cls, stored: PartialSums | None, name: str, device: torch.device) -> "Sums":
+        """Read what a folder has under a name: nothing if it was never saved."""
+        state, steps = ({}, 0) if stored is None else stored.load(name)
+        sums = cls(steps=steps)
+        for key, value in state.items():
+            where = sums.added
+            for prefix, others in ((_LARGEST, sums.largest), (_CARRIED, sums.carried)):
+                if key.startswith(prefix):
+                    key, where = key.removeprefix(prefix), others
+            where[key] = value.to(device)
+        return sums
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A computation in pieces. It is pickled once, and kept by each worker from one piece to the next."""
+
+    @property
+    def pieces(self) -> Iterable[Piece]:
+        """The pieces in their order, those of one total beside each other; they follow from the problem alone."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where sums are joined."""
+
+    def identity(self) -> str:
+        """Return the fingerprint of all that the sums depend on but the names of the pieces, which tell plans apart."""
+
+    def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
+        """Compute a piece, and yield its sums whenever they could be saved; the last ones are those of the piece.
+
+        Args:
+            place: The piece; the result depends on nothing else.
+            saved: Sums of an earlier call, which were not whole; empty ones to begin with.
+        """
+
+    def check(self) -> None:
+        """Raise if a worker sees something else than the owner did: another copy of the run."""
+
+
+def _save_begun(stored: PartialSums | None, name: str, sums: Sums) -> None:
+    """Save the sums of a piece that is not whole yet, now and then.
+
+    They may be all of it: a call that was killed before it said so finds them, and has nothing left to compute.
+    """
+    if stored is not None and sums.added and stored.should_save:
+        with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
+            sums.save(stored, name + BEGUN, is_whole=False)
 
 
 def run(
@@ -45,7 +234,7 @@ def run(
     executor = options.executor
     with nullcontext() if executor is None else threads_of_workers(executor), _folder(work, options) as stored:
         missing = (piece for pieces in _totals(work) for piece in pieces[_num_joined(stored, pieces) :])
-        workers = None if executor is None or stored is None else pieces_of_workers(work, missing, executor, stored)
+        workers = None if executor is None or stored is None else _by_workers(work, missing, executor, stored)
         with _bar(work, stored, options, what, advice) as bar, nullcontext() if workers is None else closing(workers):
             for pieces in _totals(work):
                 done, used = _num_joined(stored, pieces), list[str]()
@@ -64,10 +253,11 @@ def run(
                         for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
                             bar.update(sums.steps - counted)
                             if sums.steps > counted:
-                                save_begun(stored, piece, sums)
+                                _save_begun(stored, piece.name, sums)
                             counted = sums.steps
                         if stored is not None and piece.is_total:
-                            save_piece(stored, piece, sums)
+                            sums.save(stored, piece.name)
+                            stored.remove([piece.name + BEGUN])
                     total.merge(sums)
                     used += [piece.name, piece.name + BEGUN]
                     if stored is None:
@@ -154,3 +344,156 @@ class RunWork(ABC):
         A call that needs a second plan half-way goes on in the same folder.
         """
         return f"{name}-{zlib.crc32(repr(self.plan).encode()):08x}"
+
+
+# Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
+# the share of what is free in the folder if that is more. A piece takes none before a worker has computed it, so that
+# few workers hold few. 1,000 workers need some 2,000 pieces, or they wait for each straggler.
+AHEAD, AHEAD_BYTES, AHEAD_SHARE = 4096, 8 << 30, 0.25
+
+JOB = "job.pickle"
+
+# Computations by process and key, with their folder and the number of threads of their owner: threads of a pool find
+# theirs here. A forked worker finds a copy of what its parent had, which is not its own.
+_OWN: dict[tuple[int, str], tuple[Work, PartialSums, int]] = {}
+
+
+def write_job(work: Work, stored: PartialSums) -> str:
+    """Write what workers need into the folder of the pieces, and return the key by which they ask for it.
+
+    Raises:
+        TypeError: The computation cannot be sent to another process.
+    """
+    about = {"versions": _versions(), "identity": stored.identity, "is_durable": stored.is_durable}
+    content = json.dumps(about).encode() + b"\n" + pickled(work)
+    atomic_write(stored.folder / JOB, content, is_durable=stored.is_durable, is_private=True)
+    return checksum(content)
+
+
+def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
+    """Compute a piece of a job and write its file: what a worker does.
+
+    A piece whose file is there already, because a worker died after it wrote it, is not computed again.
+
+    Args:
+        folder: Folder of the job.
+        key: Which job the folder must hold (`write_job`).
+        name: Name of the piece.
+        place: What is computed.
+
+    Raises:
+        FileNotFoundError: The worker does not see the folder.
+        OSError: The piece cannot be written.
+        ValueError: The folder holds another job, or one of another version of a package.
+    """
+    work, stored, num_threads = _OWN.get((os.getpid(), key)) or _opened(folder, key)
+    if torch.get_num_threads() != num_threads:  # a thread keeps what torch had when it first computed something
+        torch.set_num_threads(num_threads)
+    if stored.has(name):
+        return
+    sums = Sums.load(stored, name + BEGUN, work.device)
+    for sums in work.compute(place, sums):  # noqa: B020  the last ones are those of the piece
+        _save_begun(stored, name, sums)
+    try:
+        sums.save(stored, name)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"piece {name} must be written to {folder} by {platform.node()}: {error.strerror or error}. Make room "
+            "there, and call again with this folder as the checkpoint.",
+        ) from error
+    stored.remove([name + BEGUN])
+
+
+@lru_cache(maxsize=2)
+def _opened(folder: str, key: str) -> tuple[Work, PartialSums, int]:
+    """Read a job in a worker, which computes with one thread from then on: bytes depend on the number."""
+    torch.set_num_threads(1)
+    file = Path(folder) / JOB
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"every worker must see the folder of the pieces: {file} does not exist on {platform.node()}. Pass "
+            "checkpoint=, a folder on a file system that all workers share; where the call takes none, name one in the "
+            "environment variable TMPDIR."
+        ) from error
+    if checksum(content) != key:
+        raise ValueError(
+            f"{file} must be what the job's owner wrote: it is damaged, or another job was started in this folder. "
+            "Give each job a folder of its own."
+        )
+    header, _, rest = content.partition(b"\n")
+    described = json.loads(header)
+    if (own := _versions()) != (theirs := described["versions"]):
+        unlike = ", ".join(f"{name} {own[name]}, not {theirs[name]}" for name in own if own[name] != theirs[name])
+        raise ValueError(
+            f"a worker must have the versions of the job's owner: on {platform.node()} it has {unlike}. Install the "
+            "same versions on all workers."
+        )
+    work: Work = pickle.loads(rest)
+    work.check()
+    return work, PartialSums(folder, described["identity"], is_durable=described["is_durable"]), 1
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions on which bytes, and the pickled form, depend."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"epk_gp": epk_gp.__version__, "torch": torch.__version__, "python": python}
+
+
+def _by_workers(
+    work: Work, pieces: Iterable[Piece], executor: SupportsSubmit, stored: PartialSums
+) -> Generator[Sums, None, None]:
+    """Have workers compute pieces, and give their sums in the order of the pieces.
+
+    Pieces whose files are in the folder are not computed again. The caller removes files that it needs no more.
+
+    Args:
+        work: What is computed.
+        pieces: Its pieces, or those that are missing.
+        executor: Who computes them.
+        stored: Folder of the pieces, of which this process is the only owner (`only_owner`).
+
+    Raises:
+        RuntimeError: Workers died again and again over one piece, or the executor is of no more use.
+    """
+    key, folder, rest = write_job(work, stored), str(stored.folder.absolute()), iter(pieces)
+    _OWN[os.getpid(), key] = work, stored, torch.get_num_threads()
+    waiting: deque[tuple[Piece, Any]] = deque()  # what submit returned; None for a piece that is there
+    try:
+        ahead = num_ahead(work.piece_bytes, shutil.disk_usage(folder).free)
+        while True:
+            while len(waiting) < ahead and (piece := next(rest, None)) is not None:
+                call = (compute_piece, folder, key, piece.name, piece.place)
+                waiting.append((piece, None if stored.has(piece.name) else submit(executor, *call)))
+            if not waiting:
+                return
+            piece, pending = waiting.popleft()
+            if pending is not None:
+                wait(executor, pending, piece.name, compute_piece, folder, key, piece.name, piece.place)
+            pending = None  # let go of it: a scheduler computes results that are wanted, and lost, once more
+            sums = Sums.load(stored, piece.name, work.device)
+            if not sums.added:
+                raise RuntimeError(
+                    f"workers must write into the folder that this process reads: {folder} has no piece {piece.name}, "
+                    "which a worker has computed. Pass checkpoint=, a folder that all share, or name one in the "
+                    "environment variable TMPDIR."
+                )
+            yield sums
+    except RuntimeError as error:
+        if isinstance(error.__cause__, BrokenExecutor):
+            waiting.clear()  # a pool that died ends its calls itself, in a thread that fails at one that was cancelled
+        raise
+    finally:
+        for _, pending in waiting:
+            if pending is not None:
+                with suppress(Exception):  # a client that was closed cannot cancel: the error that ends the job counts
+                    pending.cancel()
+        _OWN.pop((os.getpid(), key), None)
+        (stored.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
+
+
+def num_ahead(num_bytes: int, free: int) -> int:
+    """Count the pieces of so many bytes that are submitted before the first is read, by what is free in the folder."""
+    return max(2, min(AHEAD, max(AHEAD_BYTES, int(AHEAD_SHARE * free)) // max(1, num_bytes)))

@@ -1,20 +1,12 @@
-"""Pieces of a computation that an executor's workers compute: the job in a folder, its workers, and its owner.
+"""The executor of a computation, and its folder: who has it, and how calls are submitted and waited for."""
 
-The owner writes the computation into the folder once; each worker reads it, computes pieces and writes them there; the
-owner reads them in their order.
-"""
-
-import json
 import os
 import pickle
-import platform
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,18 +14,9 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-import epk_gp
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.checks import SupportsSubmit
 from epk_gp.core.show import write_line
-from epk_gp.storage.files import atomic_write, checksum
-from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work.sums import BEGUN, Piece, Place, Sums, Work, save_begun, save_piece
-
-# Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
-# the share of what is free in the folder if that is more. A piece takes none before a worker has computed it, so that
-# few workers hold few. 1,000 workers need some 2,000 pieces, or they wait for each straggler.
-AHEAD, AHEAD_BYTES, AHEAD_SHARE = 4096, 8 << 30, 0.25
 
 # How often a piece is submitted again whose workers died. A scheduler tries it several times itself.
 _ATTEMPTS = 5
@@ -43,12 +26,6 @@ _PATIENCE = 10.0
 
 # Held by the owner of a job, and seconds until another gives up: a virus scanner may hold it for a moment on Windows.
 _LOCK, _LOCK_SECONDS = "job.lock", 0.5
-
-JOB = "job.pickle"
-
-# Computations by process and key, with their folder and the number of threads of their owner: threads of a pool find
-# theirs here. A forked worker finds a copy of what its parent had, which is not its own.
-_OWN: dict[tuple[int, str], tuple[Work, PartialSums, int]] = {}
 
 _DEAD_POOL = (
     "a worker process died, and with it the pool: killed, or out of memory. Make a new pool, with fewer workers if "
@@ -113,100 +90,6 @@ def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def write_job(work: Work, stored: PartialSums) -> str:
-    """Write what workers need into the folder of the pieces, and return the key by which they ask for it.
-
-    Raises:
-        TypeError: The computation cannot be sent to another process.
-    """
-    about = {"versions": _versions(), "identity": stored.identity, "is_durable": stored.is_durable}
-    content = json.dumps(about).encode() + b"\n" + pickled(work)
-    atomic_write(stored.folder / JOB, content, is_durable=stored.is_durable, is_private=True)
-    key = checksum(content)
-    _OWN[os.getpid(), key] = work, stored, torch.get_num_threads()
-    return key
-
-
-def forget_job(key: str) -> None:
-    """Let go of a computation of this process."""
-    _OWN.pop((os.getpid(), key), None)
-
-
-def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
-    """Compute a piece of a job and write its file: what a worker does.
-
-    A piece whose file is there already, because a worker died after it wrote it, is not computed again.
-
-    Args:
-        folder: Folder of the job.
-        key: Which job the folder must hold (`write_job`).
-        name: Name of the piece.
-        place: What is computed.
-
-    Raises:
-        FileNotFoundError: The worker does not see the folder.
-        OSError: The piece cannot be written.
-        ValueError: The folder holds another job, or one of another version of a package.
-    """
-    if (own := _OWN.get((os.getpid(), key))) is None:
-        work, stored = _opened(folder, key)
-    else:
-        work, stored, num_threads = own
-        if torch.get_num_threads() != num_threads:  # a thread keeps what torch had when it first computed something
-            torch.set_num_threads(num_threads)
-    if stored.has(name):
-        return
-    piece = Piece(name, place)
-    sums = Sums.load(stored, name + BEGUN, work.device)
-    for sums in work.compute(place, sums):  # noqa: B020  the last ones are those of the piece
-        save_begun(stored, piece, sums)
-    try:
-        save_piece(stored, piece, sums)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"piece {name} must be written to {folder} by {platform.node()}: {error.strerror or error}. Make room "
-            "there, and call again with this folder as the checkpoint.",
-        ) from error
-
-
-@lru_cache(maxsize=2)
-def _opened(folder: str, key: str) -> tuple[Work, PartialSums]:
-    """Read a job in a worker, which computes with one thread from then on: bytes depend on the number."""
-    torch.set_num_threads(1)
-    file = Path(folder) / JOB
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"every worker must see the folder of the pieces: {file} does not exist on {platform.node()}. Pass "
-            "checkpoint=, a folder on a file system that all workers share; where the call takes none, name one in the "
-            "environment variable TMPDIR."
-        ) from error
-    if checksum(content) != key:
-        raise ValueError(
-            f"{file} must be what the job's owner wrote: it is damaged, or another job was started in this folder. "
-            "Give each job a folder of its own."
-        )
-    header, _, rest = content.partition(b"\n")
-    described = json.loads(header)
-    if (own := _versions()) != (theirs := described["versions"]):
-        unlike = ", ".join(f"{name} {own[name]}, not {theirs[name]}" for name in own if own[name] != theirs[name])
-        raise ValueError(
-            f"a worker must have the versions of the job's owner: on {platform.node()} it has {unlike}. Install the "
-            "same versions on all workers."
-        )
-    work: Work = pickle.loads(rest)
-    work.check()
-    return work, PartialSums(folder, described["identity"], is_durable=described["is_durable"])
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions on which bytes, and the pickled form, depend."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"epk_gp": epk_gp.__version__, "torch": torch.__version__, "python": python}
-
-
 def pickled(value: object) -> bytes:
     """Return the pickled form of what workers compute, which cloudpickle makes where it is installed.
 
@@ -227,74 +110,19 @@ def pickled(value: object) -> bytes:
         ) from error
 
 
-def pieces_of_workers(
-    work: Work, pieces: Iterable[Piece], executor: SupportsSubmit, stored: PartialSums
-) -> Generator[Sums, None, None]:
-    """Have workers compute pieces, and give their sums in the order of the pieces.
-
-    Pieces whose files are in the folder are not computed again. The caller removes files that it needs no more.
-
-    Args:
-        work: What is computed.
-        pieces: Its pieces, or those that are missing.
-        executor: Who computes them.
-        stored: Folder of the pieces, of which this process is the only owner (`only_owner`).
-
-    Raises:
-        RuntimeError: Workers died again and again over one piece, or the executor is of no more use.
-    """
-    key, rest = write_job(work, stored), iter(pieces)
-    waiting: deque[tuple[Piece, Any]] = deque()  # what submit returned; None for a piece that is there
-    try:
-        ahead = num_ahead(work.piece_bytes, shutil.disk_usage(stored.folder).free)
-        while True:
-            while len(waiting) < ahead and (piece := next(rest, None)) is not None:
-                waiting.append((piece, None if stored.has(piece.name) else _submit(executor, stored, key, piece)))
-            if not waiting:
-                return
-            piece, pending = waiting.popleft()
-            if pending is not None:
-                _wait(executor, stored, key, piece, pending)
-            pending = None  # let go of it: a scheduler computes results that are wanted, and lost, once more
-            sums = Sums.load(stored, piece.name, work.device)
-            if not sums.added:
-                raise RuntimeError(
-                    f"workers must write into the folder that this process reads: {stored.folder} has no piece "
-                    f"{piece.name}, which a worker has computed. Pass checkpoint=, a folder that all share, or name "
-                    "one in the environment variable TMPDIR."
-                )
-            yield sums
-    except RuntimeError as error:
-        if isinstance(error.__cause__, BrokenExecutor):
-            waiting.clear()  # a pool that died ends its calls itself, in a thread that fails at one that was cancelled
-        raise
-    finally:
-        for _, pending in waiting:
-            if pending is not None:
-                with suppress(Exception):  # a client that was closed cannot cancel: the error that ends the job counts
-                    pending.cancel()
-        forget_job(key)
-        (stored.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
-
-
-def num_ahead(num_bytes: int, free: int) -> int:
-    """Count the pieces that are submitted before the first of them is read.
-
-    Args:
-        num_bytes: Of a piece.
-        free: Bytes that are free in their folder.
-    """
-    return max(2, min(AHEAD, max(AHEAD_BYTES, int(AHEAD_SHARE * free)) // max(1, num_bytes)))
-
-
 def _is_dask(executor: SupportsSubmit) -> bool:
     return type(executor).__module__.partition(".")[0] == "distributed"
 
 
-def _submit(executor: Any, stored: PartialSums, key: str, piece: Piece) -> Any:
+def submit(executor: Any, function: Callable[..., None], *args: object) -> Any:
+    """Submit a call, and return what is waited for.
+
+    Raises:
+        RuntimeError: The executor does not take it.
+    """
     options = {"pure": False} if _is_dask(executor) else {}  # the call has an effect
     try:
-        return executor.submit(compute_piece, str(stored.folder.absolute()), key, piece.name, piece.place, **options)
+        return executor.submit(function, *args, **options)
     except BrokenExecutor as error:
         raise RuntimeError(_DEAD_POOL) from error
     except Exception as error:
@@ -304,8 +132,12 @@ def _submit(executor: Any, stored: PartialSums, key: str, piece: Piece) -> Any:
         ) from error
 
 
-def _wait(executor: SupportsSubmit, stored: PartialSums, key: str, piece: Piece, pending: Any) -> None:
-    """Wait for a piece; submit it again if the workers that computed it died."""
+def wait(executor: Any, pending: Any, name: str, function: Callable[..., None], *args: object) -> None:
+    """Wait for a call that computes the piece of a name; submit it again if the workers that had it died.
+
+    Raises:
+        RuntimeError: Workers died again and again, or the executor gave the call up.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             if _is_dask(executor):
@@ -319,33 +151,30 @@ def _wait(executor: SupportsSubmit, stored: PartialSums, key: str, piece: Piece,
             kind = type(error).__name__  # Dask's errors, whose classes are not imported
             if isinstance(error, CancelledError) or kind in ("CommClosedError", "ClosedClientError"):
                 raise RuntimeError(
-                    f"executor must finish the pieces that it took: it gave up piece {piece.name}. It was shut down, "
-                    "or its scheduler was closed or restarted. Make a new one, and call again with the same checkpoint."
+                    f"executor must finish the pieces that it took: it gave up piece {name}. It was shut down, or its "
+                    "scheduler was closed or restarted. Make a new one, and call again with the same checkpoint."
                 ) from error
             if kind != "KilledWorker":
                 raise
             if attempt == _ATTEMPTS:
                 raise RuntimeError(
-                    f"workers must live through a piece: several died over {piece.name}, {_ATTEMPTS} times; killed, or "
-                    "out of memory. Give workers more memory and call again with the same checkpoint, or pass a "
-                    "smaller memory_budget and a new checkpoint."
+                    f"workers must live through a piece: several died over {name}, {_ATTEMPTS} times; killed, or out "
+                    "of memory. Give workers more memory and call again with the same checkpoint, or pass a smaller "
+                    "memory_budget and a new checkpoint."
                 ) from error
-            write_line(f"workers died over piece {piece.name}: it is submitted again")
-            pending = _submit(executor, stored, key, piece)
+            write_line(f"workers died over piece {name}: it is submitted again")
+            pending = submit(executor, function, *args)
 
 
 def _wait_for_dask(client: Any, future: Any) -> None:
     """Wait for a call to end; say so once if a scheduler has no workers, for which it would wait without a word."""
-    is_silent = True
-    while True:
+    is_silent, is_over = True, False
+    while not is_over:
         try:
-            error = future.exception(timeout=_PATIENCE)
-            break
+            error, is_over = future.exception(timeout=_PATIENCE), True
         except TimeoutError:
             if is_silent and not client.nthreads():
-                write_line(
-                    "the scheduler has no workers: the job waits until it has some. Start workers, or stop the job."
-                )
+                write_line("the scheduler has no workers: the job waits until it has some. Start workers, or stop it.")
                 is_silent = False
     # The piece lies in its folder: what the call returned is not fetched, from a worker that may have died since.
     if error is not None or future.cancelled():

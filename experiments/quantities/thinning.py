@@ -7,10 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel

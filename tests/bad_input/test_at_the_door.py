@@ -14,9 +14,9 @@ from distributed_cases import Shuffled
 from epk_gp.classifier import EPKClassifier
 from epk_gp.gp.data import count_seen
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work import workers
+from epk_gp.work import run as jobs
+from epk_gp.work.run import Piece, Sums
 from epk_gp.work.run import run as carry_out
-from epk_gp.work.sums import Piece, Sums
 from loops import data, mlp, sgd
 
 
@@ -125,7 +125,7 @@ class Ones:
 
 @pytest.mark.parametrize("place", [1, -1], ids=["success", "failure"])
 def test_a_job_is_private_and_removed_when_it_ends(tmp_path, place):
-    file = PartialSums(tmp_path / "sums", "1").folder / workers.JOB
+    file = PartialSums(tmp_path / "sums", "1").folder / jobs.JOB
     file.with_name("job.pickle.part").write_text("left by another, for all to read")
     executor = Told(file)
     try:

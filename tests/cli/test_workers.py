@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from commands import refused, run
 from epk_gp.cli import workers
-from epk_gp.work import workers as of_job
+from epk_gp.work import run as of_job
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--quiet"),

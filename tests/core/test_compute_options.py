@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.core.options import parse_options
+from epk_gp.core.checks import parse_options
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from helpers import make_case
 

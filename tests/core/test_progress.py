@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import epk_gp
-from epk_gp.core.show import SlowCallNotice, SlowCallWarning, progress_bar, tracked, write_line
+from epk_gp.core.show import SlowCallWarning, tracked, write_line
+from epk_gp.work.run import SlowCallNotice, progress_bar
 
 ROOT = Path(epk_gp.__file__).parent
 
@@ -41,7 +42,7 @@ def test_every_bar_of_the_package_is_made_here():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             users |= {file.relative_to(ROOT).as_posix() for name in names if name.split(".")[0] == "tqdm"}
-    assert users == {"core/show.py", "cli/gram.py"}  # the second takes the format of sizes alone
+    assert users == {"core/show.py", "work/run.py", "cli/gram.py"}  # the last takes the format of sizes alone
 
 
 def said_of(total, seconds_each, *, first=0.0):

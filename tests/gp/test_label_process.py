@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
-from epk_gp.core.options import ComputeOptions
 from epk_gp.gp.label_process import (
     InputFeatures,
     LabelKernel,

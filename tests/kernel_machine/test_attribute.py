@@ -13,12 +13,12 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core import show as progress
 from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.factored import FactoredTerms
+from epk_gp.work import run as progress
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {

@@ -16,7 +16,7 @@ from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.quadrature.rules import WeightPath
-from epk_gp.work.sums import Sums
+from epk_gp.work.run import Sums
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(3)

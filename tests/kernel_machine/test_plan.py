@@ -16,7 +16,7 @@ from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_sample
 from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
 from epk_gp.kernel_machine.terms import AttributionWork
-from epk_gp.work.sums import Piece, Sums
+from epk_gp.work.run import Piece, Sums
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.work import workers
+from epk_gp.work import run as jobs
+from epk_gp.work.run import Sums
 from epk_gp.work.run import run as carry_out
-from epk_gp.work.sums import Sums
 from epk_gp.work.workers import scratch_folder
 
 EVERY = pytest.mark.parametrize(
@@ -52,17 +52,15 @@ EVERY = pytest.mark.parametrize(
 
 def as_worker(folder, key, n):
     """Compute a piece as another process would."""
-    workers._opened.cache_clear()
-    workers.compute_piece(str(folder), key, f"square-{n}", (n,))
+    jobs._opened.cache_clear()
+    jobs.compute_piece(str(folder), key, f"square-{n}", (n,))
 
 
 @pytest.fixture
 def written(folder, work):
     """A folder with a job whose owner is another process, and its key."""
     sums = PartialSums(folder, "squares")
-    key = workers.write_job(work, sums)
-    workers.forget_job(key)
-    return key
+    return jobs.write_job(work, sums)
 
 
 def test_a_killed_worker_ends_the_pool_and_costs_the_piece_in_hand(folder, work, fresh_processes):
@@ -125,7 +123,7 @@ def test_a_worker_says_that_it_does_not_see_the_folder(folder, written):
 
 
 def test_a_damaged_job_is_not_computed(folder, written):
-    file = folder / workers.JOB
+    file = folder / jobs.JOB
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
@@ -134,8 +132,8 @@ def test_a_damaged_job_is_not_computed(folder, written):
 
 
 def test_a_worker_of_another_version_refuses_the_job_before_it_is_unpickled(folder, written, monkeypatch):
-    other = {**workers._versions(), "torch": "1.0"}
-    monkeypatch.setattr(workers, "_versions", lambda: other)
+    other = {**jobs._versions(), "torch": "1.0"}
+    monkeypatch.setattr(jobs, "_versions", lambda: other)
     monkeypatch.setattr(pickle, "loads", lambda content: pytest.fail("was unpickled"))
     with pytest.raises(ValueError, match=r"a worker must have the versions of the job's owner: .*torch 1\.0, not "):
         as_worker(folder, written, 0)
@@ -235,8 +233,8 @@ def test_another_copy_of_the_run_is_refused(tmp_path, folder):
         """Workers that read the job, as other processes do."""
 
         def submit(self, function, *arguments):
-            workers.forget_job(arguments[1])
-            workers._opened.cache_clear()
+            jobs._OWN.clear()
+            jobs._opened.cache_clear()
             return super().submit(function, *arguments)
 
     with pytest.raises(ValueError, match=r"Or another run was recorded there"):

@@ -13,7 +13,6 @@ from epk_gp.core.trajectory import BYTES, flat_state
 from epk_gp.gram import tiles
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import run as carried
-from epk_gp.work import workers
 
 TILES, RANGES = 3, 2  # training x training, training x test, test x test copies
 
@@ -137,7 +136,7 @@ def test_a_job_of_whole_tiles_that_was_stopped_is_gone_on_with(sums, tmp_path):
 
 def test_pieces_are_listed_one_by_one(monkeypatch):
     """A job of millions of pieces holds no list of them."""
-    listed, real = [], workers.pieces_of_workers
+    listed, real = [], carried._by_workers
 
     def computed(work, given, *arguments):
         def noted():
@@ -147,8 +146,8 @@ def test_pieces_are_listed_one_by_one(monkeypatch):
 
         return real(work, noted(), *arguments)
 
-    monkeypatch.setattr(carried, "pieces_of_workers", computed)
-    monkeypatch.setattr(workers, "num_ahead", lambda *_: 2)
+    monkeypatch.setattr(carried, "_by_workers", computed)
+    monkeypatch.setattr(carried, "num_ahead", lambda *_: 2)
     with pytest.raises(StopError, match="stopped in result"):
         block(executor=Stopping(1, "result"))
     assert len(listed) <= 1 + 2
@@ -165,7 +164,7 @@ def test_pieces_are_listed_one_by_one(monkeypatch):
     ],
 )
 def test_pieces_ahead_follow_from_the_room_for_them(num_bytes, free, expected):
-    assert workers.num_ahead(num_bytes, free) == expected
+    assert carried.num_ahead(num_bytes, free) == expected
 
 
 def test_a_partial_sum_is_counted_without_being_read(tmp_path, monkeypatch):
