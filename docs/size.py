@@ -21,7 +21,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {
     "the network as a function: inputs, outputs, graphs": (
-        "core/inputs.py", "core/model.py", "core/signature.py", "core/torch_overrides.py",
+        "core/graphs.py", "core/inputs.py", "core/model.py", "core/torch_overrides.py",
     ),
     "losses and targets": ("core/losses.py",),
     "runs, steps, checks of arguments": ("core/*.py",),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.labels import label_errors, next_to_label
     from epk_gp.core.checks import ComputeOptions
-    from epk_gp.core.inputs import Graph, Points
+    from epk_gp.core.graphs import Graph
+    from epk_gp.core.inputs import Points
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
     from epk_gp.core.show import CertificateWarning
     from epk_gp.core.trajectory import Trajectory, network_outputs
@@ -43,7 +44,8 @@ else:
     # `epk-gp --help` needs neither of them.
     _MODULES = {
         "analysis.labels": ("label_errors", "next_to_label"),
-        "core.inputs": ("Graph", "Points"),
+        "core.graphs": ("Graph",),
+        "core.inputs": ("Points",),
         "core.losses": ("CrossEntropy", "MeanSquaredError", "PerSampleLoss"),
         "core.checks": ("ComputeOptions",),
         "core.show": ("CertificateWarning",),

@@ -1,216 +1,28 @@
-"""What goes into a network and comes out.
+"""What a network is called with and what it returns: several inputs packed into one tensor, outputs of any structure.
 
-Graphs, several tensors packed into one, points that are training or test copies.
-
-The engine's points are then node numbers, (n, 1) or (n,): an output is a function of the weights and of its number
-alone, although it is computed from the whole graph.
+The engine sees one tensor X of n rows. Inputs that are a tuple or a dictionary of tensors are packed into it where they
+enter, and unpacked right before the network is called (`Signature.call`). Of a graph the rows are node numbers, and the
+network is called with the whole graph.
 """
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64, Integer, Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_finite, validate_has_values
+from epk_gp.core.checks import validate_finite
+from epk_gp.core.graphs import DTYPES, Graph, RecordedGraph, graph_from_json, validate_dense
 from epk_gp.core.plans import TensorSpec
-
-
-def tensors_of(returned: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a network returned, in order."""
-    if isinstance(returned, Tensor):
-        yield returned
-    for part in _parts(returned).values():
-        yield from tensors_of(part)
-
-
-def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
-    """Return what a network returned for some rows of its inputs; what has no such rows stays as it is.
-
-    Args:
-        returned: What it returned for all of them.
-        rows: The rows to keep.
-        num_rows: Number of rows that there are.
-    """
-    if isinstance(returned, Tensor):
-        return returned[rows] if returned.ndim and len(returned) == num_rows else returned
-    parts = {key: select_rows(part, rows, num_rows) for key, part in _parts(returned).items()}
-    if not parts:
-        return returned
-    if isinstance(returned, tuple | list):
-        values = list(parts.values())
-        return type(returned)(*values) if hasattr(returned, "_fields") else type(returned)(values)
-    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
-        return type(returned)(**parts) if dataclasses.is_dataclass(returned) else parts
-    result = copy.copy(returned)
-    for name, part in parts.items():
-        object.__setattr__(result, name, part)  # a data class may be frozen
-    return result
-
-
-def _parts(returned: Any) -> dict[Any, Any]:
-    if isinstance(returned, Mapping):
-        return dict(returned)
-    if isinstance(returned, tuple | list):
-        return dict(enumerate(returned))
-    if isinstance(returned, Tensor) or callable(returned):
-        return {}
-    own = [field.name for field in dataclasses.fields(returned)] if dataclasses.is_dataclass(returned) else []
-    return {name: getattr(returned, name) for name in own} | dict(getattr(returned, "__dict__", {}))
-
-
-@dataclass(frozen=True, eq=False, init=False)
-class Graph:
-    """What a network takes that computes all nodes of a graph in one forward pass: net(*args, **kwargs).
-
-    The network returns one row of outputs per node; points are node numbers.
-
-    Attributes:
-        args: The tensors that it takes by position, such as node features and edges.
-        kwargs: Those that it takes by keyword.
-    """
-
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
-
-    def __init__(self, *args: Tensor, **kwargs: Tensor) -> None:
-        """Keep the tensors, which are copied where a recording begins.
-
-        Raises:
-            TypeError: An argument is no tensor of real numbers.
-            ValueError: There is no tensor; or one is sparse, holds NaN or infinity, or is of floating-point numbers and
-                not contiguous.
-        """
-        object.__setattr__(self, "args", args)
-        object.__setattr__(self, "kwargs", dict(kwargs))
-        if not self.tensors:
-            raise ValueError("a graph must have at least one tensor, such as its nodes' features: got none.")
-        for key, value in self.tensors.items():
-            label = f"tensor {key!r} of the graph"
-            _validate_dense(value, label)
-            if value.is_floating_point() and not torch.isfinite(value).all():
-                raise ValueError(f"{label} must be finite: it holds NaN or infinity.")
-            if value.is_floating_point() and not value.is_contiguous():
-                raise ValueError(f"{label} must be contiguous, for dropout draws in memory order: call contiguous().")
-
-    @property
-    def tensors(self) -> dict[int | str, Tensor]:
-        """The tensors by position or keyword."""
-        return dict([*enumerate(self.args), *self.kwargs.items()])
-
-    def __repr__(self) -> str:
-        """Describe the tensors in one line."""
-        parts = [f"{key}: {tuple(value.shape)} of {value.dtype}" for key, value in self.tensors.items()]
-        return f"Graph({', '.join(parts)})"
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedGraph:
-    """The graph of a run, as its network is called with it.
-
-    Attributes:
-        tensors: Its tensors by position or keyword; those by position come first.
-        num_nodes: Number N of nodes.
-    """
-
-    tensors: Mapping[int | str, Shaped[Tensor, "..."]]
-    num_nodes: int
-
-    @property
-    def nodes(self) -> Int64[Tensor, "N 1"]:
-        """All node numbers, on the graph's device."""
-        return torch.arange(self.num_nodes, device=next(iter(self.tensors.values())).device)[:, None]
-
-    @property
-    def graph(self) -> Graph:
-        """The graph as it was given."""
-        graph: Graph = _with_arguments(Graph, self.tensors)
-        return graph
-
-    def call(self, function: Callable[..., Any], nodes: Shaped[Tensor, "n ..."], spec: TensorSpec | None) -> Any:
-        """Call a network with the whole graph, and keep what it returns for some nodes.
-
-        Args:
-            function: The network.
-            nodes: Node numbers.
-            spec: Dtype of floating-point tensors, and device of all; as recorded by default.
-        """
-        tensors = self.tensors if spec is None else {key: spec.cast(value) for key, value in self.tensors.items()}
-        return select_rows(_with_arguments(function, tensors), nodes.reshape(-1), self.num_nodes)
-
-    def parse_nodes(self, X: object, name: str = "X") -> Int64[Tensor, "n 1"]:
-        """Return points as a column of node numbers: those of a tensor, or all of them for the graph itself.
-
-        Raises:
-            TypeError: They are neither whole numbers nor a graph.
-            ValueError: A number is out of range, or the graph is another one than the recorded one.
-        """
-        if isinstance(X, Graph):
-            difference = self.difference(X.tensors)
-            if difference is not None:
-                raise ValueError(f"{name} must be the recorded graph, or numbers of its nodes: {difference}.")
-            return self.nodes
-        if not isinstance(X, Tensor):
-            raise TypeError(f"{name} must be a tensor of node numbers, or the graph: got {type(X).__name__}.")
-        if X.dtype == torch.bool or X.is_floating_point() or X.is_complex():
-            advice = f" Pass {name}.nonzero().squeeze(1)." if X.dtype == torch.bool else ""
-            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.{advice}")
-        if X.ndim == 0 or X.shape[1:].numel() != 1:
-            raise ValueError(f"{name} must have shape (n,), one number per node: got {tuple(X.shape)}.")
-        validate_has_values(X, name)
-        if len(X) and not 0 <= int(X.min()) <= int(X.max()) < self.num_nodes:
-            got = f"{int(X.min())}..{int(X.max())}"
-            raise ValueError(f"{name} must hold node numbers in 0..{self.num_nodes - 1}: got {got}.")
-        return X.detach().to(torch.int64).reshape(-1, 1)
-
-    def difference(self, tensors: Mapping[int | str, object]) -> str | None:
-        """Return in words where given tensors differ from the recorded ones; None if they do not."""
-        if list(tensors) != list(self.tensors):
-            return f"it consists of the tensors {list(self.tensors)}, got {list(tensors)}"
-        for key, recorded in self.tensors.items():
-            value = tensors[key]
-            expected, got = (_described(z) for z in (recorded, value))
-            if got != expected:
-                return f"tensor {key!r} has {expected}, got {got}"
-            if not torch.equal(cast(Tensor, value).to(recorded.device), recorded):
-                return f"tensor {key!r} holds other numbers"
-        return None
-
-
-def _with_arguments(function: Callable[..., Any], tensors: Mapping[int | str, Tensor]) -> Any:
-    """Call a function with tensors by position or keyword."""
-    args = [value for key, value in tensors.items() if isinstance(key, int)]
-    return function(*args, **{key: value for key, value in tensors.items() if isinstance(key, str)})
-
-
-def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
-
-
-def _validate_dense(value: object, label: str) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor, or leave it "
-            "out and set it inside the network."
-        )
-    validate_has_values(value, label)
-
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
 # The nodes of a graph are points too: the graph stands for all of them.
 Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS, torch.bool)}
 
 
 @dataclass(frozen=True)
@@ -294,7 +106,7 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
         raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
     items = _items(X, name)
     for label, value in items:
-        _validate_dense(value, label)
+        validate_dense(value, label)
         if str(value.dtype) not in DTYPES:
             raise TypeError(f"{label} must hold real numbers: got {value.dtype}. Convert it first.")
         if value.ndim == 0:
@@ -398,6 +210,252 @@ def layout_from_json(entries: object) -> InputLayout:
     if not is_valid:
         raise ValueError(f"the header's 'signature' must describe the network's input tensors: got {entries!r}.")
     return InputLayout(tensors)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a network is called, and how its outputs (n, C) are taken from what it returns.
+
+    Attributes:
+        layout: The tensors that it takes; None where it takes one tensor, which is then not changed in any way.
+        output: Maps what the network returns to outputs (n, C); None where it returns them, or (n,) where C is 1.
+        graph: The graph that it takes, of which the inputs are node numbers; None where inputs are inputs.
+    """
+
+    layout: InputLayout | None = None
+    output: Callable[[Any], Tensor] | None = None
+    graph: RecordedGraph | None = None
+
+    def pack(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
+        """Return inputs of the recorded structure as one tensor; a tensor is taken for packed inputs.
+
+        Raises:
+            TypeError: A part of the inputs is no tensor, or of another kind than recorded.
+            ValueError: A part is missing, or has another shape than recorded, or another first dimension than the
+                others; or there is no node of a number, or the graph is another one.
+        """
+        if self.graph is not None:
+            return self.graph.parse_nodes(X, name)
+        if isinstance(X, Tensor):
+            return X
+        if self.layout is None or isinstance(X, Graph):
+            raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+        packed, layout = pack_inputs(X, name)
+        validate_same_layout(self.layout, layout, name)
+        return packed
+
+    def call(self, function: Callable[..., Any], rows: Shaped[Tensor, "n ..."], spec: TensorSpec | None = None) -> Any:
+        """Call a network with packed inputs, and return what it returns for them.
+
+        Args:
+            function: The network.
+            rows: Packed inputs, in the dtype and on the device of the computation.
+            spec: This dtype and device, which node numbers do not tell; by default those of the recording.
+        """
+        if self.graph is not None:
+            return self.graph.call(function, rows, spec)
+        args, kwargs = self.unpack(rows)
+        return function(*args, **kwargs)
+
+    def unpack(self, rows: Shaped[Tensor, "n ..."]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return the arguments and the keywords that the network is called with, where it takes no graph.
+
+        Floating-point tensors have the dtype of the rows, as a single input has that of the computation; integers and
+        Booleans have their own.
+        """
+        if self.layout is None:
+            return (rows,), {}
+        parts = self._parts(self.layout, rows)
+        if self.layout.is_mapping:
+            return (), {str(tensor.key): part for tensor, part in zip(self.layout.tensors, parts, strict=True)}
+        return tuple(parts), {}
+
+    def structure(self, rows: Shaped[Tensor, "n ..."]) -> Inputs:
+        """Return packed inputs in the structure that they had: a tensor, a tuple or a dictionary; or node numbers."""
+        if self.graph is not None:
+            return rows.reshape(-1)
+        args, kwargs = self.unpack(rows)
+        return kwargs or (rows if self.layout is None else args)
+
+    def outputs(self, returned: Any) -> Any:
+        """Return the outputs that belong to what the network returned, not checked: one value per point is (n, 1)."""
+        outputs = returned if self.output is None else self.output(returned)
+        return outputs.unsqueeze(1) if isinstance(outputs, Tensor) and outputs.ndim == 1 else outputs
+
+    def pack_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
+    ) -> Tensor | None:
+        """Return what a network was called with as one tensor, or None if the call was not one with these inputs.
+
+        Arguments that are not part of the inputs are left out.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Its keyword arguments.
+            forward: The network's forward function, by which a position is recognised that is a keyword in the layout,
+                or the reverse.
+        """
+        if self.layout is None:
+            given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+            return given if isinstance(given, Tensor) and given.ndim else None
+        keys = [tensor.key for tensor in self.layout.tensors]
+        values = arguments_of_call(keys, args, kwargs, forward)
+        if values is None:
+            return None
+        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+        if len(tensors) < len(keys) or len({len(value) for value in tensors}) > 1:
+            return None
+        pairs = list(zip(self.layout.tensors, tensors, strict=True))
+        if any(
+            tuple(value.shape[1:]) != tensor.shape or InputTensor(0, (), value.dtype).kind != tensor.kind
+            for tensor, value in pairs
+        ):
+            return None
+        return side_by_side([value for _, value in pairs], self.layout.dtype)
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the entry of a run's header; None where a network takes one tensor and returns the outputs.
+
+        A function cannot be stored: only whether there is one.
+        """
+        if self.layout is None and self.output is None and self.graph is None:
+            return None
+        tensors = () if self.layout is None else self.layout.tensors
+        described = [{"key": t.key, "shape": list(t.shape), "dtype": str(t.dtype)} for t in tensors]
+        entry = {"inputs": described or None, "has_output": self.output is not None}
+        if self.graph is None:  # without the entry, headers are those of runs before there were graphs
+            return entry
+        parts = self.graph.tensors.items()
+        return entry | {"graph": [{"key": k, "shape": list(v.shape), "dtype": str(v.dtype)} for k, v in parts]}
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the graph by their names on disk."""
+        return {} if self.graph is None else {f"graph.{key}": value for key, value in self.graph.tensors.items()}
+
+    @staticmethod
+    def _parts(layout: InputLayout, rows: Tensor) -> list[Tensor]:
+        parts = []
+        for tensor, first in layout.columns():
+            part = rows[:, first : first + tensor.size]
+            part = part.unflatten(1, tensor.shape) if tensor.shape else part.squeeze(1)
+            follows_rows = tensor.dtype.is_floating_point and tensor.dtype == layout.dtype
+            # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
+            parts.append((part if follows_rows else part.to(tensor.dtype)).contiguous())
+        return parts
+
+
+ONE_TENSOR = Signature()  # of a network that takes one tensor and returns its outputs
+
+
+def signature_from_json(
+    entry: object, output: Callable[[Any], Tensor] | None = None, data: Mapping[str, Tensor] | None = None
+) -> Signature:
+    """Return the signature that an entry of a run's header describes (`Signature.to_json`).
+
+    Args:
+        entry: The entry; None for a network that takes one tensor and returns its outputs.
+        output: The function that the run was recorded with.
+        data: The run's data, with the tensors of its graph (`Signature.stored_tensors`) and the node numbers.
+
+    Raises:
+        TypeError: `output` is no function.
+        ValueError: The entry is damaged, or `output` must be given and is not.
+    """
+    validate_output(output)
+    if entry is None:
+        return Signature(None, output)
+    if not isinstance(entry, dict) or not isinstance(entry.get("has_output"), bool) or "inputs" not in entry:
+        raise ValueError(f"the header's 'signature' must say which tensors the network takes: got {entry!r}.")
+    if entry["has_output"] and output is None:
+        raise ValueError(
+            "the run was recorded with output=, a function from what the network returns to (n, C): pass it as output=."
+        )
+    layout = None if entry["inputs"] is None else layout_from_json(entry["inputs"])
+    graph = None if entry.get("graph") is None else graph_from_json(entry["graph"], data or {})
+    return Signature(layout, output, graph)
+
+
+def validate_output(output: object) -> None:
+    """Raise if an object cannot be the function from what a network returns to its outputs.
+
+    Raises:
+        TypeError: It cannot be called.
+    """
+    if output is not None and not callable(output):
+        raise TypeError(
+            f"output must be a function from what the network returns to a tensor (n, C), or None: got {output!r}."
+        )
+
+
+def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:
+    """Return training inputs as one tensor, with the signature of a network that takes them.
+
+    Raises:
+        TypeError, ValueError: As `pack_inputs`; or `output` is no function.
+    """
+    validate_output(output)
+    if isinstance(X, Tensor):
+        return X, Signature(None, output)
+    packed, layout = pack_inputs(X)
+    return packed, Signature(layout, output)
+
+
+def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:
+    """Return the numbers of a graph's nodes, with the signature of a network that takes it; its tensors are copied.
+
+    Raises:
+        TypeError: `output` is no function, or a tensor is of a dtype that cannot be stored.
+    """
+    validate_output(output)
+    for key, value in graph.tensors.items():
+        if str(value.dtype) not in DTYPES:
+            raise TypeError(f"tensor {key!r} of the graph must hold real numbers: got {value.dtype}. Convert it first.")
+    copies = {key: value.detach().clone().contiguous() for key, value in graph.tensors.items()}
+    recorded = RecordedGraph(copies, num_nodes)
+    return recorded.nodes, Signature(None, output, recorded)
+
+
+def arguments_of_call(
+    keys: Sequence[int | str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> list[Any] | None:
+    """Return the arguments of a call that stand for given positions and keywords; None if it is no such call.
+
+    Args:
+        keys: Positions, from 0 on, and keywords.
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments.
+        forward: The network's forward function, by which a position is recognised that is a keyword in `keys`, or the
+            reverse.
+    """
+    positions = tuple(key for key in keys if isinstance(key, int))
+    keywords = {key: key for key in keys if isinstance(key, str)}
+    try:
+        expected, found = (_by_parameter(forward, *call) for call in ((positions, keywords), (args, kwargs)))
+    except TypeError:
+        return None
+    parameter_of = {key: parameter for parameter, key in expected.items()}
+    return [found.get(parameter_of[key]) for key in keys]
+
+
+def _by_parameter(
+    forward: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[int | str, Any]:
+    """Return the arguments of a call by the parameters that take them."""
+    if forward is None:
+        return dict([*enumerate(args), *kwargs.items()])
+    signature, result = inspect.signature(forward), dict[int | str, Any]()
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            result.update(enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            result.update(value)
+        else:
+            result[name] = value
+    return result
 
 
 @dataclass(frozen=True, eq=False, init=False)

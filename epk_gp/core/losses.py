@@ -10,8 +10,8 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from epk_gp.core.inputs import select_rows, tensors_of
-from epk_gp.core.signature import Signature
+from epk_gp.core.graphs import select_rows, tensors_of
+from epk_gp.core.inputs import Signature
 
 Reduction = Literal["mean", "sum"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from epk_gp.core.checks import validate_texts
+from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.plans import ModelCache, TensorSpec
-from epk_gp.core.signature import ONE_TENSOR, Signature
 from epk_gp.core.torch_overrides import (
     KeptActivations,
     WrittenOutNormalisation,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
+from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import loss_input
-from epk_gp.core.signature import arguments_of_call
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients

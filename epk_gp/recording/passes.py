@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.inputs import tensors_of
+from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,

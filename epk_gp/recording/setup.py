@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
 from epk_gp.core.gradients import TrainingData, with_kept_activations
-from epk_gp.core.inputs import Graph, Inputs, tensors_of
+from epk_gp.core.graphs import Graph, tensors_of
+from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
@@ -32,7 +33,6 @@ from epk_gp.core.model import (
     perturbed_initial,
     random_state_kept,
 )
-from epk_gp.core.signature import Signature, parse_graph, parse_signature
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.torch_rules import (

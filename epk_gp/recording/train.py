@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.checks import validate_count, validate_generator
-from epk_gp.core.inputs import Graph, Inputs, pack_inputs
+from epk_gp.core.graphs import Graph
+from epk_gp.core.inputs import Inputs, pack_inputs
 from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention

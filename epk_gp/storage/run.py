@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from epk_gp.core import losses
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
+from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.signature import signature_from_json
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state

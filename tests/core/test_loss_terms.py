@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.inputs import select_rows, tensors_of
+from epk_gp.core.graphs import select_rows, tensors_of
+from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.losses import (
     NegativeLogLikelihood,
     as_loss,
@@ -21,7 +22,6 @@ from epk_gp.core.losses import (
     sample_weights,
     validate_loss_row_independence,
 )
-from epk_gp.core.signature import ONE_TENSOR, Signature
 from epk_gp.recording.causes import validate_output_scale, validate_targets
 from helpers import assert_close
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from signatures import Tagger, TwoInputs, mean_logits, tagger_inputs, two_inputs
 
+from epk_gp.core.inputs import ONE_TENSOR, parse_signature, signature_from_json
 from epk_gp.core.model import functionalize
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.signature import ONE_TENSOR, parse_signature, signature_from_json
 
 Pair = namedtuple("Pair", ["first", "second"])
 BYTES = torch.arange(6, dtype=torch.uint8).view(3, 2)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.inputs import RecordedGraph
+from epk_gp.core.graphs import RecordedGraph
 from epk_gp.storage.files import checksum_file
 from stored_runs import replace_header
 

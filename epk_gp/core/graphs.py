@@ -1,0 +1,228 @@
+"""What networks return, and graphs, whose points are node numbers.
+
+The engine's points are then node numbers, (n, 1) or (n,): an output is a function of the weights and of its number
+alone, although it is computed from the whole graph.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int64, Integer, Shaped
+from torch import Tensor
+
+from epk_gp.core.checks import validate_has_values
+from epk_gp.core.plans import TensorSpec
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS, torch.bool)}
+
+
+def tensors_of(returned: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a network returned, in order."""
+    if isinstance(returned, Tensor):
+        yield returned
+    for part in _parts(returned).values():
+        yield from tensors_of(part)
+
+
+def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
+    """Return what a network returned for some rows of its inputs; what has no such rows stays as it is.
+
+    Args:
+        returned: What it returned for all of them.
+        rows: The rows to keep.
+        num_rows: Number of rows that there are.
+    """
+    if isinstance(returned, Tensor):
+        return returned[rows] if returned.ndim and len(returned) == num_rows else returned
+    parts = {key: select_rows(part, rows, num_rows) for key, part in _parts(returned).items()}
+    if not parts:
+        return returned
+    if isinstance(returned, tuple | list):
+        values = list(parts.values())
+        return type(returned)(*values) if hasattr(returned, "_fields") else type(returned)(values)
+    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
+        return type(returned)(**parts) if dataclasses.is_dataclass(returned) else parts
+    result = copy.copy(returned)
+    for name, part in parts.items():
+        object.__setattr__(result, name, part)  # a data class may be frozen
+    return result
+
+
+def _parts(returned: Any) -> dict[Any, Any]:
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    if isinstance(returned, tuple | list):
+        return dict(enumerate(returned))
+    if isinstance(returned, Tensor) or callable(returned):
+        return {}
+    own = [field.name for field in dataclasses.fields(returned)] if dataclasses.is_dataclass(returned) else []
+    return {name: getattr(returned, name) for name in own} | dict(getattr(returned, "__dict__", {}))
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Graph:
+    """What a network takes that computes all nodes of a graph in one forward pass: net(*args, **kwargs).
+
+    The network returns one row of outputs per node; points are node numbers.
+
+    Attributes:
+        args: The tensors that it takes by position, such as node features and edges.
+        kwargs: Those that it takes by keyword.
+    """
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+
+    def __init__(self, *args: Tensor, **kwargs: Tensor) -> None:
+        """Keep the tensors, which are copied where a recording begins.
+
+        Raises:
+            TypeError: An argument is no tensor of real numbers.
+            ValueError: There is no tensor; or one is sparse, holds NaN or infinity, or is of floating-point numbers and
+                not contiguous.
+        """
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", dict(kwargs))
+        if not self.tensors:
+            raise ValueError("a graph must have at least one tensor, such as its nodes' features: got none.")
+        for key, value in self.tensors.items():
+            label = f"tensor {key!r} of the graph"
+            validate_dense(value, label)
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise ValueError(f"{label} must be finite: it holds NaN or infinity.")
+            if value.is_floating_point() and not value.is_contiguous():
+                raise ValueError(f"{label} must be contiguous, for dropout draws in memory order: call contiguous().")
+
+    @property
+    def tensors(self) -> dict[int | str, Tensor]:
+        """The tensors by position or keyword."""
+        return dict([*enumerate(self.args), *self.kwargs.items()])
+
+    def __repr__(self) -> str:
+        """Describe the tensors in one line."""
+        parts = [f"{key}: {tuple(value.shape)} of {value.dtype}" for key, value in self.tensors.items()]
+        return f"Graph({', '.join(parts)})"
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedGraph:
+    """The graph of a run, as its network is called with it.
+
+    Attributes:
+        tensors: Its tensors by position or keyword; those by position come first.
+        num_nodes: Number N of nodes.
+    """
+
+    tensors: Mapping[int | str, Shaped[Tensor, "..."]]
+    num_nodes: int
+
+    @property
+    def nodes(self) -> Int64[Tensor, "N 1"]:
+        """All node numbers, on the graph's device."""
+        return torch.arange(self.num_nodes, device=next(iter(self.tensors.values())).device)[:, None]
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as it was given."""
+        graph: Graph = _with_arguments(Graph, self.tensors)
+        return graph
+
+    def call(self, function: Callable[..., Any], nodes: Shaped[Tensor, "n ..."], spec: TensorSpec | None) -> Any:
+        """Call a network with the whole graph, and keep what it returns for some nodes.
+
+        Args:
+            function: The network.
+            nodes: Node numbers.
+            spec: Dtype of floating-point tensors, and device of all; as recorded by default.
+        """
+        tensors = self.tensors if spec is None else {key: spec.cast(value) for key, value in self.tensors.items()}
+        return select_rows(_with_arguments(function, tensors), nodes.reshape(-1), self.num_nodes)
+
+    def parse_nodes(self, X: object, name: str = "X") -> Int64[Tensor, "n 1"]:
+        """Return points as a column of node numbers: those of a tensor, or all of them for the graph itself.
+
+        Raises:
+            TypeError: They are neither whole numbers nor a graph.
+            ValueError: A number is out of range, or the graph is another one than the recorded one.
+        """
+        if isinstance(X, Graph):
+            difference = self.difference(X.tensors)
+            if difference is not None:
+                raise ValueError(f"{name} must be the recorded graph, or numbers of its nodes: {difference}.")
+            return self.nodes
+        if not isinstance(X, Tensor):
+            raise TypeError(f"{name} must be a tensor of node numbers, or the graph: got {type(X).__name__}.")
+        if X.dtype == torch.bool or X.is_floating_point() or X.is_complex():
+            advice = f" Pass {name}.nonzero().squeeze(1)." if X.dtype == torch.bool else ""
+            raise TypeError(f"{name} must hold node numbers, which are integers: got {X.dtype}.{advice}")
+        if X.ndim == 0 or X.shape[1:].numel() != 1:
+            raise ValueError(f"{name} must have shape (n,), one number per node: got {tuple(X.shape)}.")
+        validate_has_values(X, name)
+        if len(X) and not 0 <= int(X.min()) <= int(X.max()) < self.num_nodes:
+            got = f"{int(X.min())}..{int(X.max())}"
+            raise ValueError(f"{name} must hold node numbers in 0..{self.num_nodes - 1}: got {got}.")
+        return X.detach().to(torch.int64).reshape(-1, 1)
+
+    def difference(self, tensors: Mapping[int | str, object]) -> str | None:
+        """Return in words where given tensors differ from the recorded ones; None if they do not."""
+        if list(tensors) != list(self.tensors):
+            return f"it consists of the tensors {list(self.tensors)}, got {list(tensors)}"
+        for key, recorded in self.tensors.items():
+            value = tensors[key]
+            expected, got = (_described(z) for z in (recorded, value))
+            if got != expected:
+                return f"tensor {key!r} has {expected}, got {got}"
+            if not torch.equal(cast(Tensor, value).to(recorded.device), recorded):
+                return f"tensor {key!r} holds other numbers"
+        return None
+
+
+def _with_arguments(function: Callable[..., Any], tensors: Mapping[int | str, Tensor]) -> Any:
+    """Call a function with tensors by position or keyword."""
+    args = [value for key, value in tensors.items() if isinstance(key, int)]
+    return function(*args, **{key: value for key, value in tensors.items() if isinstance(key, str)})
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+
+
+def validate_dense(value: object, label: str) -> None:
+    """Raise if a value is no tensor with values, one by one."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor, or leave it "
+            "out and set it inside the network."
+        )
+    validate_has_values(value, label)
+
+
+def graph_from_json(entries: object, data: Mapping[str, Tensor]) -> RecordedGraph:
+    """Return the graph that a header describes, from the tensors stored with a run.
+
+    Raises:
+        ValueError: The description is damaged, or a tensor is missing or another one, or the run's inputs are not the
+            numbers of all nodes.
+    """
+    tensors: dict[int | str, Tensor] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        described: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        key, dtype = described.get("key"), DTYPES.get(str(described.get("dtype")))
+        is_key = isinstance(key, str) or (type(key) is int and key == len(tensors))
+        value = data.get(f"graph.{key}")
+        if not is_key or value is None or value.dtype != dtype or list(value.shape) != described.get("shape"):
+            raise ValueError(f"the run must hold the tensor of its graph that the header describes by {entry!r}.")
+        tensors[described["key"]] = value
+    inputs = data.get("inputs")
+    graph = RecordedGraph(tensors, 0 if inputs is None else len(inputs))
+    if inputs is None or not torch.equal(inputs, graph.nodes):
+        raise ValueError("the inputs of a run on a graph must be the numbers of all nodes: they are others.")
+    return graph
