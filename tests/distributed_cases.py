@@ -4,7 +4,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,25 +33,18 @@ def make_net(extra: nn.Module | None = None, dtype: torch.dtype = torch.float64)
 
 def record(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64, path: Path | None = None) -> Any:
     """A run of 10 points: "plain", "momentum", "adam", "dropout" or "batch_norm"."""
-    extra = {"dropout": nn.Dropout(0.3), "batch_norm": nn.BatchNorm1d(WIDTH)}.get(kind)
-    net = make_net(extra, dtype)
-    optimizers = {
-        "adam": lambda: torch.optim.Adam(net.parameters(), lr=0.01),
-        "momentum": lambda: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-    }
-    optimizer = optimizers.get(kind, lambda: torch.optim.SGD(net.parameters(), lr=0.1))()
-    X = inputs(POINTS, 2).to(dtype)
-    y = torch.arange(POINTS) % 3
+    net = make_net({"dropout": nn.Dropout(0.3), "batch_norm": nn.BatchNorm1d(WIDTH)}.get(kind), dtype)
+    momentum = {"lr": 0.05, "momentum": 0.9} if kind == "momentum" else {"lr": 0.1}
+    optimizer = torch.optim.SGD(net.parameters(), **momentum)
+    if kind == "adam":
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    X, y = inputs(POINTS, 2).to(dtype), torch.arange(POINTS) % 3
     return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, folder=path)
 
 
+@lru_cache
 def recorded(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Any:
     """The same run in memory, which tests share."""
-    return _recorded(kind, steps, dtype)
-
-
-@lru_cache
-def _recorded(kind: str, steps: int, dtype: torch.dtype) -> Any:
     return record(kind, steps, dtype)
 
 
@@ -99,30 +92,18 @@ class Call:
         return self.compute(run, **options)
 
 
-def _tiles(run: Any, **options: Any) -> Tensor:
-    both = mixed(100)
-    return epk.gram_block(run, both, both, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
+def _block(left: int, right: int = 0, call: Callable[..., Any] = epk.gram_block, **fixed: Any) -> Callable[..., Any]:
+    """A block of points, with themselves by default."""
+
+    def compute(run: Any, **options: Any) -> Tensor:
+        a = mixed(left, run.inputs.dtype)
+        return call(run, a, mixed(right) if right else a, **{"rule": RULE, **fixed, **options})
+
+    return compute
 
 
-def _symmetric(run: Any, **options: Any) -> Tensor:
-    both = mixed(9, run.inputs.dtype)
-    return epk.gram_block(run, both, both, rule=RULE, **options)
-
-
-def _adaptive(run: Any, **options: Any) -> Tensor:
-    return epk.gram_block(run, mixed(4), mixed(3), rule=epk.adaptive(tol=1e-6), **options)
-
-
-def _attribute(run: Any, **options: Any) -> Any:
-    return epk.attribute(run, inputs(12), rule=RULE, memory_budget=SMALL, **options)
-
-
-def _classes(run: Any, **options: Any) -> Any:
-    return epk.attribute(run, inputs(24), rule=RULE, classes=torch.arange(24) % 3, memory_budget=SMALL, **options)
-
-
-def _influence(run: Any, **options: Any) -> Any:
-    return epk.influence(run, inputs(9), memory_budget=SMALL, **options)
+def _explained(call: Callable[..., Any], count: int, **fixed: Any) -> Callable[..., Any]:
+    return lambda run, **options: call(run, inputs(count), memory_budget=SMALL, **fixed, **options)
 
 
 def _retrain(run: Any, **options: Any) -> Any:
@@ -135,44 +116,44 @@ def _posterior(run: Any, **options: Any) -> Any:
     return posterior.mean, posterior.covariance
 
 
-def _reconstruct(run: Any, count: int = 300, **options: Any) -> Any:
-    return epk.reconstruct(run, inputs(count), rule=epk.adaptive(tol=1e-6), memory_budget=SMALL, **options)
-
-
 def _many(run: Any, **options: Any) -> Any:
     groupings = [(by_sample(run), by_layer(run)), (by_label(run),), (by_step(run),)]
     return attribute_many(run, inputs(12), groupings, rule=RULE, memory_budget=SMALL, **options)
 
 
 def _trace(run: Any, **options: Any) -> Tensor:
-    parsed = epk.ComputeOptions(**options)
-    return epk.gram.path_kernel.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), parsed)
+    return epk.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), epk.ComputeOptions(**options))
+
+
+_ATTRIBUTE = _explained(epk.attribute, 12, rule=RULE)
+_ADAPTIVE = epk.adaptive(tol=1e-6)
 
 
 CALLS = {
     call.name: call
     for call in (
-        Call("block", "plain", lambda run, **o: epk.gram_block(run, mixed(5), mixed(4), rule=RULE, **o)),
-        Call("symmetric", "plain", _symmetric),
-        Call("per_class", "momentum", lambda run, **o: gram_block_per_class(run, mixed(5), mixed(4), rule=RULE, **o)),
+        Call("block", "plain", _block(5, 4)),
+        Call("symmetric", "plain", _block(9)),
+        Call("chords", "plain", _block(5, path=epk.chords(3))),
+        Call("per_class", "momentum", _block(5, 4, gram_block_per_class)),
         Call("trace", "plain", _trace),
-        Call("tiles", "plain", _tiles, steps=2),
-        Call("adaptive", "plain", _adaptive, steps=17),
-        Call("float32", "plain", lambda run, **o: _symmetric(run, accumulate=torch.float64, **o), torch.float32),
-        Call("attribute", "plain", _attribute, steps=3),
-        Call("classes", "momentum", _classes, steps=3),
-        Call("momentum", "momentum", _attribute, steps=3),
-        Call("adam", "adam", _attribute, steps=3),
-        Call("dropout", "dropout", _attribute, steps=3),
-        Call("batch_norm", "batch_norm", _attribute, steps=3),
+        Call("tiles", "plain", _block(100, rule=epk.left_endpoint(), memory_budget=SMALL), steps=2),
+        Call("adaptive", "plain", _block(4, 3, rule=_ADAPTIVE), steps=17),
+        Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
+        Call("attribute", "plain", _ATTRIBUTE, steps=3),
+        Call("classes", "momentum", _explained(epk.attribute, 24, rule=RULE, classes=torch.arange(24) % 3), steps=3),
+        Call("momentum", "momentum", _ATTRIBUTE, steps=3),
+        Call("adam", "adam", _ATTRIBUTE, steps=3),
+        Call("dropout", "dropout", _ATTRIBUTE, steps=3),
+        Call("batch_norm", "batch_norm", _ATTRIBUTE, steps=3),
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
-        Call("influence", "adam", _influence, steps=3),
+        Call("influence", "adam", _explained(epk.influence, 9), steps=3),
         Call("retrain", "adam", _retrain, steps=3),
         Call("posterior", "plain", _posterior),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
-        Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o), steps=34),
-        Call("reconstruct_momentum", "momentum", _reconstruct, steps=2),
+        Call("reconstruct", "plain", _explained(epk.reconstruct, 10, rule=_ADAPTIVE), steps=34),
+        Call("reconstruct_momentum", "momentum", _explained(epk.reconstruct, 300, rule=_ADAPTIVE), steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )
 }
@@ -254,18 +235,11 @@ class Stopping(Shuffled):
 
 @dataclass(frozen=True)
 class Squares:
-    """A computation for tests of faults: place (n,) gives n^2. Each computation is noted in a file of its piece.
+    """A computation for tests of faults: place (n,) gives n^2. Each computation is noted in a file of its piece."""
 
-    Attributes:
-        notes: Folder of the files.
-        count: Number of squares.
-        seconds: That a piece takes, until there is a file `OVER` in the folder.
-        fault: Called with the place before a piece is computed.
-    """
-
-    notes: str
-    seconds: float = 0.0
-    fault: Callable[[int], None] | None = field(default=None)
+    notes: str  # folder of the files
+    seconds: float = 0.0  # that a piece takes, until there is a file `OVER` in the folder
+    fault: Callable[[int], None] | None = None  # called with the place before a piece is computed
     count: int = COUNT
     piece_bytes: int = 8
     device: ClassVar[torch.device] = torch.device("cpu")

@@ -248,7 +248,7 @@ class ComputeOptions:
         validate_memory_budget(self.memory_budget)
         if self.accumulate not in (None, torch.float32, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
-        executor = self.executor
+        executor: object = self.executor
         if isinstance(executor, type) or not isinstance(executor, SupportsSubmit | None):
             got = executor.__name__ if isinstance(executor, type) else f"an object of type {type(executor).__name__}"
             raise TypeError(

@@ -265,10 +265,14 @@ class Signature:
         """
         if self.layout is None:
             return (rows,), {}
-        parts = self._parts(self.layout, rows)
-        if self.layout.is_mapping:
-            return (), {str(tensor.key): part for tensor, part in zip(self.layout.tensors, parts, strict=True)}
-        return tuple(parts), {}
+        parts = {}
+        for tensor, first in self.layout.columns():
+            part = rows[:, first : first + tensor.size]
+            part = part.unflatten(1, tensor.shape) if tensor.shape else part.squeeze(1)
+            follows_rows = tensor.dtype.is_floating_point and tensor.dtype == self.layout.dtype
+            # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
+            parts[str(tensor.key)] = (part if follows_rows else part.to(tensor.dtype)).contiguous()
+        return ((), parts) if self.layout.is_mapping else (tuple(parts.values()), {})
 
     def structure(self, rows: Shaped[Tensor, "n ..."]) -> Inputs:
         """Return packed inputs in the structure that they had: a tensor, a tuple or a dictionary; or node numbers."""
@@ -331,17 +335,6 @@ class Signature:
     def stored_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the graph by their names on disk."""
         return {} if self.graph is None else {f"graph.{key}": value for key, value in self.graph.tensors.items()}
-
-    @staticmethod
-    def _parts(layout: InputLayout, rows: Tensor) -> list[Tensor]:
-        parts = []
-        for tensor, first in layout.columns():
-            part = rows[:, first : first + tensor.size]
-            part = part.unflatten(1, tensor.shape) if tensor.shape else part.squeeze(1)
-            follows_rows = tensor.dtype.is_floating_point and tensor.dtype == layout.dtype
-            # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
-            parts.append((part if follows_rows else part.to(tensor.dtype)).contiguous())
-        return parts
 
 
 ONE_TENSOR = Signature()  # of a network that takes one tensor and returns its outputs

@@ -4,7 +4,6 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -154,30 +153,26 @@ class FunctionalModel:
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
-        module = self._take_module_of_thread()
-        call = partial(self._call, module, dict(params))
+        module, values = self._take_module_of_thread(), dict(params)
+
+        def call(*args: Tensor, **kwargs: Tensor) -> Any:
+            if self.signature.graph is None:  # a graph has no rows of the batch
+                args = tuple(map(_marked, args))
+                kwargs = {name: _marked(value) for name, value in kwargs.items()}
+            return functional_call(module, values, args, kwargs)
+
+        keeping = KeptActivations() if self.recomputes else nullcontext()
+        statistics = [params[name] for name in self.statistics]
+        written_out = WrittenOutNormalisation(statistics) if statistics else nullcontext()
         try:
             # everywhere, or bytes would depend on what other threads do
-            with disable_fused_attention(), self._interceptions(params):
+            with disable_fused_attention(), quiet_checkpoints(), keeping, written_out:
                 returned = self.signature.call(call, X, self.spec)
         except StopForwardError:
             self._of_thread.module = module
             raise
         self._of_thread.module = module
         return returned
-
-    def _call(self, module: nn.Module, params: dict[str, Tensor], /, *args: Tensor, **kwargs: Tensor) -> Any:
-        if self.signature.graph is None:  # a graph has no rows of the batch
-            args = tuple(map(_marked, args))
-            kwargs = {name: _marked(value) for name, value in kwargs.items()}
-        return functional_call(module, params, args, kwargs)
-
-    @contextmanager
-    def _interceptions(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        keeping = KeptActivations() if self.recomputes else nullcontext()
-        statistics = [params[name] for name in self.statistics]
-        with quiet_checkpoints(), keeping, WrittenOutNormalisation(statistics) if statistics else nullcontext():
-            yield
 
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""
@@ -202,7 +197,7 @@ class FunctionalModel:
 
     def weights_of(self, net: nn.Module) -> Float[Tensor, " P"]:
         """Copy the trained parameters that a network of the same architecture holds now, as a flat vector."""
-        return torch.cat([net.get_parameter(name).detach().reshape(-1) for name in self.names])
+        return self.flatten({name: net.get_parameter(name) for name in self.names})
 
     def statistics_of(self, net: nn.Module) -> Float[Tensor, " Q"]:
         """Copy the moving statistics that a network of the same architecture holds now, as a flat vector."""
@@ -235,15 +230,11 @@ class FunctionalModel:
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
-        return self._with_module(module, recomputes=self.recomputes)
+        return FunctionalModel(**self.__getstate__() | {"module": module, "cache": self.cache})
 
     def keeping_activations(self) -> "FunctionalModel":
         """Return the model of a network that uses activation checkpointing: nothing of it is recomputed."""
-        return self._with_module(self.module, recomputes=True)
-
-    def _with_module(self, module: nn.Module, *, recomputes: bool) -> "FunctionalModel":
-        args = (module, self.names, self.shapes, self.statistics, self.cache, self.signature)
-        return FunctionalModel(*args, recomputes=recomputes)
+        return FunctionalModel(**self.__getstate__() | {"recomputes": True, "cache": self.cache})
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.

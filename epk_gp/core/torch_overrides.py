@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
@@ -33,35 +32,13 @@ _SWITCHES = (
 
 
 class _User:
-    """One use of `disable_fused_attention`; it is gone with it, however that ends."""
+    """One use of `disable_fused_attention` or `quiet_checkpoints`; it is gone with it, however that ends."""
 
 
-@dataclass(eq=False)
-class _FusedAttention:
-    """Who has fused attention switched off: torch's switches are the process's, not the thread's."""
-
-    users: "weakref.WeakSet[_User]" = field(default_factory=weakref.WeakSet)
-    before: tuple[bool, ...] | None = None  # what the switches were, while they are off
-    lock: Any = field(default_factory=threading.RLock)
-
-    def switch_off(self, user: _User) -> None:
-        with self.lock:
-            self.users.add(user)
-            if self.before is None:
-                self.before = tuple(read() for read, _, _ in _SWITCHES)
-                for _, write, value in _SWITCHES:
-                    write(value)
-
-    def restore(self, user: _User) -> None:
-        with self.lock:
-            self.users.discard(user)
-            if self.before is not None and not self.users:
-                for (_, write, _), value in zip(_SWITCHES, self.before, strict=True):
-                    write(value)
-                self.before = None
-
-
-_FUSED_ATTENTION = _FusedAttention()
+# Who has fused attention switched off, and what torch's switches were: they are the process's, not the thread's.
+_USERS = weakref.WeakSet[_User]()
+_BEFORE = list[bool]()
+_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -79,11 +56,21 @@ def disable_fused_attention() -> Iterator[None]:
     """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here; no autocast."""
     user = _User()
     try:
-        _FUSED_ATTENTION.switch_off(user)
+        with _LOCK:
+            _USERS.add(user)
+            if not _BEFORE:
+                _BEFORE[:] = [read() for read, _, _ in _SWITCHES]
+                for _, write, value in _SWITCHES:
+                    write(value)
         with outside_autocast():
             yield
     finally:
-        _FUSED_ATTENTION.restore(user)
+        with _LOCK:
+            _USERS.discard(user)
+            if _BEFORE and not _USERS:
+                for (_, restore, _), value in zip(_SWITCHES, _BEFORE, strict=True):
+                    restore(value)
+                _BEFORE.clear()
 
 
 # Functions that normalise by statistics, with the names of their arguments.
@@ -179,13 +166,9 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-class _CheckpointUser:
-    """One use of `quiet_checkpoints`; it is gone with it, however that ends."""
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.users = weakref.WeakSet[_CheckpointUser]()
+        self.users = weakref.WeakSet[_User]()
 
 
 _THREAD = _Thread()
@@ -214,7 +197,7 @@ def quiet_checkpoints() -> Iterator[None]:
     """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
     if list(warnings.filters[:1]) != [_FILTER]:
         warnings.filterwarnings("ignore", _FILTER[1].pattern, _FILTER[2])
-    user = _CheckpointUser()
+    user = _User()
     try:
         _THREAD.users.add(user)
         yield

@@ -93,11 +93,9 @@ class _Derivative:
         jacobians = layer_jacobians(
             self.net, at, X, replace(cotangents, head=None), self.cost, create_graph=X.requires_grad
         )
-        return [j if _has_one_position(j) else DenseJacobian(j.to_dense()) for j in jacobians]
-
-    def states_at_once(self, num_points: int) -> int:
-        """Count the weight states at which the same points are evaluated together."""
-        return self.kernel.memory.stacked_weights(num_points) if self.net.plan.supports_stacking else 1
+        has_one_position = [isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 for j in jacobians]
+        pairs = zip(jacobians, has_one_position, strict=True)
+        return [j if is_kept else DenseJacobian(j.to_dense()) for j, is_kept in pairs]
 
 
 def _prepare(kernel: PlannedKernel, pairs: SetPairs) -> _Derivative:
@@ -230,7 +228,8 @@ def _evaluated_by_steps(
     omegas = kernel.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
     # the plan counts forward and backward passes of all outputs, and their Jacobians
     points = [1 + len(side.X) * (side.num_outputs + 2) // (kernel.trajectory.num_outputs + 2) for side in (left, right)]
-    at_once = [derivative.states_at_once(own) for own in points]
+    stacks = derivative.net.plan.supports_stacking
+    at_once = [kernel.memory.stacked_weights(own) if stacks else 1 for own in points]
     steps_at_once = max(1, min(max(at_once), derivative.max_points // max(points)) // len(omegas))
     for steps in _batches(_steps_between(kernel, block.is_train), steps_at_once):
         at_nodes = [
@@ -315,7 +314,3 @@ def _weights_at_nodes(
     needed = sorted({state for pair in ends for state in pair})
     states = {state: kernel.prefetcher.get(state, keep) for state in needed}
     return [torch.lerp(states[a], states[b], t) for a, b in ends for t, _ in nodes]
-
-
-def _has_one_position(jacobian: LayerJacobian) -> bool:
-    return isinstance(jacobian, OuterProductJacobian) and jacobian.inputs.shape[1] == 1

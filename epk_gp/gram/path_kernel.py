@@ -72,11 +72,8 @@ class PathKernel:
     ) -> None:
         validate_trajectory(trajectory)
         validate_path(path)
-        object.__setattr__(self, "trajectory", trajectory)
-        object.__setattr__(self, "head", resolve_head(head, trajectory.loss, trajectory.num_outputs))
-        object.__setattr__(self, "rule", rule)
-        object.__setattr__(self, "step_weights", step_weights)
-        object.__setattr__(self, "path", path)
+        head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+        vars(self).update(trajectory=trajectory, head=head, rule=rule, step_weights=step_weights, path=path)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""

@@ -178,11 +178,19 @@ class NodeSketch:
             X: n inputs.
             weights: Of their features.
         """
-        plan = self.net.plan
+        sketch, plan, parts = self, self.net.plan, []
         if plan.dense_params:  # `vmap` may get second derivatives wrong: torch 2.13 does so for layer norms
-            slow = PlannedModel(self.net.model, replace(plan, supports_vmap=False))
-            return replace(self, net=slow)._input_gradients(X, weights)
-        return self._input_gradients(X, weights)
+            sketch = replace(self, net=PlannedModel(self.net.model, replace(plan, supports_vmap=False)))
+        for rows in torch.arange(len(X), device=X.device).split(sketch.block_rows(X)):
+            x, own = X[rows].detach().requires_grad_(), weights[rows].transpose(0, 1)
+            gradient = torch.zeros_like(x)
+            with torch.enable_grad():
+                for node, jacobians in enumerate(sketch.jacobians(x, self._sketching, create_graph=True)):
+                    features = self._add_node(self._empty_sum(x), node, jacobians).result()
+                    (part,) = torch.autograd.grad((features * own).sum(), x, allow_unused=True, materialize_grads=True)
+                    gradient += part
+            parts.append(gradient)
+        return torch.cat(parts)
 
     def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
         """Compute the features of several blocks of points."""
@@ -216,28 +224,13 @@ class NodeSketch:
             at = WeightLocation(state)
             yield layer_jacobians(self.net, at, X, cotangents, cost, create_graph=create_graph)
 
-    def _input_gradients(self, X: Tensor, weights: Tensor) -> Tensor:
-        parts = []
-        for rows in torch.arange(len(X), device=X.device).split(self.block_rows(X)):
-            x, own = X[rows].detach().requires_grad_(), weights[rows].transpose(0, 1)
-            gradient = torch.zeros_like(x)
-            with torch.enable_grad():
-                for node, jacobians in enumerate(self.jacobians(x, self._sketching, create_graph=True)):
-                    total = self._empty_sum(x)
-                    self._add_node(total, node, jacobians)
-                    (part,) = torch.autograd.grad(
-                        (total.result() * own).sum(), x, allow_unused=True, materialize_grads=True
-                    )
-                    gradient += part
-            parts.append(gradient)
-        return torch.cat(parts)
-
     def _empty_sum(self, X: Tensor) -> FeatureSum:
         return FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
 
-    def _add_node(self, total: FeatureSum, node: int, jacobians: list[LayerJacobian]) -> None:
+    def _add_node(self, total: FeatureSum, node: int, jacobians: list[LayerJacobian]) -> FeatureSum:
         for layer, jacobian in enumerate(jacobians):
             jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
+        return total
 
     @property
     def _sketching(self) -> ContractionCost:
@@ -380,7 +373,7 @@ class PathSketch:
                 work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
                 for piece, sums in run(work, options, "kernel"):
                     i, j = piece.place
-                    n, m, block = work.rows[i], work.columns[j], sums.added["block"]
+                    (_, n), (_, m), block = work.left[i], work.right[j], sums.added["block"]
                     result[:, n[:, None], m] = block
                     of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
                     if a is b and i != j:
@@ -484,7 +477,7 @@ class ProductWork(RunWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the products of the points of a piece, and those of each point with itself."""
         i, j = place
-        (own, n), (other, m) = self._left[i], self._right[j]
+        (own, n), (other, m) = self.left[i], self.right[j]
         X = self.a.X[n]
         Y = X if self.a is self.b and i == j else self.b.X[m]
         block, left, right = node_products(own, X, other, Y)
@@ -501,44 +494,35 @@ class ProductWork(RunWork):
         same, name = self.a is self.b, self.named("points")
         return [
             Piece(f"{name}-{i}-{j}", (i, j))
-            for i in range(len(self.rows))
-            for j in range(i if same else 0, len(self.columns))
+            for i in range(len(self.left))
+            for j in range(i if same else 0, len(self.right))
         ]
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of the largest piece."""
-        largest = max((len(rows) for rows in (*self.rows, *self.columns)), default=0)
+        largest = max((len(rows) for _, rows in (*self.left, *self.right)), default=0)
         return largest**2 * self.sketch.coefficients.shape[1] * self.net.itemsize
 
     @cached_property
-    def rows(self) -> list[Int64[Tensor, " rows"]]:
-        """The points of each part on the left."""
-        return [rows for _, rows in self._left]
-
-    @cached_property
-    def columns(self) -> list[Int64[Tensor, " columns"]]:
-        """The points of each part on the right."""
-        return [rows for _, rows in self._right]
-
-    @cached_property
-    def _left(self) -> list[tuple[NodeSketch, Tensor]]:
+    def left(self) -> list[tuple[NodeSketch, Tensor]]:
+        """The points of each part on the left, and their sketch."""
         return self._parts(self.a)
 
     @cached_property
-    def _right(self) -> list[tuple[NodeSketch, Tensor]]:
-        return self._left if self.a is self.b else self._parts(self.b)
+    def right(self) -> list[tuple[NodeSketch, Tensor]]:
+        """Those on the right."""
+        return self.left if self.a is self.b else self._parts(self.b)
 
     def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
         """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
-        return [
-            (sketch, rows)
-            for is_train in (True, False)
-            for indices in [points.copies(is_train)]
-            if len(indices)
-            for sketch in [self.sketch._of_copy(self.net, is_train)]
-            for rows in indices.split(sketch.product_rows(points.X[:1], self.memory_budget))
-        ]
+        parts = []
+        for is_train in (True, False):
+            if len(indices := points.copies(is_train)):
+                sketch = self.sketch._of_copy(self.net, is_train)
+                size = sketch.product_rows(points.X[:1], self.memory_budget)
+                parts += [(sketch, rows) for rows in indices.split(size)]
+        return parts
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:

@@ -69,72 +69,37 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_a_block_by_nodes_is_that_of_autograd(name):
+def test_a_block_by_nodes_is_that_of_autograd_and_the_kernel_machine_the_network(name):
     """Also where every node is asked for, in another order, and one twice."""
     graph, net = make_graph(6), NETS[name]()
     trajectory = record(net, graph, steps=2)
     net.eval()
+    b = torch.tensor([1, 5])
     for a in (torch.arange(6).flip(0), torch.tensor([4, 0, 4])):
-        b = torch.tensor([1, 5])
-        block = epk.gram_block(
-            trajectory,
-            epk.Points(a, is_train=False),
-            epk.Points(b, is_train=True),
-            head="logits",
-            rule=RULE,
-        )
+        points = epk.Points(a, is_train=False), epk.Points(b, is_train=True)
+        block = epk.gram_block(trajectory, *points, head="logits", rule=RULE)
         assert_close(block, expected_block(net, trajectory, a, b, graph[:2]))
-
-
-@pytest.mark.parametrize("name", ["index_add", "sparse", "unmapped", "parameter"])
-def test_the_kernel_machine_is_the_network_however_passes_are_differentiated(name):
-    net = NETS[name]()
-    graph = make_graph(6)
-    trajectory = record(net, graph, steps=2)
     machine = epk.reconstruct(trajectory, torch.arange(6), head="logits")
     assert machine.certified
-    assert_close(machine.outputs, net.eval()(*graph[:2]).detach())
+    assert_close(machine.outputs, net(*graph[:2]).detach())
 
 
-def test_a_kernel_takes_node_numbers_as_columns():
+def test_kernels_and_processes_take_node_numbers():
     trajectory = record(make_net(activation=torch.tanh), steps=2)
     nodes = torch.arange(7)[:, None]
-    kernel = epk.EPKKernel(trajectory, rule=RULE)
-    K = kernel(epk.train_copy(nodes), epk.test_copy(nodes)).to_dense()
+    K = epk.EPKKernel(trajectory, rule=RULE)(epk.train_copy(nodes), epk.test_copy(nodes)).to_dense()
     train, test = (epk.Points(nodes, is_train=is_train) for is_train in (True, False))
     assert_close(K, epk.gram_block(trajectory, train, test, rule=RULE).reshape(21, 21))
-
-
-def test_a_gaussian_process_predicts_nodes():
-    gp = epk.LogitGP(record(make_net(activation=torch.tanh), steps=2), "independent", noise=1e-2)
-    mean = gp.logit_posterior(torch.arange(7)).mean
-    assert_close(gp.logit_posterior(torch.tensor([5, 0])).mean, mean[[5, 0]])
-
-
-def test_nodes_of_a_block_must_exist():
-    trajectory = record(make_net(), steps=1)
-    points, beyond = (epk.Points(torch.tensor([node]), is_train=True) for node in (0, 7))
+    gp = epk.LogitGP(trajectory, "independent", noise=1e-2)
+    assert_close(gp.logit_posterior(torch.tensor([5, 0])).mean, gp.logit_posterior(torch.arange(7)).mean[[5, 0]])
+    beyond = epk.Points(torch.tensor([7]), is_train=True)
     with pytest.raises(ValueError, match=r"b.X must hold node numbers in 0\.\.6: got 7"):
-        epk.gram_block(trajectory, points, beyond, rule=RULE)
+        epk.gram_block(trajectory, train, beyond, rule=RULE)
 
 
-class ThreeLayers(Convolutions):
-    """What the second ReLU sees is no straight line along a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.middle = nn.Linear(5, 5)
-
-    def forward(self, x, edge_index):
-        h = torch.relu(self.spread(self.first(x), edge_index))
-        h = torch.relu(self.spread(self.middle(h), edge_index))
-        return self.spread(self.second(h), edge_index)
-
-
-@pytest.mark.parametrize("make", [make_net, lambda: ThreeLayers().double()], ids=["two", "three"])
-def test_kinks_of_a_graph_cost_a_few_evaluations(make):
+def test_kinks_of_a_graph_cost_a_few_evaluations():
     """A bisection of one kink takes some 40 halvings of 4 nodes each."""
-    net = make()
+    net = make_net()
     trajectory = record(net, steps=2, optimizer=torch.optim.SGD(net.parameters(), lr=1.0))
     machine = epk.reconstruct(trajectory, torch.arange(7), head="logits")
     assert machine.certified

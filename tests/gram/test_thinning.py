@@ -37,13 +37,9 @@ def test_weights_are_summed_and_the_error_is_that_of_the_matrix(run):
 
 def test_a_thinned_run_is_another_one_and_stays_exact_elsewhere(run):
     thinned = thin_path(run, 4, run.inputs, rule=RULE).trajectory
-    kernel, other = epk.EPKKernel(run), epk.EPKKernel(thinned)
     with pytest.raises(ValueError, match="the run that it was saved with"):
-        other.load_state_dict(kernel.state_dict())
+        epk.EPKKernel(thinned).load_state_dict(epk.EPKKernel(run).state_dict())
     assert epk.reconstruct(thinned, run.inputs + 0.1).max_error < 1e-12
-
-
-@pytest.mark.parametrize("every", [0, 21])
-def test_thinning_refuses_what_means_nothing(run, every):
-    with pytest.raises(ValueError, match="every must be"):
-        thin_path(run, every, run.inputs)
+    for every in (0, 21):
+        with pytest.raises(ValueError, match="every must be"):
+            thin_path(run, every, run.inputs)

@@ -52,11 +52,7 @@ def test_dask_gives_the_bytes_of_none(name, client):
 
 
 class Killer(threading.Thread):
-    """Kills a worker at random, in the middle of its pieces, until there were enough.
-
-    A nanny whose worker dies before it has said that it is up closes itself: the cluster is asked for another one, as
-    a batch system would be.
-    """
+    """Kills a worker at random, in the middle of its pieces, until there were enough; the cluster makes others."""
 
     def __init__(self, work, kills, cluster):
         super().__init__(daemon=True)
@@ -98,38 +94,33 @@ def test_a_dozen_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     assert sum(map(len, begun)) <= count + 2 * kills
 
 
-def stopped_during_a_job(tmp_path, stop, other):
-    """Start a job, stop something once three pieces are there, and return the job's error."""
+STOPS = {
+    "closed scheduler": lambda cluster, client: cluster.close(timeout=5),
+    "restarted scheduler": lambda cluster, client: client.restart(wait_for_workers=False),
+    "closed client": lambda cluster, client: client.close(timeout=3),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS.keys())
+def test_an_executor_that_is_stopped_is_an_error_and_the_job_goes_on_with_another(stop, tmp_path, client):
     (tmp_path / "notes").mkdir()
     work = Squares(str(tmp_path / "notes"), seconds=0.02)
     cluster = new_cluster()
-    client = distributed.Client(cluster, timeout=3)
+    own = distributed.Client(cluster, timeout=3)
 
     def wait_and_stop():
         while not work.noted(3, "done"):
             time.sleep(0.02)
-        stop(cluster, client)
+        stop(cluster, own)
 
     thread = threading.Thread(target=wait_and_stop, daemon=True)
     thread.start()
     try:
         with pytest.raises(RuntimeError, match="Make a new one, and call again with the same checkpoint"):
-            squares(work, client, tmp_path / "pieces", 400)
+            squares(work, own, tmp_path / "pieces", 400)
         (tmp_path / "notes" / OVER).touch()
     finally:
         thread.join(20)
-        client.close(timeout=3)
+        own.close(timeout=3)
         cluster.close(timeout=5)
-    assert squares(work, other, tmp_path / "pieces", 400) == [n * n for n in range(400)]
-
-
-def test_a_closed_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
-    stopped_during_a_job(tmp_path, lambda cluster, client: cluster.close(timeout=5), client)
-
-
-def test_a_restarted_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
-    stopped_during_a_job(tmp_path, lambda cluster, client: client.restart(wait_for_workers=False), client)
-
-
-def test_a_closed_client_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
-    stopped_during_a_job(tmp_path, lambda cluster, client: client.close(timeout=3), client)
+    assert squares(work, client, tmp_path / "pieces", 400) == [n * n for n in range(400)]

@@ -4,6 +4,7 @@ import errno
 import pickle
 import threading
 from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -38,16 +39,10 @@ from epk_gp.work.run import Sums
 from epk_gp.work.run import run as carry_out
 from epk_gp.work.workers import scratch_folder
 
-EVERY = pytest.mark.parametrize(
-    "name",
-    [
-        "block",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("attribute", "momentum", "features", "diagonal", "reconstruct")
-        ),
-    ],
-)
+SLOW = [
+    pytest.param(n, marks=pytest.mark.slow) for n in ("attribute", "momentum", "features", "diagonal", "reconstruct")
+]
+EVERY = pytest.mark.parametrize("name", ["block", *SLOW])
 
 
 def as_worker(folder, key, n):
@@ -73,65 +68,47 @@ def test_a_killed_worker_ends_the_pool_and_costs_the_piece_in_hand(folder, work,
     assert [len(work.noted(n, "done")) for n in range(COUNT)] == [1] * COUNT
 
 
-def test_a_pool_that_was_shut_down_is_refused(folder, work):
+def test_a_pool_that_was_shut_down_and_what_is_no_executor_are_refused(folder, work, unchecked):
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(RuntimeError, match=r"executor must take the pieces of a job: its submit raised RuntimeError"):
         squares(work, pool, folder, COUNT)
+    for executor in (2, ProcessPoolExecutor, "processes"):
+        with pytest.raises(TypeError, match=r"executor must have a method submit\(function, \*args\)"):
+            epk.gram_block(run_of("block"), mixed(2), mixed(2), executor=executor)
 
 
-@pytest.mark.parametrize("lost", ["result", "connection"])
-def test_a_result_that_was_given_up_is_an_error_of_the_executor(lost, folder, work):
-    class CommClosedError(OSError):
-        """Of Dask, by its name."""
-
-    class Closing(Shuffled):
-        def work(self):
-            raise error
-
-    error = CommClosedError("in <TCP>") if lost == "connection" else CancelledError()
-    with pytest.raises(RuntimeError, match=r"executor must finish the pieces that it took: it gave up piece square-0"):
-        squares(work, Closing(), folder, COUNT)
+class CommClosedError(OSError):
+    """Of Dask, by its name."""
 
 
-def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
+@pytest.mark.parametrize("error", [CancelledError(), CommClosedError("in <TCP>")], ids=["result", "connection"])
+def test_a_result_that_was_given_up_is_an_error_of_the_executor(error, folder, work):
+    """Also where it is gone when the rest is to be cancelled."""
+
     class Closed(Shuffled):
-        """Its results are given up, and it is gone when the rest is to be cancelled."""
-
         def submit(self, function, *arguments):
             pending = super().submit(function, *arguments)
             pending.cancel = self.work
             return pending
 
         def work(self):
-            raise CancelledError
+            raise error
 
-    with pytest.raises(RuntimeError, match="executor must finish the pieces that it took"):
+    with pytest.raises(RuntimeError, match=r"executor must finish the pieces that it took: it gave up piece square-0"):
         squares(work, Closed(), folder, COUNT)
 
 
-@pytest.mark.parametrize("executor", [2, ProcessPoolExecutor, "processes"])
-def test_what_is_no_executor_is_refused(executor, unchecked):
-    with pytest.raises(TypeError, match=r"executor must have a method submit\(function, \*args\)"):
-        epk.gram_block(run_of("block"), mixed(2), mixed(2), executor=executor)
-
-
-def test_a_worker_says_that_it_does_not_see_the_folder(folder, written):
+def test_a_worker_refuses_a_folder_without_its_job_whole_and_of_its_versions(folder, written, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"every worker must see the folder of the pieces: .*checkpoint="):
         as_worker(folder.with_name("elsewhere"), written, 0)
     assert not folder.with_name("elsewhere").exists()
-
-
-def test_a_damaged_job_is_not_computed(folder, written):
     file = folder / jobs.JOB
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
+    content = file.read_bytes()
+    file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     with pytest.raises(ValueError, match=r"must be what the job's owner wrote: it is damaged, or another job"):
         as_worker(folder, written, 0)
-
-
-def test_a_worker_of_another_version_refuses_the_job_before_it_is_unpickled(folder, written, monkeypatch):
+    file.write_bytes(content)
     other = {**jobs._versions(), "torch": "1.0"}
     monkeypatch.setattr(jobs, "_versions", lambda: other)
     monkeypatch.setattr(pickle, "loads", lambda content: pytest.fail("was unpickled"))
@@ -144,26 +121,25 @@ def test_a_full_disk_names_the_piece_and_the_folder(folder, written, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("epk_gp.storage.partial_sums.atomic_write", full)
-    with pytest.raises(
-        OSError, match=r"piece square-1 must be written to .*pieces by .*: No space left.*Make room"
-    ) as e:
+    message = r"piece square-1 must be written to .*pieces by .*: No space left.*Make room"
+    with pytest.raises(OSError, match=message) as caught:
         as_worker(folder, written, 1)
-    assert e.value.errno == errno.ENOSPC
-    assert pickle.loads(pickle.dumps(e.value)).errno == errno.ENOSPC  # it travels to the owner
+    assert pickle.loads(pickle.dumps(caught.value)).errno == errno.ENOSPC  # it travels to the owner
 
 
-def test_a_damaged_piece_is_never_used(folder, work):
+def test_a_damaged_piece_is_never_used_and_what_killed_writers_left_is_removed(folder, work):
     with pytest.raises(StopError):
         squares(work, Stopping(3, "result"), folder, COUNT)
-    assert len(list(folder.glob("square-*"))) == 3
-    piece = next(folder.glob("square-*"))
-    content = bytearray(piece.read_bytes())
-    content[-1] ^= 1
-    piece.write_bytes(content)
+    piece, *others = folder.glob("square-*")
+    assert len(others) == 2
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"square-\d\.safetensors must be a partial sum.*does not have the checksum"):
         squares(work, Shuffled(), folder, COUNT)
     piece.unlink()
+    (folder / "square-1.safetensors.0123.part").write_bytes(b"torn")
     assert squares(work, Shuffled(), folder, COUNT) == RESULT
+    assert not list(folder.glob("*.part"))
 
 
 def test_a_folder_serves_one_job_at_a_time(folder, work):
@@ -177,8 +153,7 @@ def test_a_folder_serves_one_job_at_a_time(folder, work):
 
 def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
     """A scheduler takes a slow worker for dead: it and its successor write the same bytes at once."""
-    sums = PartialSums(tmp_path / "sums", "x")
-    value, sync, nested = torch.arange(5), files.os.fsync, []
+    sums, value, sync, nested = PartialSums(tmp_path / "sums", "x"), torch.arange(5), files.os.fsync, []
 
     def slow(handle):
         if not nested:
@@ -192,27 +167,17 @@ def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
     assert not list((tmp_path / "sums").glob("*.part"))
 
 
-def test_what_killed_writers_left_is_removed(folder, work):
-    PartialSums(folder, "squares")
-    (folder / "square-1.safetensors.0123.part").write_bytes(b"torn")
-    assert squares(work, None, folder, COUNT) == RESULT
-    assert not list(folder.glob("*.part"))
-
-
-class Locked(nn.Module):
+class Locked(nn.Sequential):
     """A network that no process can send to another."""
 
     def __init__(self):
-        super().__init__()
-        self.layer, self.lock = nn.Linear(4, 3), threading.Lock()
-
-    def forward(self, x):
-        return self.layer(x)
+        super().__init__(nn.Linear(4, 3))
+        self.lock = threading.Lock()
 
     def __deepcopy__(self, memo):
-        other = Locked()
+        other = Locked().to(self[0].weight.dtype)
         other.load_state_dict(self.state_dict())
-        return other.to(self.layer.weight.dtype)
+        return other
 
 
 def test_a_network_that_cannot_be_pickled_is_refused_with_advice(processes):
@@ -246,17 +211,12 @@ def test_an_error_keeps_a_temporary_folder_and_names_it(error):
     with pytest.raises(error) as caught, scratch_folder(None) as folder:
         raise error
     assert folder.is_dir()
-    assert caught.value.__notes__ == [
-        f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the "
-        "call takes one; or delete it."
-    ]
+    assert f"kept in {str(folder)!r}: pass it as checkpoint=" in caught.value.__notes__[0]
     folder.rmdir()
 
 
 def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
-    with scratch_folder(None) as first:
-        pass
-    with pytest.raises(GeneratorExit), scratch_folder(None) as second:
+    with scratch_folder(None) as first, pytest.raises(GeneratorExit), scratch_folder(None) as second:
         raise GeneratorExit
     assert not first.exists()
     assert not second.exists()
@@ -266,33 +226,23 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 @pytest.mark.parametrize("where", ["submit", "result"])
 @pytest.mark.parametrize("then", ["none", "shuffled"])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
-    call, whole, computed = CALLS[name], alone(name), []
+    call, folder, computed = CALLS[name], tmp_path / "pieces", []
     for kind in (GramWork, DiagonalWork, AttributionWork, ReconstructionWork):
-        count_pieces(kind, computed, monkeypatch)
+        real = kind.compute
+        noted = lambda self, place, saved, real=real: computed.append(place) or real(self, place, saved)  # noqa: E731
+        monkeypatch.setattr(kind, "compute", noted)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
-        call(run_of(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
-    assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
-    before = len(computed)
-    executor = None if then == "none" else Shuffled()
-    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), whole)
+        call(run_of(name), executor=Stopping(2, where), checkpoint=folder)
+    assert f"kept in {str(folder)!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
+    before, executor = len(computed), None if then == "none" else Shuffled()
+    assert same(call(run_of(name), executor=executor, checkpoint=folder), alone(name))
     assert len(computed) == len(set(computed))
     assert before == (0 if name == "features" else 2)
 
 
-def count_pieces(kind, computed, monkeypatch):
-    compute = kind.compute
-
-    def counted(self, place, saved):
-        computed.append(place)
-        yield from compute(self, place, saved)
-
-    monkeypatch.setattr(kind, "compute", counted)
-
-
 @EVERY
 def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypatch):
-    call, saves = CALLS[name], []
-    save = PartialSums.save
+    call, saves, save, whole = CALLS[name], [], PartialSums.save, Shuffled()
 
     def cut(self, *arguments):
         save(self, *arguments)
@@ -305,24 +255,18 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
     monkeypatch.setattr(PartialSums, "save", cut)
     with pytest.raises(StopError):
         call(run_of(name), checkpoint=tmp_path / "pieces")
-    executor = Shuffled()
-    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
-    whole = Shuffled()
     call(run_of(name), executor=whole)
-    assert len(executor.order) == len(whole.order) - 2
-    again = Shuffled()
-    assert same(call(run_of(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
-    assert not again.order
-
-
-class CountThreads(Squares):
-    """A computation that finds the number of threads that torch has in the thread of a pool."""
-
-    def compute(self, place, saved):
-        yield Sums({"value": torch.tensor([torch.get_num_threads()])}, steps=1)
+    for left in (len(whole.order) - 2, 0):
+        executor = Shuffled()
+        assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+        assert len(executor.order) == left
 
 
 def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
+    class CountThreads(Squares):
+        def compute(self, place, saved):
+            yield Sums({"value": torch.tensor([torch.get_num_threads()])}, steps=1)
+
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1) as pool:
         torch.set_num_threads(before + 1)
@@ -330,3 +274,69 @@ def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
         torch.set_num_threads(before)
         assert squares(CountThreads(""), pool, folder, 2) == [before, before]
     assert torch.get_num_threads() == before
+
+
+class Client(Shuffled):
+    """What a Dask client is like whose scheduler loses its workers: a call ends when there are new ones, which die."""
+
+    __module__ = "distributed.client"
+    waits = 0
+
+    def submit(self, function, *args, pure):
+        assert not pure
+        pending = super().submit(function, *args)
+        arrived = pending.result
+        pending.exception, pending.cancelled = lambda timeout: self.wait(arrived), lambda: False
+        pending.result = lambda: pytest.fail("the worker that had the result has died")
+        return pending
+
+    def wait(self, arrived):
+        self.waits += 1
+        if self.waits <= 3:
+            raise TimeoutError
+        arrived()
+
+    def nthreads(self):
+        return {"tcp://10.0.0.1": 1} if self.waits == 1 else {}
+
+
+def test_a_scheduler_without_workers_is_said_once_and_results_are_waited_for_but_not_fetched(folder, work, capsys):
+    assert squares(work, Client(), folder, COUNT) == RESULT
+    output = capsys.readouterr()
+    assert output.err.count("the scheduler has no workers: the job waits until it has some") == 1
+    assert not output.out
+
+
+def test_a_time_limit_in_a_piece_is_the_error_of_the_job(folder, work):
+    class ThreadClient(ThreadPoolExecutor):
+        __module__ = "distributed.client"
+
+        def submit(self, function, *args, pure):
+            return super().submit(function, *args)
+
+    def no_answer(n):
+        raise TimeoutError("a disk that does not answer")
+
+    faulty = Squares(work.notes, fault=no_answer)
+    with ThreadClient(1) as client, pytest.raises(TimeoutError, match="a disk that does not answer"):
+        squares(faulty, client, folder, COUNT)
+
+
+@pytest.mark.parametrize("deaths", [2, 5])
+def test_a_piece_over_which_workers_die_is_tried_again_but_not_for_ever(deaths, folder, work, capsys):
+    class KilledWorker(Exception):  # noqa: N818  the name of Dask's error
+        pass
+
+    class Dying(Shuffled):
+        left = deaths
+
+        def work(self):
+            self.left -= 1
+            if self.left >= 0:
+                raise KilledWorker
+            super().work()
+
+    died = r"several died over square-0, 5 times.*a smaller memory_budget"
+    with pytest.raises(RuntimeError, match=died) if deaths == 5 else nullcontext():
+        assert squares(work, Dying(), folder, COUNT) == RESULT
+    assert capsys.readouterr().err.count("it is submitted again") == min(deaths, 4)

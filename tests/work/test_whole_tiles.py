@@ -3,6 +3,7 @@
 import random
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,52 +35,40 @@ def whole(monkeypatch):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """The ranges of steps that are summed, and a switch that stops after some of them."""
-    return CountedSums(tiles.GramAccumulator, monkeypatch)
+    """The ranges of steps that are summed, and how many are left until one is stopped."""
+    counted, real = SimpleNamespace(count=0, left=1 << 30), tiles.GramAccumulator
 
-
-class CountedSums:
-    def __init__(self, real, monkeypatch):
-        self.real, self.count, self.left = real, 0, 1 << 30
-        monkeypatch.setattr(tiles, "GramAccumulator", self)
-
-    def __call__(self, *arguments):
-        if self.left <= 0:
+    def begin(*arguments):
+        if counted.left <= 0:
             raise StopError("stopped in a tile")
-        self.count, self.left = self.count + 1, self.left - 1
-        return self.real(*arguments)
+        counted.count, counted.left = counted.count + 1, counted.left - 1
+        return real(*arguments)
+
+    monkeypatch.setattr(tiles, "GramAccumulator", begin)
+    return counted
 
 
-@pytest.mark.usefixtures("whole")
-def test_whole_tiles_have_the_bytes_of_none_and_are_a_piece_each():
+@pytest.mark.parametrize(("largest", "pieces"), [(TILES, TILES), (TILES + 1, TILES * RANGES)])
+def test_whole_tiles_have_the_bytes_of_none_and_are_a_piece_each_fewer_one_for_each_range(largest, pieces, monkeypatch):
+    monkeypatch.setattr(tiles, "WHOLE_TILES", largest)
     executor = Shuffled()
     assert same(block(executor=executor), alone())
-    assert len(executor.order) == TILES
-
-
-def test_fewer_tiles_are_a_piece_for_each_range_of_steps():
-    executor = Shuffled()
-    block(executor=executor)
-    assert len(executor.order) == TILES * RANGES
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("whole")
-def test_whole_tiles_of_processes_have_the_bytes_of_none(processes):
-    assert same(block(executor=processes), alone())
+    assert len(executor.order) == pieces
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize("then", ["none", "shuffled"])
-def test_a_worker_goes_on_in_the_middle_of_a_tile(then, sums, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("left", "begins", "ends"), [(3, Shuffled, Shuffled), (3, Shuffled, lambda: None), (2, lambda: None, Shuffled)]
+)
+def test_a_tile_that_was_stopped_is_gone_on_with_in_the_middle(left, begins, ends, sums, tmp_path, monkeypatch):
     monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)  # every range is kept
-    sums.left = 3
+    sums.left = left
     with pytest.raises(StopError, match="stopped in a tile"):
-        block(executor=Shuffled(), checkpoint=tmp_path / "pieces")
+        block(executor=begins(), checkpoint=tmp_path / "pieces")
     sums.left = 1 << 30
-    executor = None if then == "none" else Shuffled()
-    assert same(block(executor=executor, checkpoint=tmp_path / "pieces"), alone())
-    assert sums.count == TILES * RANGES
+    for _ in range(2):  # and nothing the second time
+        assert same(block(executor=ends(), checkpoint=tmp_path / "pieces"), alone())
+        assert sums.count == TILES * RANGES
 
 
 @pytest.mark.usefixtures("whole")
@@ -94,17 +83,6 @@ def test_a_full_disk_in_the_middle_of_a_tile_is_no_error(monkeypatch):
     monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
     monkeypatch.setattr(PartialSums, "save", full)
     assert same(block(executor=Shuffled()), alone())
-
-
-@pytest.mark.usefixtures("whole")
-def test_tiles_that_were_computed_without_workers_are_kept(sums, tmp_path):
-    sums.left = RANGES
-    with pytest.raises(StopError, match="stopped in a tile"):
-        block(checkpoint=tmp_path / "pieces")
-    sums.left = 1 << 30
-    for computed in (TILES * RANGES, TILES * RANGES):  # by workers; and nothing the second time
-        assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
-        assert sums.count == computed
 
 
 @pytest.mark.parametrize("count", [TILES, TILES + 1])
@@ -126,45 +104,25 @@ def test_sums_that_are_there_are_read_one_by_one(count, tmp_path, monkeypatch):
     assert ("load", "load") not in pairwise(events)
 
 
-@pytest.mark.usefixtures("whole")
-def test_a_job_of_whole_tiles_that_was_stopped_is_gone_on_with(sums, tmp_path):
-    with pytest.raises(StopError, match="stopped in result"):
-        block(executor=Stopping(1, "result"), checkpoint=tmp_path / "pieces")
-    assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
-    assert sums.count == TILES * RANGES
-
-
 def test_pieces_are_listed_one_by_one(monkeypatch):
     """A job of millions of pieces holds no list of them."""
     listed, real = [], carried._by_workers
 
-    def computed(work, given, *arguments):
-        def noted():
-            for piece in given:
-                listed.append(piece)
-                yield piece
+    def noted(work, pieces, *arguments):
+        return real(work, (listed.append(piece) or piece for piece in pieces), *arguments)
 
-        return real(work, noted(), *arguments)
-
-    monkeypatch.setattr(carried, "_by_workers", computed)
+    monkeypatch.setattr(carried, "_by_workers", noted)
     monkeypatch.setattr(carried, "num_ahead", lambda *_: 2)
     with pytest.raises(StopError, match="stopped in result"):
         block(executor=Stopping(1, "result"))
     assert len(listed) <= 1 + 2
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "free", "expected"),
-    [
-        (100 << 20, 1000 << 30, 2560),  # 1,000 workers and twice as many pieces
-        (100 << 20, 10 << 30, 81),  # 8 GiB, however little is free
-        (1 << 40, 1 << 30, 2),
-        (1, 1 << 50, 4096),
-        (0, 0, 4096),
-    ],
-)
-def test_pieces_ahead_follow_from_the_room_for_them(num_bytes, free, expected):
-    assert carried.num_ahead(num_bytes, free) == expected
+def test_pieces_ahead_follow_from_the_room_for_them():
+    # 1,000 workers and twice as many pieces; 8 GiB, however little is free
+    for num_bytes, free, expected in ((100 << 20, 1000 << 30, 2560), (100 << 20, 10 << 30, 81), (1 << 40, 1 << 30, 2)):
+        assert carried.num_ahead(num_bytes, free) == expected
+    assert carried.num_ahead(1, 1 << 50) == carried.num_ahead(0, 0) == 4096
 
 
 def test_a_partial_sum_is_counted_without_being_read(tmp_path, monkeypatch):

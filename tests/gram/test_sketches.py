@@ -1,10 +1,10 @@
-"""Random Fourier features of an RBF, and the sketch of products of kernels."""
+"""Hadamard matrices, random Fourier features of an RBF, and the sketch of products of kernels."""
 
 import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
+from epk_gp.autodiff.sketches import hadamard_matrix, hadamard_order, rbf_features, tensor_sketch
 from helpers import make_case
 
 N = 6
@@ -73,9 +73,9 @@ def test_products_can_be_differentiated(X) -> None:
     assert torch.autograd.gradcheck(values, X[:2].clone().requires_grad_(), fast_mode=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
+def test_what_has_no_features_or_order_is_refused(unchecked) -> None:
+    z, zeros = torch.zeros(3, 2), {"X": torch.zeros(3, 2), "lengthscale": 1.0, "num_features": 4}
+    for change, error, message in (
         ({"lengthscale": 0.0}, ValueError, "lengthscale must be positive"),
         ({"num_features": 7}, ValueError, "num_features must be even"),
         ({"num_features": 0}, ValueError, "num_features must be at least 2"),
@@ -83,21 +83,31 @@ def test_products_can_be_differentiated(X) -> None:
         ({"X": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "X must be float32 or float64"),
         ({"X": torch.full((3, 2), float("nan"))}, ValueError, "X must be finite"),
         ({"seed": 0.5}, TypeError, "seed must be a whole number"),
-    ],
-)
-def test_what_has_no_features_is_refused(unchecked, change, error, message) -> None:
-    arguments = {"X": torch.zeros(3, 2), "lengthscale": 1.0, "num_features": 4, **change}
-    with pytest.raises(error, match=message):
-        rbf_features(**arguments)
+    ):
+        with pytest.raises(error, match=message):
+            rbf_features(**{**zeros, **change})
+    for phi, size, message in (
+        (torch.zeros(4, 2), 8, r"must be of the same points and dtype: got \(3, 2\)"),
+        (z.double(), 8, "must be of the same points and dtype"),
+        (z, 0, "num_features must be at least 1"),
+        (z[0], 8, "phi must have 2 dimensions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tensor_sketch(z, phi, size)
+    for order in (3, 6, 28, 36):
+        with pytest.raises(ValueError, match=rf"order must be 1, 2 or q \+ 1 for a prime .* got {order}"):
+            hadamard_matrix(order)
 
 
-def test_what_cannot_be_joined_is_refused(unchecked) -> None:
-    z = torch.zeros(3, 2)
-    with pytest.raises(ValueError, match="must be of the same points and dtype: got \\(3, 2\\)"):
-        tensor_sketch(z, torch.zeros(4, 2), 8)
-    with pytest.raises(ValueError, match="must be of the same points and dtype"):
-        tensor_sketch(z, z.double(), 8)
-    with pytest.raises(ValueError, match="num_features must be at least 1"):
-        tensor_sketch(z, z, 0)
-    with pytest.raises(ValueError, match="phi must have 2 dimensions"):
-        tensor_sketch(z, z[0], 8)
+def test_rows_and_columns_of_a_hadamard_matrix_are_orthogonal() -> None:
+    for order in (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 44, 48, 60, 64, 68, 72, 80, 84):
+        H, expected = hadamard_matrix(order).to(torch.int64), order * torch.eye(order, dtype=torch.int64)
+        assert torch.equal(H.abs(), torch.ones_like(H))
+        assert torch.equal(H @ H.T, expected)
+        assert torch.equal(H.T @ H, expected)
+
+
+def test_the_order_of_a_hadamard_matrix_divides_the_number_of_nodes_if_it_can() -> None:
+    cases = {(10, 20): 20, (10, 16): 16, (10, 12): 12, (10, 24): 12, (3, 20): 4, (1, 20): 1, (2, 20): 2, (10, 10): 12}
+    for (outputs, nodes), order in (cases | {(100, 20): 104}).items():
+        assert hadamard_order(outputs, nodes) == order

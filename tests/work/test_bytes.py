@@ -1,5 +1,7 @@
 """What tells the pieces of one computation from those of another, in a folder that calls share."""
 
+import copy
+import pickle
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +18,15 @@ from epk_gp.kernel_machine.axes import by_sample
 from helpers import surprising_run
 
 
-def test_budgets_are_of_the_identity(folder):
+def test_budgets_and_splits_of_the_statistics_are_of_the_identity(folder, tmp_path):
     run = run_of("block")
     epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder)
     with pytest.raises(ValueError, match="must be of this very computation"):
         epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder, memory_budget=SMALL)
-
-
-def test_another_split_of_the_statistics_is_another_computation(folder):
-    run, X = recorded("batch_norm", 2), inputs(2)
-    epk.attribute(run, X, rule=RULE, checkpoint=folder)
+    run, X, other = recorded("batch_norm", 2), inputs(2), tmp_path / "split"
+    epk.attribute(run, X, rule=RULE, checkpoint=other)
     with pytest.raises(ValueError, match="must be of this very computation"):
-        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=folder)
+        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=other)
 
 
 @pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features"])
@@ -104,3 +103,30 @@ def test_partial_sums_of_another_computation_are_refused(name, tmp_path):
     for file in others:
         (tmp_path / "own" / file.name).unlink()
     assert same(call(run, checkpoint=tmp_path / "own"), alone(name))
+
+
+def test_kernels_and_processes_with_an_executor_have_the_same_values_and_can_be_copied():
+    run, executor, X = recorded("plain", 3), Shuffled(), mixed(4).X
+    kernel, expected = epk.EPKKernel(run, rule=RULE, executor=executor), epk.EPKKernel(run, rule=RULE)(X).to_dense()
+    gp, posterior = epk.LogitGP(run, rule=RULE, executor=executor), epk.LogitGP(run, rule=RULE).logit_posterior(X)
+    for copied in (lambda value: value, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert torch.equal(copied(kernel)(X).to_dense(), expected)
+        assert same(copied(gp).logit_posterior(X).covariance, posterior.covariance)
+    assert executor.order
+
+
+QUICK = ("block", "momentum", "features")  # the run-time checks of shapes make many small steps slow
+CASES = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+)
+
+
+@CASES
+def test_pieces_in_any_order_threads_and_processes_give_the_bytes_of_none(name, processes):
+    call, executor = CALLS[name], Shuffled()
+    assert same(call(run_of(name), executor=executor), alone(name))
+    assert len(executor.order) > 1
+    assert executor.order != sorted(executor.order)
+    with ThreadPoolExecutor(2) as threads:
+        assert same(call(run_of(name), executor=threads), alone(name))
+    assert same(call(run_of(name), executor=processes), alone(name))
