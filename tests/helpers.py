@@ -21,6 +21,15 @@ def assert_close(actual: Tensor, expected: Tensor, *, rounding: float = 1e4) -> 
     assert error <= rounding * torch.finfo(expected.dtype).eps, f"relative error {error:.2e}"
 
 
+def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected: Tensor) -> None:
+    """Compare the kernel's blocks of every kind with what the full one must be."""
+    assert_close(kernel.block(a, b), expected)
+    assert_close(kernel.block_per_class(a, b), torch.einsum("ncmc->cnm", expected))
+    assert_close(kernel.trace_block(a, b), torch.einsum("ncmc->nm", expected))
+    if a is b:
+        assert_close(kernel.diagonal_blocks(a), torch.einsum("ncnd->ncd", expected))
+
+
 def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:
     """Return a copy of X with one other value in a row."""
     X = X.clone()

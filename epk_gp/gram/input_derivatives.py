@@ -93,9 +93,10 @@ class _Derivative:
         jacobians = layer_jacobians(
             self.net, at, X, replace(cotangents, head=None), self.cost, create_graph=X.requires_grad
         )
-        has_one_position = [isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 for j in jacobians]
-        pairs = zip(jacobians, has_one_position, strict=True)
-        return [j if is_kept else DenseJacobian(j.to_dense()) for j, is_kept in pairs]
+        return [
+            j if isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 else DenseJacobian(j.to_dense())
+            for j in jacobians
+        ]
 
 
 def _prepare(kernel: PlannedKernel, pairs: SetPairs) -> _Derivative:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,15 +39,10 @@ from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
 
-if TYPE_CHECKING:
-    ProgressBar: TypeAlias = std_tqdm[Any]
-else:
-    ProgressBar = std_tqdm
-
 _MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
 
 
-class SlowCallNotice(ProgressBar):
+class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
     """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
 
     Args:
@@ -79,7 +74,7 @@ class SlowCallNotice(ProgressBar):
 
 def progress_bar(
     total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: str | None = None
-) -> ProgressBar:
+) -> std_tqdm:  # type: ignore[type-arg]
     """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
 
     Args:
@@ -294,7 +289,7 @@ def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     return 0 if stored is None or pieces[0].is_total else stored.count(pieces[0].total)
 
 
-def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: str | None) -> ProgressBar:
+def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: str | None) -> std_tqdm:  # type: ignore[type-arg]
     """Return a progress bar: of steps, or of the pieces of workers."""
     is_here, size, done = options.executor is None, 0, 0
     for pieces in _totals(work):

@@ -10,9 +10,9 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint
+from helpers import assert_blocks
 
 NETWORKS = {
     "mlp": (mlp, (4,)),
@@ -59,29 +59,21 @@ def run(request):
 
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 def test_gram_blocks_are_those_of_the_definition_in_evaluation_mode(run, head):
-    expected = run.brute_force(head)
-    block = gram_block(run.trajectory, run.points, run.points, head=head, rule=RULE)
-    torch.testing.assert_close(block, expected, **CLOSE)
-    per_class = gram_block_per_class(run.trajectory, run.points, run.points, head=head, rule=RULE)
-    torch.testing.assert_close(per_class, torch.einsum("ncmc->cnm", expected), **CLOSE)
-    trace = epk.PathKernel(run.trajectory, head, RULE).trace_block(run.points, run.points)
-    torch.testing.assert_close(trace, torch.einsum("ncmc->nm", expected), **CLOSE)
-    diagonal = gram_diagonal_blocks(run.trajectory, run.points, head=head, rule=RULE)
-    torch.testing.assert_close(diagonal, torch.einsum("ncnd->ncd", expected), **CLOSE)
-    assert torch.linalg.eigvalsh(block.reshape(9, 9)).min() > -1e-12 * block.abs().max()
+    assert_blocks(epk.PathKernel(run.trajectory, head, RULE), run.points, run.points, run.brute_force(head))
 
 
 def test_statistics_that_stand_still_give_another_kernel(run):
     """The negative control."""
     still = replace(run.trajectory, statistics=(run.trajectory.statistics[0],) * 3, digest="still")
-    blocks = [gram_block(each, run.points, run.points, rule=RULE) for each in (run.trajectory, still)]
-    assert (blocks[0] - blocks[1]).abs().max() > 1e-3 * blocks[0].abs().max()
+    K, other = (epk.gram_block(each, run.points, run.points, rule=RULE) for each in (run.trajectory, still))
+    assert (K - other).abs().max() > 1e-3 * K.abs().max()
+    assert torch.linalg.eigvalsh(K.reshape(9, 9)).min() > -1e-12 * K.abs().max()
 
 
 def test_an_adaptive_rule_and_a_fine_fixed_one_agree():
     run = Run("mlp")
     test, train = epk.Points(run.X, is_train=False), epk.Points(run.X, is_train=True)
-    K, fine = (gram_block(run.trajectory, test, train, rule=rule) for rule in (adaptive(), gauss_legendre(24)))
+    K, fine = (epk.gram_block(run.trajectory, test, train, rule=rule) for rule in (adaptive(), gauss_legendre(24)))
     assert (K - fine).abs().max() < 1e-10 * K.abs().max()
 
 
@@ -102,6 +94,6 @@ def test_the_tangent_kernel_has_the_statistics_of_its_state(run, state):
         network_outputs(tangent, run.X), network_outputs(run.trajectory, run.X, state=s), rtol=0, atol=0
     )
     J = run.jacobian(s, 0.0, run.X)
-    block = gram_block(tangent, run.points, run.points, head="logits", rule=left_endpoint())
+    block = epk.gram_block(tangent, run.points, run.points, head="logits", rule=left_endpoint())
     torch.testing.assert_close(block, torch.einsum("ncp,mdp->ncmd", J, J), **CLOSE)
     assert tangent.digest != tangent_trajectory(run.trajectory, 1).digest

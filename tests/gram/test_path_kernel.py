@@ -9,9 +9,9 @@ import epk_gp as epk
 import reference
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.quadrature.rules import Rule
-from helpers import NETWORKS, Case, assert_close, make_case
+from helpers import NETWORKS, Case, assert_blocks, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
 MIXES = {
@@ -40,11 +40,7 @@ def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     a, b = epk.Points(case.test, left), epk.Points(case.trajectory.inputs[:3], right)
     for head in case.heads:
         expected = reference.gram_block(case.trajectory, a, b, head, RULE)
-        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), expected)
-        per_class = gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
-        assert_close(per_class, torch.einsum("ncmc->cnm", expected).contiguous())
-        trace = epk.PathKernel(case.trajectory, head, RULE).trace_block(a, b)
-        assert_close(trace, torch.einsum("ncmc->nm", expected))
+        assert_blocks(epk.PathKernel(case.trajectory, head, RULE), a, b, expected)
 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.left_endpoint()], ids=["adaptive", "left"])
@@ -105,10 +101,7 @@ def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
     points = epk.Points(X, torch.arange(8) < 4)
     for head in case.heads:
         K = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
-        assert_close(
-            gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
-            torch.einsum("ncnd->ncd", K).contiguous(),
-        )
+        assert_blocks(epk.PathKernel(case.trajectory, head, RULE), points, points, K)
         flat = K.flatten(2).flatten(0, 1)
         assert_close(flat, flat.T)
         eigenvalues = torch.linalg.eigvalsh(flat)

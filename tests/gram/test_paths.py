@@ -12,9 +12,9 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import planned_kernel
 from epk_gp.gram.accumulator import GramAccumulator, StepAverage
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import assert_close, make_case
+from helpers import assert_blocks, assert_close, make_case
 
 PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
@@ -32,16 +32,12 @@ def mixed_points(run: epk.Trajectory) -> epk.Points:
 @pytest.mark.parametrize("head", ["log_softmax", "logits"])
 @pytest.mark.parametrize("name", ["batch_norm_sgd", "relu_sgd", "transformer_adamw", "cnn_adamw"])
 def test_blocks_equal_the_definition(name, head, path):
-    run = recorded(name)
-    points, asked = mixed_points(run), {"head": head, "rule": RULE, "path": path}
+    run, kernel = recorded(name), epk.PathKernel(recorded(name), head, RULE, path=path)
+    points = mixed_points(run)
     expected = path_runs.gram_block(run, path, points, head, RULE)
-    assert_close(epk.gram_block(run, points, points, **asked), expected)
+    assert_blocks(kernel, points, points, expected)
     some = epk.Points(points.X[:3], points.is_train[:3])  # both combinations of copies
-    assert_close(epk.gram_block(run, some, points, **asked), expected[:3])
-    assert_close(gram_block_per_class(run, points, points, **asked), torch.einsum("ncmc->cnm", expected))
-    assert_close(gram_diagonal_blocks(run, points, **asked), torch.einsum("ncnd->ncd", expected))
-    kernel = epk.PathKernel(run, head, RULE, path=path)
-    assert_close(kernel.trace_block(points, points), torch.einsum("ncmc->nm", expected))
+    assert_close(kernel.block(some, points), expected[:3])
     straight = epk.gram_block(run, points, points, head=head, rule=RULE)
     assert (straight - expected).abs().max() > 1e-4 * expected.abs().max()  # the control: another kernel
 
@@ -62,8 +58,7 @@ def test_wide_layers_keep_their_factors_along_chords(name, head, monkeypatch):
     assert_close(kernel.block(points, points), expected)
     assert met.count(StepAverage) == 5 * 2
     assert (GramAccumulator in met) == (head == "log_softmax")
-    assert_close(kernel.block_per_class(points, points), torch.einsum("ncmc->cnm", expected))
-    assert_close(kernel.trace_block(points, points), torch.einsum("ncmc->nm", expected))
+    assert_blocks(kernel, points, points, expected)
 
 
 def test_steps_without_weight_are_left_out_of_their_chord():
