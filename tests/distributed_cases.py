@@ -62,9 +62,8 @@ def values(result: Any) -> list[Tensor]:
         return [result.as_subclass(Tensor)]
     if isinstance(result, tuple):
         return [value for part in result for value in values(part)]
-    of_fields = (value for _, value in sorted(vars(result).items()))
-    return [value if isinstance(value, Tensor) else torch.tensor(value) for value in of_fields
-            if isinstance(value, Tensor | float | int)]  # fmt: skip
+    numbers = (value for _, value in sorted(vars(result).items()) if isinstance(value, Tensor | float | int))
+    return [torch.as_tensor(value) for value in numbers]
 
 
 def same(one: Any, other: Any) -> bool:

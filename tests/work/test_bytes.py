@@ -6,6 +6,7 @@ import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -65,25 +66,17 @@ def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["features", pytest.param("tiles", marks=pytest.mark.slow)])
-def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkeypatch):
+def test_a_reader_that_is_interrupted_lets_go_of_the_folder(folder):
     """While the error, and with it the reader's frame, is kept, as an interactive session keeps the last one."""
-    run = run_of("block")
-    compute = {
-        "features": lambda: epk.path_features(run, inputs(3), 4, nodes=2, num_probe=0, **options),
-        "tiles": lambda: epk.gram_block(run, mixed(100), mixed(4), rule=RULE, memory_budget=SMALL, **options),
-    }[name]
-    options = {"executor": Shuffled(), "checkpoint": folder}
+    run, points = run_of("block"), mixed(4)
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        where = "epk_gp.gram.tiles.scatter_block" if name == "tiles" else "tqdm.auto.tqdm.update"
-        patch.setattr(where, interrupted)
-        with pytest.raises(KeyboardInterrupt) as kept:
-            compute()
-    compute()
+    asked = {"rule": RULE, "executor": Shuffled(), "checkpoint": folder}
+    with (
+        mock.patch("epk_gp.gram.tiles.scatter_block", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt) as kept,
+    ):
+        epk.gram_block(run, points, points, **asked)
+    epk.gram_block(run, points, points, **asked)
     assert kept.value is not None
 
 

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,43 +52,33 @@ def test_dask_gives_the_bytes_of_none(name, client):
     assert same(CALLS[name](run_of(name), executor=client), alone(name))
 
 
-class Killer(threading.Thread):
-    """Kills a worker at random, in the middle of its pieces, until there were enough; the cluster makes others."""
-
-    def __init__(self, work, kills, cluster):
-        super().__init__(daemon=True)
-        self.work, self.random, self.left, self.killed = work, random.Random(0), kills, []
-        self.cluster, self.over = cluster, threading.Event()
-
-    def run(self):
-        while self.left:
-            time.sleep(self.random.uniform(0.02, 0.1))
-            self.cluster.scale(2)
-            alive = [pid for pid in self.work.processes(0.3) if pid not in self.killed]
-            if alive:
-                self.killed.append(self.random.choice(alive))
-                with suppress(ProcessLookupError):  # a nanny may have ended it itself
-                    os.kill(self.killed[-1], signal.SIGKILL)
-                    self.left -= 1
-        (Path(self.work.notes) / OVER).touch()
-        while not self.over.wait(1):
-            self.cluster.scale(2)
+def kill_at_random(work, kills, cluster, over):
+    """Kill workers in the middle of their pieces; the cluster makes others, also for nannies that closed themselves."""
+    killed, draw = [], random.Random(0)
+    while len(killed) < kills and not over.wait(draw.uniform(0.02, 0.1)):
+        cluster.scale(2)
+        alive = [pid for pid in work.processes(0.3) if pid not in killed]
+        with suppress(ProcessLookupError, IndexError):  # a nanny may have ended it itself
+            pid = draw.choice(alive)
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    (Path(work.notes) / OVER).touch()
+    while not over.wait(1):
+        cluster.scale(2)
+    return len(killed)
 
 
 def test_a_dozen_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     (tmp_path / "notes").mkdir()
-    work, kills, count = Squares(str(tmp_path / "notes"), seconds=0.02), 12, 400
-    with new_cluster() as cluster, distributed.Client(cluster) as client:
-        killer = Killer(work, kills, cluster)
-        killer.start()
+    work, kills, count, over = Squares(str(tmp_path / "notes"), seconds=0.02), 12, 400, threading.Event()
+    with new_cluster() as cluster, distributed.Client(cluster) as client, ThreadPoolExecutor(1) as pool:
+        killer = pool.submit(kill_at_random, work, kills, cluster, over)
         found = squares(work, client, tmp_path / "pieces", count)
-        killer.over.set()
-        killer.join()
+        over.set()
+        assert killer.result() == kills
         alive = set(client.run(os.getpid).values())
-        assert not killer.left, f"the job was over after {len(killer.killed)} kills"
     assert found == [n * n for n in range(count)]
-    begun = [work.noted(n, "begun") for n in range(count)]
-    done = [work.noted(n, "done") for n in range(count)]
+    begun, done = ([work.noted(n, what) for n in range(count)] for what in ("begun", "done"))
     for processes in begun:  # a piece is begun again only when the worker that had it is gone
         assert not set(processes[:-1]) & alive
     assert sum(map(len, done)) <= count + kills
