@@ -246,6 +246,12 @@ def test_a_result_says_whether_it_is_certified_and_why_not(make):
     assert shown(wrong)["certificate"] == [f"not certified: {'; '.join(wrong.findings)}"]
 
 
+def test_contributions_that_cancel_are_said_to():
+    for size, words in ((9.0, "9 (at most)"), (1000.0, "one alone says little; sum them over groups")):
+        result = replace(attribution(), amplification=torch.full((POINTS, OUTPUTS), size, dtype=torch.float64))
+        assert words in shown(result)["amplification"][0]
+
+
 @pytest.mark.parametrize("make", [attribution, grouped])
 def test_what_speaks_against_a_result_is_a_finding(make):
     share, missed = replace(make(), unexplained_share=0.125), replace(make(), max_error=0.125)
@@ -254,20 +260,12 @@ def test_what_speaks_against_a_result_is_a_finding(make):
     assert shown(missed)["certificate"][0].startswith("not certified: the sum misses the network's output by 1.25e-01")
 
 
-def test_contributions_that_cancel_are_said_to():
-    few, many = (
-        replace(attribution(), amplification=torch.full((POINTS, OUTPUTS), size, dtype=torch.float64))
-        for size in (9.0, 1000.0)
-    )
-    assert shown(few)["amplification"] == ["9 (at most)"]
-    assert "one alone says little; sum them over groups" in shown(many)["amplification"][0]
-
-
 @pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
 @pytest.mark.parametrize("n", [0, 1, 3, 4])
 def test_any_number_of_points_is_shown(make, n):
     result = make(n)
     cells = shown(result)
+    assert max(map(len, repr(result).split("\n"))) <= 100
     assert sum(name.startswith("point ") for name in next(iter(cells.values()), [])) <= 3
     assert ("the first 3 of 4 points" in repr(result)) == (n == 4)
     assert bool(re.search(r"\b0 points\b", repr(result))) == (n == 0)
@@ -299,20 +297,6 @@ def test_numbers_that_are_not_finite_are_shown(make):
 def test_names_of_groups_do_not_break_lines():
     text = repr(grouped(names=(HOSTILE, HOSTILE[::-1])))
     assert all(line.isprintable() for line in text.split("\n"))
-
-
-@pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
-def test_lines_fit_a_terminal_of_a_hundred_columns(make):
-    assert max(map(len, repr(make()).split("\n"))) <= 100
-
-
-@pytest.mark.slow
-def test_results_of_a_run_are_shown(run):
-    X = run.inputs[:2]
-    parts, rebuilt = epk.attribute(run, X), epk.reconstruct(run, X)
-    for result in (parts, rebuilt, epk.influence(run, X), epk.retrain(run, torch.ones(1, run.num_points))):
-        assert shown(result)["certificate"][0].startswith("certified: ")
-    assert_shown(shown(parts)["samples"], parts.samples.sum(dim=2)[torch.arange(2), parts.network.argmax(dim=1)])
 
 
 def test_lists_and_tables_of_points_show_themselves_in_twenty_lines():

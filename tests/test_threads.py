@@ -15,10 +15,9 @@ from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
-from epk_gp.autodiff.forward_mode import _close_level, forward_mode
 from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import _close_level, disable_fused_attention, forward_mode, quiet_checkpoints
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.recording.passes import draw_from
 from helpers import make_case

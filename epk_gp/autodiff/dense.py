@@ -5,7 +5,7 @@ stand on the step; else in reverse mode through the rows' positions on it; else 
 output, which works wherever training does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,15 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
-from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.losses import Head, Loss, apply_head, loss_derivatives
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import DifferentiationPlan, MemoryPlan
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention, exclusive_forward_mode, forward_mode
 
 # Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being
 # mapped over. A choice, not a measurement.
@@ -254,6 +253,18 @@ def propagate_cotangents(
         outputs.new_zeros(len(cotangents), *shape) if column is None else column
         for (_, shape), column in zip(places, columns, strict=True)
     ]
+
+
+def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Node]:
+    """Yield the nodes of a graph."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        following = {own for own, _ in node.next_functions if own is not None} - seen
+        seen |= following
+        waiting += following
 
 
 def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[Tensor, " _"]]]:

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.forward_mode import split_dual
 from epk_gp.core.model import BATCH_MARK
-from epk_gp.core.torch_overrides import normalise_by_statistics
+from epk_gp.core.torch_overrides import normalise_by_statistics, split_dual
 
 
 def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
@@ -152,12 +151,8 @@ def _gru_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
     return (new + (own_z + z).sigmoid() * (state[0] - new),)
 
 
-def _tanh_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-    return ((x + _recurrent(state[0], weights)).tanh(),)
-
-
-def _relu_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-    return (torch.relu(x + _recurrent(state[0], weights)),)
+def _plain_gates(activation: Callable[[Tensor], Tensor]) -> Cell:
+    return lambda x, state, weights: (activation(x + _recurrent(state[0], weights)),)
 
 
 def _recurrent(h: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -258,12 +253,12 @@ def _masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_rows: 
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _recurrent_layers(_lstm_gates),
     torch.gru: _recurrent_layers(_gru_gates),
-    torch.rnn_tanh: _recurrent_layers(_tanh_gates),
-    torch.rnn_relu: _recurrent_layers(_relu_gates),
+    torch.rnn_tanh: _recurrent_layers(_plain_gates(torch.tanh)),
+    torch.rnn_relu: _recurrent_layers(_plain_gates(torch.relu)),
     torch.lstm_cell: _cell(_lstm_gates),
     torch.gru_cell: _cell(_gru_gates),
-    torch.rnn_tanh_cell: _cell(_tanh_gates),
-    torch.rnn_relu_cell: _cell(_relu_gates),
+    torch.rnn_tanh_cell: _cell(_plain_gates(torch.tanh)),
+    torch.rnn_relu_cell: _cell(_plain_gates(torch.relu)),
     F.multi_head_attention_forward: _attention,
 }
 

@@ -37,11 +37,11 @@ from epk_gp.autodiff.dense import (
     PlannedModel,
     all_outputs,
     dense_jacobian,
+    graph_nodes,
     group_rows,
     propagate_cotangents,
     pulled_back,
 )
-from epk_gp.autodiff.forward_mode import graph_nodes
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
@@ -356,24 +356,16 @@ class _RecordedPass:
             raise UnsupportedParameterUseError(
                 f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        has_bias, shape = self.bias_of[name] is not None, self.params[name].shape
         is_last = all(call.edge.node is self.z.grad_fn for _, call in own)
         head, (_, last) = self.cotangents.head, own[-1]
-        if is_last and last.call.function is LINEAR and head and cost.factored_last_layer_is_cheaper(shape, head):
-            inputs = append_bias_column(last.input) if has_bias else last.input
+        is_linear_last = is_last and last.call.function is LINEAR
+        if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
+            inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
             if head == "logits":
                 return LogitsLastLayer(inputs, self.z.shape[1])
             p, is_constant = self.z.detach().softmax(dim=1), last.input_is_constant
             return SoftmaxLastLayer(inputs[:, None], self.values.unsqueeze(2), False, is_constant, False, p)
-        builder = LayerJacobianBuilder(
-            own,
-            shape,
-            cost,
-            self.mode,
-            has_bias=has_bias,
-            cotangent_is_constant=self.cotangents.are_constant and is_last,
-            ends_network=is_last and cost.cotangents_are_constant,
-        )
+        builder = LayerJacobianBuilder(self, name, own, cost, is_last=is_last)
         if self.net.plan.supports_pool_windows and not self.create_graph and self.at.secant_head is None:
             self._see_through_pool(builder, cost)
         return builder
@@ -480,40 +472,38 @@ class LayerJacobianBuilder:
     """Builds one weight's Jacobian from the gradients of its calls' outputs, some cotangents at a time.
 
     Args:
-        calls: The weight's calls, each with its number among all calls.
-        shape: Shape of the weight.
+        recorded: The pass.
+        name: The weight.
+        calls: Its calls, each with its number among all calls.
         cost: Decides between factored and dense.
-        mode: What moves the rows' statistics.
-        has_bias: A trained bias goes with it.
-        cotangent_is_constant: The output gradients do not depend on the weights.
-        ends_network: The last layer, under a head whose test-side cotangents are constant, so that its inputs can be
-            averaged over t. Also true on the training side, whose cotangents may vary: both sides must choose alike.
+        is_last: The weight is the last layer's.
     """
 
     def __init__(
         self,
+        recorded: _RecordedPass,
+        name: str,
         calls: Sequence[tuple[int, _LayerCall]],
-        shape: torch.Size,
         cost: ContractionCost,
-        mode: ParameterInterception,
         *,
-        has_bias: bool,
-        cotangent_is_constant: bool,
-        ends_network: bool,
+        is_last: bool,
     ) -> None:
-        self.calls, self.has_bias, self.cotangent_is_constant = calls, has_bias, cotangent_is_constant
-        first = calls[0][1]
+        self.calls, self.has_bias = calls, recorded.bias_of[name] is not None
+        self.cotangent_is_constant = is_last and recorded.cotangents.are_constant
+        first, shape = calls[0][1], recorded.params[name].shape
         scales = first.call.function in NORMALISATIONS
         is_convolution = first.call.function in CONVOLUTIONS
         self.num_groups: int = shape.numel() if scales else first.options.get("groups", 1) if is_convolution else 1
         self.input_is_constant = all(call.input_is_constant for _, call in calls)
         self.n_in, self.n_out = (1, 1) if scales else (shape[1:].numel(), shape[0] // self.num_groups)
         num_positions = sum(call.shape[1:].numel() // (self.num_groups * self.n_out) for _, call in calls)
-        is_averaged = ends_network or self.input_is_constant
+        # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
+        # whose cotangents may vary, must choose alike
+        is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
         self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
             num_positions, self.n_in, self.n_out, is_averaged=is_averaged
         )
-        self.inputs = [self._inputs_at_positions(call, shape[2:], mode) for _, call in calls]
+        self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []
         self.patches: Tensor | None = None
 

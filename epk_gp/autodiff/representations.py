@@ -165,7 +165,15 @@ class NodeWeights:
 
 @dataclass(frozen=True, eq=False)
 class LeftFactor(ABC):
-    """What can stand on the left of an inner product: a layer Jacobian, or an average of some."""
+    """What can stand on the left of an inner product: a layer Jacobian, or an average of some.
+
+    Attributes:
+        point_dims: The dimension of the points in each of its tensors.
+        inner_dim: The tensor that changes from step to step, and its inner dimension; "" where several change.
+    """
+
+    point_dims: ClassVar[dict[str, int]]
+    inner_dim: ClassVar[tuple[str, int]] = ("", 0)
 
     @abstractmethod
     def add_inner(
@@ -182,29 +190,26 @@ class LeftFactor(ABC):
         """
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes that the representation takes."""
+        return sum(getattr(self, name).nbytes for name in self.point_dims)
 
     @property
     def fits_concatenation(self) -> bool:
         """Whether several steps of these points can be summed in one matrix product, and gain by it."""
-        return False
+        name, dim = self.inner_dim
+        return bool(name) and is_short(getattr(self, name).shape[dim])
 
-    def concat_steps(self, others: Sequence["LeftFactor"], weights: Sequence[float]) -> "LayerJacobian":
+    def concat_steps(self: J, others: Sequence["LeftFactor"], weights: Sequence[float]) -> J:
         """Concatenate what changes from step to step along the inner dimension, each step times its weight."""
-        raise TypeError(f"{type(self).__name__} has no common inner dimension: this is a bug in epk_gp.")
+        name, dim = self.inner_dim
+        steps = [getattr(self, name), *(getattr(expect_representation(type(self), step), name) for step in others)]
+        return replace(self, **{name: concat_scaled(steps, weights, dim)})
 
 
 @dataclass(frozen=True, eq=False)
 class LayerJacobian(LeftFactor):
-    """One layer's gradients of K outputs at E points.
-
-    Attributes:
-        point_dims: The dimension of the points in each of its tensors.
-    """
-
-    point_dims: ClassVar[dict[str, int]]
+    """One layer's gradients of K outputs at E points."""
 
     @property
     @abstractmethod
@@ -231,9 +236,11 @@ class LayerJacobian(LeftFactor):
         joined = {n: torch.cat([getattr(part, n) for part in parts], dim=dim) for n, dim in self.point_dims.items()}
         return replace(self, **joined)
 
-    @abstractmethod
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
         """Add these evaluations to the average of the nodes before; only if `commutes_with_average`."""
+        [(name, dim)] = self.point_dims.items()
+        total = None if before is None else getattr(expect_representation(type(self), before), name)
+        return replace(self, **{name: nodes.add(total, getattr(self, name), dim)})
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether products for every node and step cost less than writing sums over them out."""
@@ -275,6 +282,7 @@ class DenseJacobian(LayerJacobian):
     values: Float[Tensor, "K E P_layer"]
 
     point_dims: ClassVar = {"values": 1}
+    inner_dim: ClassVar = ("values", 2)
     commutes_with_average = True
 
     @property
@@ -282,29 +290,9 @@ class DenseJacobian(LayerJacobian):
         """One for each parameter."""
         return self.values.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values."""
-        return self.values.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return is_short(self.values.shape[2])
-
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Return the values."""
         return self.values
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "DenseJacobian":
-        """Concatenate steps along the parameters."""
-        steps = [self.values, *(expect_representation(DenseJacobian, step).values for step in others)]
-        return DenseJacobian(concat_scaled(steps, weights, 2))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "DenseJacobian":
-        """Average the values."""
-        total = None if before is None else expect_representation(DenseJacobian, before).values
-        return DenseJacobian(nodes.add(total, self.values, 1))
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add one matrix product."""
@@ -334,6 +322,7 @@ class OuterProductJacobian(LayerJacobian):
     cotangent_is_constant: bool
 
     point_dims: ClassVar = {"inputs": 0, "output_grads": 1}
+    inner_dim: ClassVar = ("output_grads", 3)
 
     @property
     def commutes_with_average(self) -> bool:
@@ -346,14 +335,9 @@ class OuterProductJacobian(LayerJacobian):
         return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of both factors."""
-        return self.inputs.nbytes + self.output_grads.nbytes
-
-    @property
     def fits_concatenation(self) -> bool:
         """Whether the output gradients alone change from step to step, and are short."""
-        return self.inputs.shape[1] == 1 and self.input_is_constant and is_short(self.output_grads.shape[3])
+        return self.inputs.shape[1] == 1 and self.input_is_constant and super().fits_concatenation
 
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Sum the outer products over positions."""
@@ -362,11 +346,6 @@ class OuterProductJacobian(LayerJacobian):
     def _biased(self) -> Tensor:
         """Return the inputs with the 1 of a bias."""
         return append_bias_column(self.inputs) if self.has_bias else self.inputs
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "OuterProductJacobian":
-        """Concatenate the output gradients; the inputs are the same at every step."""
-        steps = [self.output_grads, *(expect_representation(type(self), step).output_grads for step in others)]
-        return replace(self, output_grads=concat_scaled(steps, weights, 3))
 
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
         """Average the factor that depends on t."""
@@ -447,6 +426,7 @@ class LogitsLastLayer(LayerJacobian):
     num_outputs: int
 
     point_dims: ClassVar = {"inputs": 0}
+    inner_dim: ClassVar = ("inputs", 1)
     commutes_with_average = True
 
     @property
@@ -454,32 +434,12 @@ class LogitsLastLayer(LayerJacobian):
         """Of the inputs."""
         return self.inputs.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return self.inputs.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return is_short(self.inputs.shape[1])
-
     def _unit_vectors(self) -> Tensor:
         return torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
 
     def to_dense(self) -> Float[Tensor, "C E P_layer"]:
         """Put each output's inputs into the place of its row of the weight."""
         return (self._unit_vectors()[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "LogitsLastLayer":
-        """Concatenate the inputs."""
-        steps = [self.inputs, *(expect_representation(LogitsLastLayer, step).inputs for step in others)]
-        return replace(self, inputs=concat_scaled(steps, weights, 1))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "LogitsLastLayer":
-        """Average the inputs."""
-        total = None if before is None else expect_representation(LogitsLastLayer, before).inputs
-        return replace(self, inputs=nodes.add(total, self.inputs, 0))
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add one product of the inputs for all outputs."""
@@ -526,10 +486,7 @@ class SoftmaxLastLayerAverage(LeftFactor):
 
     values: Float[Tensor, "rows N n"]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the averages."""
-        return self.values.nbytes
+    point_dims: ClassVar = {"values": 1}
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add the inner products with the other side's factors, or averages (docs/theory.md, section 5)."""

@@ -54,23 +54,21 @@ def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
 
 # Functions that are smooth between thresholds of their first argument.
 THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
-    **{
-        function: _at(0.0)
-        for function in (
+    **dict.fromkeys(
+        (
             F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, F.leaky_relu,
             F.leaky_relu_, F.rrelu, F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu, torch.abs,
             torch.Tensor.abs, torch.Tensor.abs_,
-        )
-    },
+        ),
+        _at(0.0),
+    ),
     F.relu6: _at(0.0, 6.0),
-    F.hardswish: _at(-3.0, 3.0),
-    F.hardsigmoid: _at(-3.0, 3.0),
+    **dict.fromkeys((F.hardswish, F.hardsigmoid), _at(-3.0, 3.0)),
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _given(min_val=-1.0, max_val=1.0)),
-    **{
-        getattr(F, name): _given(threshold=None)  # untyped names of torch's
-        for name in ("threshold", "threshold_", "_threshold")
-        if hasattr(F, name)
-    },
+    **dict.fromkeys(
+        (getattr(F, name) for name in ("threshold", "threshold_", "_threshold") if hasattr(F, name)),  # untyped names
+        _given(threshold=None),
+    ),
     **dict.fromkeys((torch.clamp, torch.Tensor.clamp, torch.Tensor.clamp_), _given(min=None, max=None)),
     **dict.fromkeys((torch.clip, torch.Tensor.clip, torch.Tensor.clip_), _given(min=None, max=None)),
     **dict.fromkeys((torch.clamp_min, torch.Tensor.clamp_min, torch.Tensor.clamp_min_), _given(min=None)),
@@ -268,7 +266,7 @@ SMOOTH = {
 }  # fmt: skip
 KINKED = {*THRESHOLDS} - PRELU
 
-# Linear in all of their tensors that can move (dropout as in evaluation), or of no number that moves (a shape).
+# Linear in all of their tensors that can move (dropout as in evaluation), or of no number that moves: of a shape.
 LINEAR = {
     *LINEAR_MAPS,
     *SUMS,
@@ -283,13 +281,11 @@ LINEAR = {
     ),
     *(getattr(torch.fft, kind + name) for name in ("fft", "fft2", "fftn") for kind in ("", "i", "r", "ir")),
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    *functions_named(
+        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+        "new_full", "new_empty", "new_tensor",
+    ),
 }  # fmt: skip
-
-# They take shape and dtype of a tensor, and none of its numbers.
-LIKE = {
-    *functions_named("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-    *functions_named("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
-}
 
 
 @final
@@ -323,7 +319,7 @@ class SecantDerivatives(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: tuple[list[Tensor], list[Tensor]]
     ) -> Any:
         params, rows = moving
-        if func in LINEAR or func in LIKE or getattr(func, "__name__", "") == "__get__":
+        if func in LINEAR or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         if func is normalise_by_statistics:
             return self._normalise(*args, **kwargs)

@@ -149,7 +149,7 @@ def hadamard_order(num_outputs: int, num_nodes: int) -> int:
     Returns:
         The smallest order of at least C that divides n; the smallest order of at least C if none does.
     """
-    orders = [order for order in range(num_outputs, max(4 * num_outputs, num_nodes) + 1) if _construction(order)]
+    orders = [order for order in range(num_outputs, max(4 * num_outputs, num_nodes) + 1) if _first_order(order)]
     return next((order for order in orders if num_nodes % order == 0), orders[0])
 
 
@@ -163,7 +163,7 @@ def covering_order(num_outputs: int, at_least: int, at_most: int) -> int:
     """
     if at_least % hadamard_order(num_outputs, at_least) == 0:
         return at_least
-    return next((order for order in range(max(num_outputs, at_least), at_most) if _construction(order)), at_most)
+    return next((order for order in range(max(num_outputs, at_least), at_most) if _first_order(order)), at_most)
 
 
 def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
@@ -172,35 +172,20 @@ def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
     Matrices of order 1, 2 and q + 1 for primes q = 3 mod 4 (Paley) are doubled as often as it takes (Sylvester).
 
     Args:
-        order: Number of rows and columns.
-
-    Raises:
-        TypeError: `order` is not a whole number.
-        ValueError: There is no such construction.
+        order: Number of rows and columns, as `hadamard_order` gives it.
     """
-    validate_count(order, "order")
-    found = _construction(order)
-    if found is None:
-        raise ValueError(
-            "order must be 1, 2 or q + 1 for a prime q = 3 mod 4, times a power of 2, for a Hadamard matrix to be "
-            f"made: got {order}. Take a power of 2."
-        )
-    base, doublings = found
+    base = _first_order(order)
     H = torch.ones(1, 1, dtype=torch.int8) if base == 1 else _paley(base - 1)
-    for _ in range(doublings):
+    while len(H) < order:
         H = torch.cat([torch.cat([H, H], dim=1), torch.cat([H, -H], dim=1)])
     return H
 
 
-def _construction(order: int) -> tuple[int, int] | None:
-    """Return the order to start from, and how often to double it; the fewest doublings there are."""
-    for doublings in range(order.bit_length()):
-        base, rest = divmod(order, 1 << doublings)
-        if rest:
-            return None
-        if base == 1 or (base % 4 == 0 and _is_prime(base - 1)):
-            return base, doublings
-    return None
+def _first_order(order: int) -> int:
+    """Return the order whose matrix is doubled up to another, with the fewest doublings there are; 0 without any."""
+    while order > 1 and not (order % 4 == 0 and _is_prime(order - 1)):
+        order = 0 if order % 2 else order // 2
+    return order
 
 
 def _is_prime(q: int) -> bool:

@@ -7,11 +7,12 @@ everything else is differentiated densely. Every other capability (`Differentiat
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -26,7 +27,6 @@ from epk_gp.autodiff.dense import (
     directional_derivatives,
     values,
 )
-from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
     LAYERS,
@@ -41,7 +41,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import DifferentiationPlan, vmap_chunk_size
-from epk_gp.core.torch_overrides import disable_fused_attention, outside_autocast
+from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 
@@ -113,14 +113,13 @@ def build_plan(
         ValueError: A sample's output depends on the other samples of the batch.
     """
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    calls, num_activations = list[_Usage](), 0
+    calls, num_activations = list[FunctionCall](), 0
 
     def watch(call: FunctionCall | None, result: Any) -> None:
         nonlocal num_activations
         num_activations += sum(value.numel() for value in tensors_in((result,)))
         if call is not None and has_tensors(result):  # a shape or a dtype does not depend on a parameter's value
-            names = call.names.get("weight"), call.names.get("bias")
-            calls.append(_Usage(call.function, tuple(call.params), *names, call.in_slots))
+            calls.append(call)
 
     with ParameterInterception(params, watch) as mode, disable_fused_attention():
         z = model(params, X).detach()
@@ -146,13 +145,14 @@ def build_plan(
         supports_batched_vjp=True,
         supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
-        calls_convolutions=any(usage.function in CONVOLUTIONS for usage in calls),
+        calls_convolutions=any(call.function in CONVOLUTIONS for call in calls),
         vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
         calls_fused_functions=mode.calls_fused_functions,
         shares_pass=graph is not None,
     )
+    calls.clear()  # they hold activations
     trial = _make_trial(model, w, X, plan)
     one_by_one, bias_of = replace(plan, supports_batched_vjp=False), dict[str, str | None]()
     for name, bias in plan.bias_of.items():
@@ -193,30 +193,19 @@ def _verified(
     return replace(plan, **without)
 
 
-class _Usage(NamedTuple):
-    """One call of a function that takes parameters: all of them, and those in the places of weight and bias."""
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    weight: str | None
-    bias: str | None
-    in_slots: bool
-
-
-def _layers(usages: Sequence[_Usage]) -> dict[str, str | None]:
+def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
     """Map the weights that only layers' calls use to the bias that always goes with each."""
-    by_name: dict[str, list[_Usage]] = {}
-    for usage in usages:
-        for name in usage.names:
-            by_name.setdefault(name, []).append(usage)
+    by_name = defaultdict[str, list[FunctionCall]](list)
+    for call in calls:
+        for name in call.params:
+            by_name[name].append(call)
     bias_of: dict[str, str | None] = {}
     for name, own in by_name.items():
-        as_weight = all(usage.in_slots and usage.weight == name for usage in own)
-        functions = {usage.function for usage in own}
+        as_weight = all(call.in_slots and call.names.get("weight") == name for call in own)
+        functions, biases = {call.function for call in own}, {call.names.get("bias") for call in own}
         if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
-            bias = own[0].bias
-            together = all(usage.bias == bias for usage in own)
-            bias_of[name] = bias if bias is not None and together and len(by_name[bias]) == len(own) else None
+            bias = biases.pop() if len(biases) == 1 else None
+            bias_of[name] = bias if bias is not None and len(by_name[bias]) == len(own) else None
     return bias_of
 
 
@@ -343,7 +332,7 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
         with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
             found = attempt()
             return _agree(iter([found]) if isinstance(found, tuple) else found)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError) as error:
+    except Exception as error:
         # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise

@@ -1,4 +1,4 @@
-"""Operations of torch that are replaced while a network is evaluated.
+"""Operations of torch that are replaced while a network is evaluated, and torch's level of forward-mode derivatives.
 
 Fused attention, normalisation by moving statistics, activation checkpointing.
 
@@ -11,10 +11,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -203,3 +205,62 @@ def quiet_checkpoints() -> Iterator[None]:
         yield
     finally:
         _THREAD.users.discard(user)
+
+
+# torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
+_FORWARD_MODE = threading.RLock()
+_interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
+_in_this_thread = threading.local()  # how often this thread has the level
+
+
+@contextmanager
+def exclusive_forward_mode() -> Iterator[None]:
+    """Let one thread at a time use torch's level of forward-mode derivatives, which it enters itself.
+
+    A computation that is interrupted while torch enters or leaves the level can leave it open. The next one could not
+    enter it then: it closes it first.
+    """
+    with _FORWARD_MODE:
+        if _interrupted.is_set():
+            _close_level()
+        _interrupted.set()
+        depth = getattr(_in_this_thread, "depth", 0)
+        try:
+            _in_this_thread.depth = depth + 1
+            yield
+        except Exception:
+            _interrupted.clear()  # an error, and the level is closed
+            raise
+        finally:
+            _in_this_thread.depth = depth
+        _interrupted.clear()
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Enter torch's level of forward-mode derivatives, one thread at a time."""
+    with exclusive_forward_mode(), fwAD.dual_level():
+        yield
+
+
+def _close_level() -> None:
+    exit_level = getattr(torch._C, "_exit_dual_level", None)
+    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
+        with suppress(RuntimeError):
+            fwAD.exit_dual_level()
+        return
+    with suppress(RuntimeError):  # no level is open, and only its number is left
+        exit_level(level=0)
+    cast(Any, fwAD)._current_level = -1
+
+
+def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor's value and its tangent, None if it has none.
+
+    While another thread is at torch's level, torch would make a view of a tensor that has no tangent. Gradients through
+    the view are added up in another order, and would have other bytes than alone.
+    """
+    if not getattr(_in_this_thread, "depth", 0):
+        return value, None
+    primal, tangent = fwAD.unpack_dual(value)
+    return primal, tangent

@@ -24,11 +24,11 @@ from torch.func import jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
-from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch

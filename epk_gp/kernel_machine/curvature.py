@@ -15,15 +15,16 @@ They are not where the gradient is that of no function (straight-through estimat
 counts), and where torch's own second derivative of an operation is wrong.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.forward_mode import needing_second_derivatives, require_second_derivatives
+from epk_gp.autodiff.dense import PlannedModel, graph_nodes
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove, passes_of
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
@@ -391,3 +392,51 @@ def _direction(w: Float[Tensor, " P"], sizes: tuple[int, ...]) -> Float[Tensor, 
     scales = [part.norm() / max(1, len(part)) ** 0.5 for part in parts]
     own = [torch.where(scale > 0, scale, typical).expand(len(part)) for scale, part in zip(scales, parts, strict=True)]
     return noise * torch.cat(own)
+
+
+# What torch says of operations whose derivative it cannot differentiate.
+_MESSAGES = re.compile("twice|double backward|derivative for .* is not implemented")
+_MARKED = "trying to differentiate twice a function that was marked with @once_differentiable"
+
+
+@contextmanager
+def needing_second_derivatives() -> Iterator[None]:
+    """Say what to do where torch cannot differentiate a gradient.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # NotImplementedError among them
+        if _MESSAGES.search(str(error)) is None:
+            raise
+        raise ValueError(_refusal(str(error))) from error
+
+
+def require_second_derivatives(gradients: Sequence[Tensor], losses: Tensor) -> None:
+    """Raise if a graph holds an operation that can be differentiated once only.
+
+    torch puts an error in the place of its derivative, which leads to no weight: `torch.autograd.grad` does not meet
+    it, and gives what is left of the derivative.
+
+    Args:
+        gradients: Gradients of the losses, with their graph.
+        losses: The losses.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if any(node.name().endswith("::Error") for node in graph_nodes(gradients)):
+        # torch's own operations are no classes of Python
+        own = {forward.__name__ for node in graph_nodes([losses]) if (forward := getattr(node, "_forward_cls", None))}
+        raise ValueError(_refusal(f"{_MARKED} (operations of one's own here: {', '.join(sorted(own))})"))
+
+
+def _refusal(message: str) -> str:
+    return (
+        f"the loss must have second derivatives in the weights: torch says {message!r}. Give the operation a backward "
+        "pass that torch can differentiate, or use epk_gp.attribute, which takes first derivatives alone."
+    )

@@ -101,20 +101,12 @@ class _Refinement:
         if not len(failed):
             return reason, intervals[failed], found.parents
         lineage = trace_lineage(found.parents, intervals.parent, found.residual, reason == OPEN)
-        reason[failed] = limit_status(
-            found.error[failed],
-            found.integral[failed],
-            width=(intervals.b - intervals.a)[failed],
-            rounding=found.rounding[failed],
-            ancestor_error=intervals.parent_residual[failed],
-            lineage=lineage[failed],
-            level=found.level,
-        )
+        reason[failed] = limit_status(found[failed], lineage[failed])
         # a midpoint can lie on the one place where the derivative is not finite
         at_middle = ~found.error.isfinite() & (intervals.stage == 0)
         reason = self._stop_points(torch.where(at_middle, OPEN, reason), intervals.point)
         failed = (reason == OPEN).nonzero().squeeze(1)
-        option = self._raised_stage(found, failed, lineage)
+        option = self._raised_stage(found[failed], lineage[failed])
         # the least that any refinement takes: the next order, a search with two parts, or two halves
         plan = self.segment.net.plan
         searches = ~intervals.is_searched[failed] & (plan.supports_interpolation or plan.shares_pass)
@@ -124,7 +116,7 @@ class _Refinement:
         reason[failed] = torch.where(fits, OPEN, QuadratureStatus.EVALUATION_LIMIT)
         kept = fits.nonzero().squeeze(1)
         failed = failed[kept]
-        parts, parents = self._parts(found, failed, lineage[failed], option[kept])
+        parts, parents = self._parts(found[failed], lineage[failed], option[kept])
         fits = self._fits(parts.point, (table.size - table.num_known)[parts.stage])
         reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
         return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
@@ -139,14 +131,14 @@ class _Refinement:
         stops = torch.zeros_like(self.evaluations, dtype=torch.long).index_add_(0, point, inconsistent)
         return torch.where((stops[point] > 0) & (reason == OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
 
-    def _raised_stage(self, found: Integrated, failed: Tensor, lineage: Lineage) -> Int64[Tensor, " F"]:
+    def _raised_stage(self, found: Integrated, lineage: Lineage) -> Int64[Tensor, " F"]:
         """Choose the lowest order that promises to suffice for each failed interval; -1 where none does.
 
         From the first order on, the prediction is that of the two last orders' residuals. What may be rounding is
         raised whatever the prediction: two orders that agree tell it.
         """
-        table, intervals, error = self.table, found.intervals[failed], found.error[failed]
-        stage, target = intervals.stage, found.rounding[failed].clamp(min=self.tol)
+        table, intervals, error = self.table, found.intervals, found.error
+        stage, target = intervals.stage, found.rounding.clamp(min=self.tol)
         option = torch.full_like(stage, -1)
         for row in {0, table.half}:
             options = table.stages[row].options
@@ -154,7 +146,7 @@ class _Refinement:
             if not options or not len(rows):
                 continue
             ids = torch.tensor(options, device=stage.device)
-            predicted = predicted_errors(self._coefficients(found, failed[rows], row), table.errors[ids])
+            predicted = predicted_errors(self._coefficients(found[rows], row), table.errors[ids])
             suffices = predicted <= _TRUST * target[rows, None]
             if row != 0:
                 suffices &= (error <= SMOOTH_DECAY * intervals.error_before)[rows, None]
@@ -164,35 +156,33 @@ class _Refinement:
         degrees = (table.degree[row] for row in (now, table.previous[now], following))
         predicted = extrapolated_errors(error[later], intervals.error_before[later], *degrees)
         option[later] = torch.where(predicted <= target[later], following, -1)
-        settles = (lineage[failed].raises > 0) | table.is_start[stage]
-        settles = settles & may_be_rounding(error, found.integral[failed], found.rounding[failed])
+        settles = ((lineage.raises > 0) | table.is_start[stage]) & may_be_rounding(found)
         return torch.where((option < 0) & settles, table.option[stage], option)
 
-    def _coefficients(self, found: Integrated, rows: Tensor, stage: int) -> Float[Tensor, "E K C"]:
+    def _coefficients(self, found: Integrated, stage: int) -> Float[Tensor, "E K C"]:
         """Return Legendre coefficients of df/dt on intervals of one first order, from f at its probes too."""
-        intervals, first = found.intervals[rows], self.table.stages[stage]
+        intervals, first = found.intervals, self.table.stages[stage]
         n, width = len(first.rule), intervals.b - intervals.a
-        inner, places = found.inner[rows, :n], list(first.rule.nodes)
+        inner, places = found.inner[:, :n], list(first.rule.nodes)
         if first.probes:
             at = intervals.a[:, None] + width[:, None] * width.new_tensor(first.probes)
-            repeated = torch.arange(len(rows), device=rows.device).repeat_interleave(len(first.probes))
+            repeated = torch.arange(len(width), device=width.device).repeat_interleave(len(first.probes))
             f = self._values(intervals, repeated, at.flatten()).unflatten(0, at.shape)
             inner, places = torch.cat([inner, f], dim=1), [*places, *first.probes]
         order = sorted(range(len(places)), key=places.__getitem__)
         known = torch.cat([intervals.f_a[:, None], inner[:, order], intervals.f_b[:, None]], dim=1)
-        data = torch.cat([found.slopes[rows, :n] * width[:, None, None], known.diff(dim=1)], dim=1)
+        data = torch.cat([found.slopes[:, :n] * width[:, None, None], known.diff(dim=1)], dim=1)
         return spectrum_of(first, data.dtype, data.device) @ data
 
-    def _parts(self, found: Integrated, failed: Tensor, lineage: Lineage, option: Tensor) -> tuple[Intervals, Parents]:
-        """Raise the order of failed intervals where one promises to suffice; cut the others at kinks, or halve them.
+    def _parts(self, found: Integrated, lineage: Lineage, option: Tensor) -> tuple[Intervals, Parents]:
+        """Raise the order of intervals for which one promises to suffice; cut the others at kinks, or halve them.
 
         Args:
-            found: The intervals of this level.
-            failed: Which of them failed, (F,).
-            lineage: The lineages of these.
+            found: The intervals that failed.
+            lineage: Their lineages.
             option: The orders to which they are raised, or -1.
         """
-        intervals, error, rises = found.intervals[failed], found.error[failed], option >= 0
+        intervals, error, rises = found.intervals, found.error, option >= 0
         to_search = (~rises & ~intervals.is_searched).nonzero().squeeze(1)
         if not self.segment.net.plan.shares_pass:
             at = intervals[to_search]
@@ -218,10 +208,10 @@ class _Refinement:
             is_searched=torch.zeros_like(rises),
         )
         split = between_cuts(split, owner, cuts, self._values(intervals, owner, cuts), to_cut)
-        raised = replace(intervals, stage=option, known=found.slopes[failed], error_before=error)[to_raise]
+        raised = replace(intervals, stage=option, known=found.slopes, error_before=error)[to_raise]
         raised = replace(raised, parent=to_raise)
         joined = (torch.cat(pair) for pair in zip(vars(split).values(), vars(raised).values(), strict=True))
-        return Intervals(*joined), Parents(found.residual[failed], lineage, is_halved, rises)
+        return Intervals(*joined), Parents(found.residual, lineage, is_halved, rises)
 
     def _values(self, intervals: Intervals, owner: Tensor, t: Tensor) -> Float[Tensor, "B C"]:
         """Evaluate f in some intervals."""

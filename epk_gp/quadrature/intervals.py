@@ -331,45 +331,27 @@ def trace_lineage(
     return Lineage(raises, has_settled, generations, torch.where(generations > 1, before.error, error))[parent]
 
 
-def may_be_rounding(
-    error: Float[Tensor, " E"], integral: Float[Tensor, "E C"], rounding: Float[Tensor, " E"]
-) -> Bool[Tensor, " E"]:
+def may_be_rounding(found: "Integrated") -> Bool[Tensor, " E"]:
     """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
-    is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * integral.abs().amax(dim=1))
+    error, rounding = found.error, found.rounding
+    is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * found.integral.abs().amax(dim=1))
     return (error <= _SETTLED * rounding) | is_small_part
 
 
-def limit_status(
-    error: Float[Tensor, " E"],
-    integral: Float[Tensor, "E C"],
-    *,
-    width: Float[Tensor, " E"],
-    rounding: Float[Tensor, " E"],
-    ancestor_error: Float[Tensor, " E"],
-    lineage: Lineage,
-    level: int,
-) -> Int64[Tensor, " E"]:
-    """Return the status of intervals that are not refined although their residuals are not small, else `OPEN`.
-
-    Args:
-        error: Their residuals.
-        integral: Their integrals.
-        width: Their lengths.
-        rounding: Residual that is taken for rounding of the outputs.
-        ancestor_error: Largest residual of the last levels of intervals that they are parts of.
-        lineage: Their lineages.
-        level: How often the intervals were refined.
-    """
+def limit_status(found: "Integrated", lineage: Lineage) -> Int64[Tensor, " E"]:
+    """Return the status of intervals that are not refined although their residuals are not small, else `OPEN`."""
+    error, rounding, level = found.error, found.rounding, found.level
+    width, ancestor_error = found.intervals.b - found.intervals.a, found.intervals.parent_residual
     is_noise = error <= _NOISE * rounding
     has_stalled = is_noise & (error > ancestor_error / 4) & (level > 0 and level % NOISE_LEVELS == 0)
-    is_jump = error > _NOISE * integral.abs().amax(dim=1)
+    is_jump = error > _NOISE * found.integral.abs().amax(dim=1)
     at_limit = torch.where(is_jump, QuadratureStatus.INCONSISTENT_DERIVATIVE, QuadratureStatus.INTERVAL_LIMIT)
     at_limit = torch.where(is_noise, QuadratureStatus.ROUNDING, at_limit)
     reason = torch.where(width <= _SHORTEST * torch.finfo(error.dtype).eps, at_limit, OPEN)
     began_as_noise = lineage.error <= _NOISE * rounding
     converged = torch.where(began_as_noise, QuadratureStatus.ROUNDING, QuadratureStatus.INCONSISTENT_DERIVATIVE)
     reason = torch.where(lineage.generations >= _GENERATIONS, converged, reason)
-    has_settled = lineage.has_settled & may_be_rounding(error, integral, rounding)
+    has_settled = lineage.has_settled & may_be_rounding(found)
     reason = torch.where(has_stalled | has_settled, QuadratureStatus.ROUNDING, reason)
     return torch.where(error.isfinite(), reason, QuadratureStatus.NOT_FINITE)
 
@@ -439,6 +421,11 @@ class Integrated:
     error: Float[Tensor, " E"]
     rounding: Float[Tensor, " E"]
     level: int
+
+    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Integrated":
+        """Return some of them."""
+        tensors = {name: value[rows] for name, value in vars(self).items() if name not in ("parents", "level")}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,45 +205,42 @@ def values_at_ends(
 
     What fused functions hide is not seen.
     """
-    starts, ends, switches = list[Tensor](), list[Tensor](), list[Tensor]()
-    zeros = segment.w.new_zeros(len(X))
-    for rows in torch.arange(len(X), device=X.device).split(min(segment.rows_per_kink_search, segment.rows_per_block)):
-        calls = list[list[Preactivations]]()
-        for t, outputs in ((zeros[rows], starts), (zeros[rows] + 1, ends)):
-            with UnitWatcher(len(rows)) as recorder:
-                outputs.append(values(segment, X[rows], t))
-            calls.append(recorder.calls)
-        is_seen = segment.net.plan.supports_interpolation
-        switches.append(_stand_differently(calls, len(rows)).to(X.device) & is_seen)
-    return torch.cat(starts), torch.cat(ends), torch.cat(switches)
+    zeros, is_seen = segment.w.new_zeros(len(X)), segment.net.plan.supports_interpolation
+    size = min(segment.rows_per_kink_search, segment.rows_per_block)
+    switches, (start, end) = _stand_differently(partial(values, segment), X, (zeros, zeros + 1), size)
+    return start, end, switches & is_seen
 
 
 def may_switch(
     segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
 ) -> Bool[Tensor, " E"]:
     """Tell by forward passes alone whether a unit stands differently at a_e and b_e, whatever depends on it."""
-    switches = torch.zeros_like(a, dtype=torch.bool)
+
+    def evaluate(x: Tensor, t: Tensor) -> Tensor:
+        params, moved = segment.interpolated(t)
+        with torch.no_grad(), disable_fused_attention(), moved:
+            return segment.net.model(params, x)
+
     if not len(X) or not segment.net.plan.supports_interpolation:
-        return switches
-    for rows in torch.arange(len(X), device=X.device).split(segment.rows_per_kink_search):
+        return torch.zeros_like(a, dtype=torch.bool)
+    return _stand_differently(evaluate, X, (a, b), segment.rows_per_kink_search)[0]
+
+
+def _stand_differently(
+    evaluate: Callable[[Tensor, Tensor], Tensor], X: Tensor, ends: tuple[Tensor, Tensor], size: int
+) -> tuple[Bool[Tensor, " E"], list[Tensor]]:
+    """Compare the units of forward passes at two ends, some rows at a time; return the passes' outputs too."""
+    switches, outputs = torch.zeros(len(X), dtype=torch.bool, device=X.device), list[list[Tensor]]()
+    for rows in torch.arange(len(X), device=X.device).split(size):
         calls = list[list[Preactivations]]()
-        for t in (a[rows], b[rows]):
-            params, moved = segment.interpolated(t)
-            recorder = UnitWatcher(len(rows))
-            with torch.no_grad(), disable_fused_attention(), recorder, moved:
-                segment.net.model(params, X[rows])
+        outputs.append([])
+        for t in ends:
+            with UnitWatcher(len(rows)) as recorder:
+                outputs[-1].append(evaluate(X[rows], t[rows]))
             calls.append(recorder.calls)
-        switches[rows] = _stand_differently(calls, len(rows)).to(a.device)
-    return switches
-
-
-def _stand_differently(calls: list[list[Preactivations]], num_rows: int) -> Bool[Tensor, " E"]:
-    """Compare the calls of two forward passes, row by row."""
-    found = torch.zeros(num_rows, dtype=torch.bool)
-    for at_a, at_b in zip(*calls, strict=True):
-        differs = at_a.differ(at_b)
-        found = found.to(differs.device) | differs.any(dim=1)
-    return found
+        for at_a, at_b in zip(*calls, strict=True):
+            switches[rows] |= at_a.differ(at_b).any(dim=1)
+    return switches, [torch.cat(of_end) for of_end in zip(*outputs, strict=True)]
 
 
 def locate_kinks(

@@ -12,10 +12,10 @@ from torch.func import jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment, directional_derivatives, values
-from epk_gp.autodiff.forward_mode import forward_mode, split_dual
 from epk_gp.autodiff.interception import add_multiple
 from epk_gp.autodiff.verification import build_plan
 from epk_gp.core.model import functionalize
+from epk_gp.core.torch_overrides import forward_mode, split_dual
 
 CONVOLUTIONS = {
     "plain": lambda: nn.Conv2d(2, 4, 3, padding=1),
