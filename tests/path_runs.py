@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from weighted_loops import record
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
@@ -76,14 +77,7 @@ def recorded(name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) 
     net = make().to(dtype).train()
     optimizer = OPTIMIZERS[optimizer_name](net)
     X, y = torch.randn(10, 4, dtype=torch.float64).to(dtype), torch.arange(10) % 3
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for s in range(steps):
-            batch = torch.arange(4 * s, 4 * s + 4) % 10
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    run = recorder.trajectory
+    run = record(net, optimizer, X, y, [torch.arange(4 * s, 4 * s + 4) % 10 for s in range(steps)])
     return averaged_trajectory(run, averaging_coefficients(steps, decay=0.6)) if name == "average" else run
 
 

@@ -1,6 +1,6 @@
 """A training loop whose samples have weights, with and without the package: the brute force of influence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,33 @@ import epk_gp as epk
 POINTS, INPUTS, CLASSES = 12, 4, 3
 
 
+def record(
+    net: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor, batches: Iterable[Any], **options: Any
+) -> epk.Trajectory:
+    """Train in training mode on batches of samples; None stands for all."""
+    with epk.Recorder(net.train(), optimizer, X, y, **options) as recorder:
+        for batch in batches:
+            rows = slice(None) if batch is None else batch
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[rows]), y[rows]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return recorder.trajectory
+
+
 def mlp(*between: nn.Module, activation: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 6), *between, activation or nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Encoder(nn.Module):
