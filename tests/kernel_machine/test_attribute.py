@@ -110,7 +110,6 @@ def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     assert not parts.values[:, :, still].any()
 
 
-
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 @pytest.mark.parametrize("name", ["momentum", pytest.param("cnn", marks=pytest.mark.slow), "plain"])
 def test_one_class_per_point_is_a_column_of_all(name, head):

@@ -79,7 +79,7 @@ def test_a_kernel_of_gradients_that_depend_on_the_other_points_is_refused() -> N
     run = epk.train(net, X, y, optimizer=sgd(list(net.parameters())), steps=2)
     points = epk.Points(X[:3], is_train=False)
     for call in (lambda: epk.gram_block(run, points, points), lambda: epk.path_features(run, X[:3], 8)):
-        with pytest.raises(ValueError, match=r"embedding divides them by how often .* scale_grad_by_freq=False"):
+        with pytest.raises(ValueError, match=r"divides them by how often .* scale_grad_by_freq=False"):
             call()
 
 

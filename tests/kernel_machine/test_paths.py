@@ -41,19 +41,6 @@ class InPlaceResidual(nn.Module):
         return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
 
 
-class Characters(nn.Module):
-    """Embedding, learned positions, pre-norm attention: parameters that are no layer's among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.places = nn.Embedding(7, 8), nn.Parameter(0.3 * torch.randn(5, 8))
-        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, activation="gelu", norm_first=True)
-        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.out(self.norm(self.layer(self.embed(x) + self.places)).mean(1))
-
-
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -63,11 +50,11 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x.view(-1, 8, 2))[0][:, -1])
 
 
-OTHERS = {"in_place": InPlaceResidual, "characters": Characters, "recurrent": Recurrent}
+OTHERS = {"in_place": InPlaceResidual, "recurrent": Recurrent}
 
 
 def train(net, X, *, lr=0.05, steps=4, momentum=0.9):
-    net = net.to(X.dtype if X.is_floating_point() else torch.float64)
+    net = net.to(X.dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     batches = [torch.arange(4 * s, 4 * s + 4) % len(X) for s in range(steps)]
     return record(net, optimizer, X, torch.arange(len(X)) % 3, batches)
@@ -76,8 +63,7 @@ def train(net, X, *, lr=0.05, steps=4, momentum=0.9):
 def run_and_points(name):
     if name in RUNS:
         return recorded(name), queries()
-    net = OTHERS[name]()
-    X = torch.randint(0, 7, (10, 5)) if name == "characters" else torch.randn(10, 16, dtype=torch.float64)
+    net, X = OTHERS[name](), torch.randn(10, 16, dtype=torch.float64)
     return train(net, X), X[:3]
 
 
@@ -215,7 +201,9 @@ def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
 
 def test_chords_of_one_step_are_straight_and_others_are_not():
     run, X = recorded("tanh_momentum"), queries()
-    straight, same, other = (epk.attribute(run, X, path=path) for path in (epk.straight(), epk.chords(1), epk.chords(2)))
+    straight, same, other = (
+        epk.attribute(run, X, path=path) for path in (epk.straight(), epk.chords(1), epk.chords(2))
+    )
     assert torch.equal(same.samples, straight.samples)
     assert (other.samples - straight.samples).norm() > 1e-3 * straight.samples.norm()
     assert torch.equal(epk.reconstruct(run, X, path=epk.chords(1)).outputs, epk.reconstruct(run, X).outputs)

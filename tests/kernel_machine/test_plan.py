@@ -10,6 +10,7 @@ import torch
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed
 from distributed_cases import recorded as training_run
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine import plan
 from epk_gp.kernel_machine.attribute import attribute_many
@@ -54,15 +55,18 @@ def test_the_bytes_of_a_block_are_of_the_type_in_which_it_is_summed():
         assert found.result_bytes == 2 * 2 * run.num_outputs**2 * itemsize
 
 
-@pytest.mark.parametrize("kind", ["plain", "momentum"])
-def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, sizes):
+@pytest.mark.parametrize(("kind", "is_apart"), [("plain", False), ("momentum", False), ("momentum", True)])
+def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, sizes, monkeypatch):
+    """Also where outputs go through the run apart: two at a time."""
     run, X = training_run(kind, 40), inputs(3)
+    if is_apart:
+        monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
     by = [[by_sample(run)], [by_label(run)]]
     found = plan_attribution(epk.PathKernel(run, rule=RULE), X, by, seconds=1e-9)
     sizes.clear()
     attribute_many(run, X, by, rule=RULE, executor=Shuffled())
     assert (found.pieces, found.piece_bytes) == (len(sizes), max(sizes))
-    assert found.result_bytes == found.piece_bytes  # one block of points
+    assert found.result_bytes == (sum(sizes) if is_apart else found.piece_bytes)  # else one block of points
 
 
 class Clock:

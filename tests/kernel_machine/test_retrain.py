@@ -301,7 +301,13 @@ def test_a_run_on_disk_follows_what_changes_too(name: str, tmp_path: Path) -> No
 
 
 def test_groups_on_disk_that_are_none_are_refused() -> None:
-    for text in ("", "1", "{}", '{"names": [], "changes": [[0, [{"names": 0}]]]}', '{"names": [], "changes": [[9, []]]}'):
+    for text in (
+        "",
+        "1",
+        "{}",
+        '{"names": [], "changes": [[0, [{"names": 0}]]]}',
+        '{"names": [], "changes": [[9, []]]}',
+    ):
         content = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(ValueError, match="must hold 'groups' that describe"):
             read_groups(content, 3, "the chunk")
