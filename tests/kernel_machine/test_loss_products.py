@@ -119,7 +119,7 @@ def test_directions_are_taken_together_once_the_first_pass_was_compared(name, co
         check_along(products, s, torch.randn(count, products.problem.net.model.num_weights, dtype=torch.float64))
     assert len(mapped) == num_mapped
     assert len(singles) == (1 if num_mapped else 2 * count)
-    assert products._maps is {"norm": True if count > 1 else None, "squares": False}.get(name)
+    assert products._rows.works is {"norm": True if count > 1 else None, "squares": False}.get(name)
 
 
 @pytest.mark.parametrize("wrong", ["losses", "derivatives"])
@@ -132,7 +132,7 @@ def test_mapped_passes_that_compute_something_else_are_not_used(wrong, monkeypat
 
     monkeypatch.setattr(LossProducts, "_mapped", changed)
     check_along(products, 0, torch.randn(3, products.problem.net.model.num_weights, dtype=torch.float64))
-    assert products._maps is False
+    assert products._rows.works is False
 
 
 @pytest.mark.parametrize("name", DROPOUT)

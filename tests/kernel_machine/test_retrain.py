@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import CASES, OF_TORCH
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convolutions, mlp, record
