@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from weighted_loops import record
+from weighted_loops import Encoder, record
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
@@ -34,19 +34,6 @@ def cnn() -> nn.Module:
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(3, 3),
     )  # fmt: skip
-
-
-class Encoder(nn.Module):
-    """A transformer's layer with dropout on the entries of a point as tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.2)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.encoder(self.embed(x[:, :, None])).mean(dim=1))
 
 
 Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]

@@ -9,7 +9,7 @@ import torch
 from checked_networks import FAULTY, TopOneExperts
 from torch import nn
 from torch.nn import functional as F
-from weighted_loops import record
+from weighted_loops import cross_entropy, record
 
 import epk_gp as epk
 from epk_gp.core.model import functionalize
@@ -164,24 +164,24 @@ def test_the_larger_of_two_numbers_keeps_nan():
 # A bias in front of BatchNorm has a gradient of pure rounding, which Adam makes steps of
 
 
+def mixed(net, X, y):
+    z = net(0.7 * X + 0.3 * X.flip(0))
+    return 0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, y.flip(0))
+
+
+def in_bfloat16(net, X, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(net(X), y)
+
+
 @cache
-def amplified(dtype, eps=1e-8, *, dropout=0.0, mixes=False):
+def amplified(dtype, eps=1e-8, *, dropout=0.0, loss=cross_entropy):
     torch.manual_seed(0)
     X, y = torch.randn(18, 5, dtype=dtype), torch.arange(18) % 3
     layers = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3)]
     net = nn.Sequential(*layers).to(dtype)
-    optimizer, batches = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=eps), torch.arange(18).repeat(2).split(6)
-    if not mixes:
-        return record(net, optimizer, X, y, batches)
-    with epk.Recorder(net.train(), optimizer, X, y) as recorder:
-        for batch in batches:
-            optimizer.zero_grad()
-            x, labels = X[batch], y[batch]
-            z = net(0.7 * x + 0.3 * x.flip(0))
-            (0.7 * F.cross_entropy(z, labels) + 0.3 * F.cross_entropy(z, labels.flip(0))).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return recorder.trajectory
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=eps)
+    return record(net, optimizer, X, y, torch.arange(18).repeat(2).split(6), loss=loss)
 
 
 def share_of_rounding(trajectory, X, tolerance):
@@ -207,7 +207,7 @@ def test_a_run_in_float32_is_explained_in_either_precision(dropout, dtype, toler
 
 def test_losses_that_are_rounded_otherwise_are_explained_in_float64():
     """Mixed targets follow from the gradient, and round differently from the loop's two losses."""
-    run = amplified(torch.float64, mixes=True, eps=1e-10)
+    run = amplified(torch.float64, loss=mixed, eps=1e-10)
     assert 1e-12 < share_of_rounding(run, run.inputs[:2], 1e-11) < 1e-5
 
 
@@ -228,13 +228,6 @@ def test_statistics_are_compared_in_the_precision_that_moved_them(dtype):
     X, y = torch.randn(12, 1, 5, 5), torch.arange(12) % 3
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y, unexplained=0.2) as recorder:
-        for batch in torch.arange(12).split(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = F.cross_entropy(net(X[batch]), y[batch])
-            loss.backward()
-            recorder.batch(batch)
-            optimizer.step()
+    run = record(net, optimizer, X, y, torch.arange(12).split(6), loss=in_bfloat16, unexplained=0.2)
     for call in (epk.attribute, epk.reconstruct):
-        assert call(recorder.trajectory, X[:2].to(dtype)).certified
+        assert call(run, X[:2].to(dtype)).certified

@@ -11,7 +11,7 @@ from optimizer_cases import CASES, OF_TORCH
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convolutions, mlp, record
+from weighted_loops import INPUTS, POINTS, Encoder, WeightedLoop, convolutions, mlp, record
 
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
@@ -116,18 +116,14 @@ def normalised(momentum: float | None = 0.1, make: Make = sgd, **options: Any) -
     return WeightedLoop(make, lambda: mlp(nn.BatchNorm1d(6, momentum=momentum)), **options)
 
 
-def instance_norm() -> nn.Module:
-    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
-    layers = [nn.Unflatten(1, (1, INPUTS)), nn.Conv1d(1, 3, 2), norm, nn.Tanh(), nn.Flatten(), nn.Linear(9, CLASSES)]
-    return nn.Sequential(*layers)
-
-
 LOOPS: dict[str, WeightedLoop] = {
     "dropout": WeightedLoop(adamw, lambda: mlp(nn.Dropout(0.3))),
     "batch_norm": normalised(),
     "batch_norm_cumulative": normalised(None),
     "batch_norm_accumulated": normalised(make=adamw, accumulated=2),
-    "instance_norm": WeightedLoop(sgd, instance_norm),
+    "instance_norm": WeightedLoop(
+        sgd, lambda: convolutions(nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
+    ),
     "convolutions": WeightedLoop(sgd, convolutions),
     "transformer": WeightedLoop(adamw, Encoder),
     "accumulated": WeightedLoop(adamw, accumulated=3),
