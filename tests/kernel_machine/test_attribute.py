@@ -5,7 +5,6 @@ import itertools
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from path_runs import queries, recorded
 from torch import nn
 
 import epk_gp as epk
-from distributed_cases import Shuffled
 from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import show
@@ -218,14 +216,3 @@ def test_a_small_budget_brings_it_about(momentum, monkeypatch):
     assert seen == {1 if momentum else 3}
     one = epk.attribute(run, X, classes=torch.tensor([2, 0]), memory_budget=1 << 20)
     assert_close(one.samples[:, 0], whole.samples[[0, 1], [2, 0]], rounding=1e5)
-
-
-def test_workers_and_a_checkpoint_give_the_same_bytes(tmp_path: Path, outputs_apart):
-    run, X = recorded("tanh_momentum"), queries()
-    outputs_apart()
-    alone = epk.attribute(run, X, rule=RULE)
-    for options in ({"executor": Shuffled(), "checkpoint": tmp_path}, {"checkpoint": tmp_path}):
-        other = epk.attribute(run, X, rule=RULE, **options)
-        assert torch.equal(other.samples, alone.samples)
-        assert torch.equal(other.decay, alone.decay)
-        assert other.evaluations == alone.evaluations

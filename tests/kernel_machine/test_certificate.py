@@ -6,14 +6,13 @@ from functools import cache
 
 import pytest
 import torch
-from checked_networks import FAULTY, TopOneExperts
+from checked_networks import FAULTY
 from torch import nn
 from torch.nn import functional as F
 from weighted_loops import cross_entropy, record
 
 import epk_gp as epk
 from epk_gp.core.model import functionalize
-from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.kernel_machine.certificate import larger
 from loops import data, mlp
 
@@ -122,30 +121,12 @@ def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtyp
         assert not epk.attribute(run, run.inputs[:2]).certified
 
 
-@pytest.mark.slow
-def test_outputs_that_jump_are_not_certified_and_the_reason_is_said():
-    net = TopOneExperts().double()
-    X, y = torch.randn(24, 4).double(), torch.randint(3, (24,))
-    with pytest.warns(epk.CertificateWarning, match="outputs jump"):
-        run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=2.0), steps=2)
-    with pytest.warns(epk.CertificateWarning, match="INCONSISTENT_DERIVATIVE of 48 pairs of a point and a step"):
-        assert not epk.reconstruct(run, X).certified
-
-
 def test_a_fixed_rule_is_certified_where_it_is_exact():
     run = trained()
     assert epk.reconstruct(run, run.inputs[:3], rule=epk.gauss_legendre(8)).certified
     for call in (epk.reconstruct, epk.attribute):
         with pytest.warns(epk.CertificateWarning, match=r"a fixed rule: epk_gp.adaptive\(\)"):
             assert not call(run, run.inputs[:3], rule=epk.left_riemann(10)).certified
-
-
-def test_the_single_machine_says_it_too():
-    net, (X, y) = mlp(), data()
-    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3)
-    assert single_machine(run, X[:3]).certified
-    with pytest.warns(epk.CertificateWarning, match="single kernel machine is not certified: its sum misses"):
-        assert not single_machine(run, X[:3], rule=epk.left_endpoint()).certified
 
 
 def test_a_run_without_steps_is_certified():

@@ -21,7 +21,7 @@ from epk_gp.kernel_machine.terms import AttributionProblem, integrate_stretch
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.kinks import Kinks
-from epk_gp.quadrature.rules import QuadratureStatus, adaptive, gauss_legendre
+from epk_gp.quadrature.rules import QuadratureStatus, adaptive
 
 FLAT, IMAGE = (4,), (1, 8, 8)
 
@@ -116,15 +116,6 @@ def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
     monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, a, b: Kinks(a[:0].long(), a[:0], a > 2))
     bisected = torch.stack([step.evaluations for step in integrals(trajectory, X)]).mean()
     assert bisected > 8 * located
-
-
-@pytest.mark.parametrize("name", ["cnn_relu_cumulative"])
-def test_cumulative_averages_need_more_than_a_fixed_rule(name):
-    """f is rational in t, with a pole not far behind the end of the first step."""
-    _, trajectory, X = recorded(name)
-    fixed = integrals(trajectory, X, gauss_legendre(6))[0]
-    assert fixed.residual.max() > 1e-6
-    assert integrals(trajectory, X)[0].residual.max() < 1e-11
 
 
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])

@@ -209,18 +209,6 @@ def test_chords_of_one_step_are_straight_and_others_are_not():
     assert torch.equal(epk.reconstruct(run, X, path=epk.chords(1)).outputs, epk.reconstruct(run, X).outputs)
 
 
-def test_half_the_step_differs_a_quarter_from_the_straight_path():
-    """Both averages agree to second order in the step."""
-    X, differences = queries(10), []
-    for lr in (0.2, 0.1):
-        torch.manual_seed(0)
-        run = train(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), X, lr=lr, steps=1, momentum=0)
-        own, straight = (epk.attribute(run, X, path=path).samples for path in (epk.layerwise(), epk.straight()))
-        differences.append(float((own - straight).norm() / straight.norm()))
-    assert differences[0] > 1e-6
-    assert differences[0] / differences[1] == pytest.approx(4, rel=0.1)
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["batch_norm_sgd", "tanh_momentum", "transformer_adamw"])
 def test_layerwise_outputs_steps_and_parameters_sum_to_the_same(name):
@@ -291,9 +279,8 @@ def test_a_single_machine_follows_the_path_of_its_kernel():
     assert_close(machine.outputs, machine.initial + sums, rounding=1e4)
     assert (K - straight).abs().max() > 1e-3 * K.abs().max()  # the control: another kernel, the same sum
     assert_close(torch.einsum("ncmd,md->nc", straight, machine.coefficients), sums, rounding=1e5)
-    with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
-        coarse = single_machine(run, queries(), rule=epk.left_endpoint(), path=path)
-    assert coarse.max_error > 1e-4
+    with pytest.warns(epk.CertificateWarning, match="single kernel machine is not certified: its sum .*a fixed rule"):
+        assert not single_machine(run, queries(), rule=epk.left_endpoint(), path=path).certified
 
 
 @pytest.mark.parametrize("is_faulty", ["secant", "network"])

@@ -55,14 +55,6 @@ def test_contributions_equal_the_definition(case: Case) -> None:
         assert_close(parts.samples, reference.contributions(case.trajectory, case.test[:2], head, rule))
 
 
-@pytest.mark.slow
-def test_adaptive_contributions_equal_a_fine_rule() -> None:
-    """Each sample's own share, not only the sum: composite midpoints on a kinked network."""
-    case = make_case("relu", lr=0.05)
-    found = epk.attribute(case.trajectory, case.test, rule=epk.adaptive(1e-13)).samples
-    assert_close(found, epk.attribute(case.trajectory, case.test, rule=epk.midpoint(1000)).samples, rounding=1e11)
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["relu", "cnn", "attention"])
 @pytest.mark.parametrize(("path", "num_samples"), [(epk.chords(every=3), 3), (epk.straight(), 1000)])
