@@ -10,7 +10,7 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.core import states as recomputation
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.states import averaged_trajectory, averaging_coefficients, recomputation_of, recomputed_run
+from epk_gp.core.states import recomputation_of, recomputed_run
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 
 STEPS, KEEP = 7, 3
@@ -87,15 +87,6 @@ def test_contributions_are_those_of_the_run_with_all_states(name, tmp_path):
     sums = epk.reconstruct(thinned, X)
     assert sums.certified
     assert sums.max_error < 1e-12
-
-
-@pytest.mark.slow
-def test_an_average_of_computed_states_is_explained(tmp_path):
-    coefficients = averaging_coefficients(STEPS, decay=0.8)
-    for dtype, rounding in ((torch.float64, 1e-12), (torch.float32, 1e-7)):  # averages are rounded as weights are
-        own = averaged_trajectory(train("adamw", tmp_path / str(dtype), dtype), coefficients)
-        parts = epk.attribute(own, X)
-        assert (parts.total - parts.network).abs().max() < rounding
 
 
 def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from weighted_loops import Apply, Encoder, mlp, record
 
@@ -43,12 +42,6 @@ class Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * (1 - ctx.saved_tensors[0] ** 2)
-
-
-class Once(Reverse):
-    """A tanh that can be differentiated once only."""
-
-    backward = staticmethod(once_differentiable(Reverse.backward))
 
 
 class Centred(nn.Module):
@@ -171,11 +164,3 @@ def test_what_is_computed_without_gradients_is_a_constant(dtype, tolerance):
     assert (parts.samples - expected).norm() < tolerance * expected.norm()
     assert parts.certified
     assert parts.unexplained.norm() < tolerance * expected.norm()
-
-
-def test_an_operation_that_is_differentiated_once_keeps_its_part():
-    """Double backward would leave it out in silence; rows depend on each other, and are not written out."""
-    net = mlp(nn.BatchNorm1d(6), activation=Apply(Once.apply)).double()
-    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
-    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.05), steps=2, batch_size=5)
-    assert epk.attribute(run, X[:2]).certified

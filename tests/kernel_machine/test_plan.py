@@ -1,7 +1,7 @@
 """What a computation costs before it starts: pieces and bytes are those of workers, seconds are of measured pieces."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,44 +69,23 @@ def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, s
     assert found.result_bytes == (sum(sizes) if is_apart else found.piece_bytes)  # else one block of points
 
 
-class Clock:
-    """A clock that only the work moves."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@dataclass
-class Known:
-    """Pieces of two kinds: a step of the first costs 1 s, one of the second 3 s."""
-
-    clock: Clock
-    places: list[tuple[int, ...]] = field(default_factory=list)
-    piece_bytes: int = 8
-
-    @property
-    def pieces(self) -> list[Piece]:
-        steps = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5]
-        return [Piece(f"{n}", (*place, n), place[1]) for n, place in enumerate(steps)]
-
-    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
-        self.places.append(place)
-        for step in range(1, place[1] + 1):
-            self.clock.now += (1.0, 3.0)[place[0]]
-            yield Sums({"total": torch.zeros(1)}, steps=step)
-
-
 @pytest.mark.parametrize(("seconds", "computed"), [(1e-9, 2), (100.0, 8)])
 def test_seconds_are_extrapolated_kind_by_kind(monkeypatch, seconds, computed):
-    """One piece of each kind tells, or all are computed; of long pieces the first steps tell."""
-    clock = Clock()
-    work = Known(clock)
-    monkeypatch.setattr(plan, "time", clock)
-    found = plan._measured(work, [piece.place[0] for piece in work.pieces], 5, seconds)
+    """One piece of each kind tells, or all are computed; a step of the first costs 1 s, one of the second 3 s."""
+    kinds, now, places = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5], [0.0], []
+
+    def compute(place, saved):
+        places.append(place)
+        for step in range(1, place[1] + 1):
+            now[0] += (1.0, 3.0)[place[0]]
+            yield Sums({"total": torch.zeros(1)}, steps=step)
+
+    pieces = [Piece(f"{n}", (*kind, n), kind[1]) for n, kind in enumerate(kinds)]
+    monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: now[0]))  # only the work moves it
+    work = SimpleNamespace(pieces=pieces, piece_bytes=8, compute=compute)
+    found = plan._measured(work, [kind for kind, _ in kinds], 5, seconds)
     assert found == plan.Plan(8, 5, 8, 7.0 + 45.0)
-    assert len(work.places) == computed
+    assert len(places) == computed
 
 
 def test_wrong_arguments_are_refused():
