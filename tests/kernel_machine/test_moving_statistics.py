@@ -2,13 +2,12 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from statistics_runs import Unusual, cnn, in_plain_words, mlp, rows, sequence, train_by_hand
+from statistics_runs import Shared, cnn, in_plain_words, mlp, rows, train_by_hand
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrizations import spectral_norm
 
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
@@ -26,10 +25,6 @@ from epk_gp.quadrature.rules import QuadratureStatus, adaptive
 FLAT, IMAGE = (4,), (1, 8, 8)
 
 
-def spectral_mlp():
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
 NETWORKS = {
     "mlp_tanh": (mlp, FLAT),
     "mlp_relu_without_scale": (lambda: mlp(nn.ReLU, affine=False), FLAT),
@@ -40,9 +35,11 @@ NETWORKS = {
     "cnn_relu_without_scale": (lambda: cnn(affine=False), IMAGE),
     "cnn_relu_cumulative": (lambda: cnn(momentum=None), IMAGE),
     "instance_norm": (lambda: cnn(norm=nn.InstanceNorm2d), IMAGE),
-    "spectral_norm": (spectral_mlp, FLAT),
-    "sequence": (sequence, FLAT),
-    **{use: (partial(Unusual, use), FLAT) for use in ("shared", "torch", "nonlinear", "reshaped")},
+    "spectral_norm": (
+        lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double(),
+        FLAT,
+    ),
+    "shared": (Shared, FLAT),
 }
 
 
