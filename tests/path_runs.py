@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from weighted_loops import Encoder, record
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
@@ -33,19 +34,6 @@ def cnn() -> nn.Module:
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(3, 3),
     )  # fmt: skip
-
-
-class Encoder(nn.Module):
-    """A transformer's layer with dropout on the entries of a point as tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.2)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.encoder(self.embed(x[:, :, None])).mean(dim=1))
 
 
 Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
@@ -76,14 +64,7 @@ def recorded(name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) 
     net = make().to(dtype).train()
     optimizer = OPTIMIZERS[optimizer_name](net)
     X, y = torch.randn(10, 4, dtype=torch.float64).to(dtype), torch.arange(10) % 3
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for s in range(steps):
-            batch = torch.arange(4 * s, 4 * s + 4) % 10
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    run = recorder.trajectory
+    run = record(net, optimizer, X, y, [torch.arange(4 * s, 4 * s + 4) % 10 for s in range(steps)])
     return averaged_trajectory(run, averaging_coefficients(steps, decay=0.6)) if name == "average" else run
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
+import reference
 from epk_gp.optimizers.update_rules import apply_matrices, broadcast_to_params
 
 
@@ -28,3 +29,18 @@ def shares(run: epk.Trajectory) -> list[Tensor]:
         share[-1] -= decoupled * w
         result.append(share)
     return result
+
+
+def assert_are_shares(run: epk.Trajectory, X: Tensor, of_steps: list[Tensor]) -> None:
+    """Contributions are those of each sample's part of every step, (M + 1, P), against Phi by brute force."""
+    rule, expected = epk.gauss_legendre(4), torch.zeros(len(X), 3, run.num_points + 1, dtype=torch.float64)
+    for s, share in enumerate(of_steps):
+        for n, x in enumerate(X):
+            phi = sum(w * reference.jacobian(run, s, t, x, "logits") for t, w in rule)
+            expected[n] += phi @ share.T
+    parts = epk.attribute(run, X, head="logits")
+    scale = expected.abs().max()
+    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-9 * scale
+    assert (parts.decay - expected[:, :, -1]).abs().max() <= 1e-9 * scale
+    assert parts.max_error <= 1e-10
+    assert epk.reconstruct(run, X, head="logits").max_error <= 1e-10

@@ -138,41 +138,13 @@ def cnn(activation=nn.ReLU, *, affine=True, momentum=0.1, channels=4, norm=nn.Ba
     ).double()
 
 
-def sequence():
-    """Normalisation of (E, C, L)."""
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
-    ).double()
+class Shared(nn.Module):
+    """One normalisation that is called twice."""
 
-
-class Unusual(nn.Module):
-    """Uses of batch normalisation that are not one module between two others.
-
-    Args:
-        use: "shared" calls one normalisation twice; "torch" calls torch's function itself; "nonlinear" has a parameter
-            that no layer uses; "reshaped" normalises more rows than there are points.
-    """
-
-    def __init__(self, use):
+    def __init__(self):
         super().__init__()
-        self.use = use
-        self.first, self.norm = nn.Linear(4, 4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=torch.float64)
-        self.last = nn.Linear(4, 3, dtype=torch.float64)
-        if use == "nonlinear":
-            self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.double()
 
     def forward(self, x):
-        if self.use == "reshaped":
-            h = self.norm(self.first(torch.stack([x, x.flip(1)], dim=1).flatten(0, 1))).view(len(x), 2, 4).sum(1)
-        elif self.use == "torch" and not self.training:
-            n = self.norm
-            h = torch.batch_norm(
-                self.first(x), n.weight, n.bias, n.running_mean, n.running_var, False, 0.1, n.eps, False
-            )
-        else:
-            h = self.norm(self.first(x))
-        if self.use == "shared":
-            h = self.norm(self.first(h.tanh()))
-        if self.use == "nonlinear":
-            h = h * self.scale.exp()
-        return self.last(h.relu())
+        return self.last(self.norm(self.first(self.norm(self.first(x)).tanh())).relu())

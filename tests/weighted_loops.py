@@ -1,6 +1,6 @@
 """A training loop whose samples have weights, with and without the package: the brute force of influence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,44 @@ import epk_gp as epk
 POINTS, INPUTS, CLASSES = 12, 4, 3
 
 
+def cross_entropy(net: nn.Module, X: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net(X), y)
+
+
+def record(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    X: Tensor,
+    y: Tensor,
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy,
+    **options: Any,
+) -> epk.Trajectory:
+    """Train in training mode on batches of samples; None stands for all."""
+    with epk.Recorder(net.train(), optimizer, X, y, **options) as recorder:
+        for batch in batches:
+            rows = slice(None) if batch is None else batch
+            optimizer.zero_grad()
+            loss(net, X[rows], y[rows]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return recorder.trajectory
+
+
 def mlp(*between: nn.Module, activation: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 6), *between, activation or nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Encoder(nn.Module):
@@ -31,42 +67,25 @@ class Encoder(nn.Module):
         return out
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, INPUTS)),
-        nn.Conv1d(1, 3, 2),
-        nn.BatchNorm1d(3),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(9, CLASSES),
-    )
+def convolutions(norm: nn.Module | None = None) -> nn.Module:
+    norm = norm or nn.BatchNorm1d(3)
+    layers = [nn.Unflatten(1, (1, INPUTS)), nn.Conv1d(1, 3, 2), norm, nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(9, CLASSES))
 
 
 @dataclass(frozen=True)
 class WeightedLoop:
-    """A loop over minibatches, the same in every run but for the weights of the samples.
-
-    Attributes:
-        optimizer: Makes the optimizers of a network's parameters.
-        net: Makes the network, after a seed.
-        steps: Number of steps.
-        batch: Samples of a batch.
-        clip: Called on the parameters before each step.
-        after_step: Called on the optimizer after each step.
-        beside: Called on the network before each of its passes.
-        accumulated: Number of batches whose gradients a step adds up.
-        options: Of the recorder.
-    """
+    """A loop over minibatches, the same in every run but for the weights of the samples."""
 
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    net: Callable[[], nn.Module] = mlp
+    net: Callable[[], nn.Module] = mlp  # called after a seed
     steps: int = 8
     batch: int = 5
-    clip: Callable[[list[nn.Parameter]], Any] | None = None
+    clip: Callable[[list[nn.Parameter]], Any] | None = None  # called before each step
     after_step: Callable[[torch.optim.Optimizer], Any] | None = None
-    beside: Callable[[nn.Module], Any] | None = None
-    accumulated: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
+    beside: Callable[[nn.Module], Any] | None = None  # called on the network before each of its passes
+    accumulated: int = 1  # batches whose gradients a step adds up
+    options: dict[str, Any] = field(default_factory=dict)  # of the recorder
 
     @property
     def data(self) -> tuple[Tensor, Tensor]:
@@ -83,10 +102,6 @@ class WeightedLoop:
         for _ in range(self.steps):
             yield [torch.randperm(POINTS, generator=generator)[: self.batch] for _ in range(self.accumulated)]
 
-    def train(self, weights: Tensor) -> nn.Module:
-        """Train without the package."""
-        return self._run(weights)[0]
-
     def record(self, **options: Any) -> epk.Trajectory:
         """Record the run with all weights 1."""
         trajectory = self._run(None, **options)[1]
@@ -95,7 +110,7 @@ class WeightedLoop:
 
     def outputs(self, weights: Tensor) -> Tensor:
         """Return the log-probabilities of the test points after training."""
-        net = self.train(weights).eval()
+        net = self._run(weights)[0].eval()
         with torch.no_grad():
             return net(self.test_points).log_softmax(dim=1)
 

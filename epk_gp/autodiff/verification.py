@@ -408,3 +408,50 @@ def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[Plan
                 "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
                 "tensor itself, or make the number of a buffer."
             ) from error
+
+
+# Relative difference of values computed alone and together with others, that is rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass
+class MappedRows:
+    """Computes rows at once where torch maps the computation, and that gives what one row alone gives.
+
+    Attributes:
+        works: Whether it does; None as long as that is not known.
+    """
+
+    works: bool | None = None
+
+    def __call__(
+        self,
+        count: int,
+        mapped: Callable[[], Sequence[Tensor]],
+        single: Callable[[int], Sequence[Tensor]],
+        *,
+        compares: bool = False,
+    ) -> Sequence[Tensor]:
+        """Return the values of some rows: at once, or one after another.
+
+        Args:
+            count: Number of rows.
+            mapped: Computes all of them at once.
+            single: Computes one.
+            compares: Whether the first row is compared in every call, not in the first one alone.
+        """
+        if self.works is not False and count > 1:
+            try:
+                found = mapped()
+            except (RuntimeError, TypeError, ValueError):
+                self.works = False
+            else:
+                if self.works is None or compares:
+                    self.works = all(_differ_by_rounding(a[0], b) for a, b in zip(found, single(0), strict=True))
+                if self.works:
+                    return found
+        return [torch.stack(values) for values in zip(*map(single, range(count)), strict=True)]
+
+
+def _differ_by_rounding(a: Tensor, b: Tensor) -> bool:
+    return not b.numel() or float((a - b).abs().max()) <= _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())

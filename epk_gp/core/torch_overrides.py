@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch

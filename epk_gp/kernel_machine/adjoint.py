@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
+from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
@@ -271,7 +272,7 @@ class LossProducts:
     _has_forward_mode: bool = True
     # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
     _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
-    _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
+    _rows: MappedRows = field(default_factory=MappedRows)  # passes, one for each direction
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
 
@@ -420,7 +421,7 @@ class LossProducts:
         """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
         if self._has_forward_mode:
             try:
-                primals, slopes = self._forward(state, data, directions, expected)
+                primals, slopes = self._forward(state, data, directions)
             except (RuntimeError, NotImplementedError):
                 self._has_forward_mode = False
             else:
@@ -430,28 +431,20 @@ class LossProducts:
                     return slopes.to(directions)
         return self._sample_by_sample(state, data, directions)
 
-    def _forward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, state: Tensor, data: PassData, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses and their derivatives along all directions, mapped over directions where torch can.
 
-        The first mapped pass is compared with a single one. What draws random numbers is not mapped.
+        What draws random numbers is not mapped.
         """
         graph = self.problem.net.model.signature.graph
         at_once = self.problem.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
         draws = data.forward.random_state is not None or data.forward.device_random_state is not None
-        if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
-            try:
-                primals, slopes = self._mapped(state, data, directions, at_once)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError):
-                self._maps = False
-            else:
-                if self._maps is None:
-                    single = self._single(state, data, directions[0])[1]
-                    self._maps = _is_same(slopes[0], single, single.abs().max())
-                self._maps = self._maps and _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
-                if self._maps:
-                    return primals, slopes
-        singles = [self._single(state, data, direction) for direction in directions]
-        return torch.stack([primal for primal, _ in singles]), torch.stack([slope for _, slope in singles])
+        primals, slopes = (MappedRows(works=False) if draws or at_once == 1 else self._rows)(
+            len(directions),
+            lambda: self._mapped(state, data, directions, at_once),
+            lambda k: self._single(state, data, directions[k]),
+        )
+        return primals, slopes
 
     def _single(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and their derivatives along one direction, by one forward-mode pass."""

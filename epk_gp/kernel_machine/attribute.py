@@ -1,23 +1,29 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, weighted_loss
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.representations import LeftFactor
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
-from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import (
     Axis,
@@ -35,17 +41,21 @@ from epk_gp.kernel_machine.certificate import (
     sum_tolerance,
     warn_unless_certified,
 )
-from epk_gp.kernel_machine.factored import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
     TERMS,
     AttributionProblem,
     AttributionWork,
     GroupedSums,
     Groupings,
+    IntegratedLine,
     TermSums,
+    integrate_stretch,
     is_plain_descent,
+    layers_of,
+    leaves_residuals,
 )
-from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight
+from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight, stretches_of
 from epk_gp.work.run import Sums, run
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
@@ -379,3 +389,150 @@ def _largest_error(result: Attribution | GroupedAttribution) -> float:
     """Return the largest |total - network|; 0 without points."""
     errors = (result.total - result.network).abs()
     return float(errors.max()) if errors.numel() else 0.0
+
+
+# Under plain gradient descent: layers stay factored, nothing of the size of the weights is kept.
+
+
+def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
+    """Return eps_s, where a plain step is -eps_s times the batch gradient; clipping and sign are part of it."""
+    u = held_coefficients(trajectory, step.index)
+    return float(u.lr[0]) * float(u.grad_scale[0])
+
+
+def points_at_a_time(problem: AttributionProblem) -> int:
+    """Count the points that are computed together; an upper bound: with all C outputs, also where one is asked for."""
+    every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
+    at = WeightLocation(flat_state(problem.trajectory, 0, problem.X))
+    jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
+    return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
+
+
+class FactoredTerms(AttributionWork):
+    """The terms of plain gradient descent: sample i adds -eps_s c_i <Phi_s, grad loss_i>.
+
+    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions; that of a
+    chord belongs to its last step.
+    """
+
+    keeps_residuals = False
+
+    @cached_property
+    def ranges(self) -> list[slice]:
+        """Several ranges of steps where points make few blocks, so that workers share the steps.
+
+        As many as keep the sums of all within the memory budget.
+        """
+        most = min(MAX_RANGES // len(self.blocks), self.memory_budget // (self.rows_per_block * self.num_bytes(1)))
+        return step_ranges(self.kernel.trajectory.num_steps, most, self.kernel.path.every)
+
+    def terms(
+        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+        """Go through a range of steps, and add every term to the totals."""
+        trajectory, layers_of_parts = problem.trajectory, layers_of(problem, self.parts) or []
+        steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
+        for stretch in stretches_of(self.kernel.path, trajectory.num_steps, slice(steps.start, steps.stop)):
+            line = integrate_stretch(problem, stretch, self.rows_per_block)
+            total = problem.select_outputs(line.integral.total)
+            changes = total.new_zeros(len(stretch), *total.shape)
+            for s, samples, values in _sample_terms(line, stretch, layers_of_parts, self.rows_per_block):
+                totals.add_samples(s, samples, values)
+                changes[s - stretch.start] += values.sum(dim=(2, 3))
+            for s, change in zip(stretch, changes, strict=True):
+                # the integral of a step is its change; of a chord it is that of all its steps
+                totals.add_change(s, total if len(stretch) == 1 else change)
+            if leaves_residuals(problem):
+                totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
+            yield line.integral, len(stretch), None
+
+
+# Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,
+# over these nodes and all before; and whether no more nodes follow.
+LeftSide = tuple[list[NodeBatch], dict[int, LeftFactor], bool]
+
+
+def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
+    """Compute the output gradients at as many nodes of a line at a time as fit."""
+    averages: dict[int, LeftFactor] = {}
+    batches, size = list[NodeBatch](), 0
+    for batch in line.node_batches():
+        own = sum(jacobian.nbytes for jacobian in batch.jacobians)
+        if batches and size + own > num_bytes:
+            yield batches, averages, False
+            batches, size = [], 0
+        add_to_averages(averages, batch)
+        batches.append(batch)
+        size += own
+    yield batches, averages, True
+
+
+def _sample_terms(
+    line: IntegratedLine, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
+) -> Iterator[tuple[int, Int64[Tensor, " B"], Float[Tensor, "N K B G"]]]:
+    """Yield the contributions of some samples at a time of the steps of a stretch: step, samples, and what they add.
+
+    Output gradients at all nodes are held where they fit. Where they do not, they are computed again for as many
+    samples as fit.
+    """
+    problem, N, num_parts = line.problem, len(line.problem.X), len(layers_of_parts)
+    trajectory, memory, K = problem.trajectory, problem.memory, problem.num_outputs
+
+    @lru_cache(maxsize=1)  # a step has many blocks, one after the other
+    def data_of(s: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        w = flat_state(trajectory, s, problem.X)
+        return w, *batch_of(trajectory, trajectory.steps[s], w)
+
+    def contributions(s: int, rows: Tensor, left: LeftSide) -> Float[Tensor, "N K b G"]:
+        """Return what some rows of a step add at some nodes, by parts of the network."""
+        (w, X, y, c), (batches, averages, is_last) = data_of(s), left
+        cotangents = weighted_loss(trajectory.loss, y[rows], c[rows])
+        right = layer_jacobians(problem.net, WeightLocation(w), X[rows], cotangents, problem.cost)
+        eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
+        for part, layers in enumerate(layers_of_parts):
+            tile = GramAccumulator((K, N, 1, len(rows)), w)
+            average = StepAverage(tile, right, eta, averages, layers)
+            for batch in batches:
+                average.accumulate(batch)
+            if is_last:
+                average.finalize()
+            values[..., part] = tile.result()[:, :, 0].transpose(0, 1)
+        return values
+
+    size = num_samples = memory.vanilla_gd_samples(points_per_block, N, K, num_parts)
+    waiting = _left_sides(line, memory.node_bytes)
+    first = next(waiting)
+    held = [first] if first[2] else []
+    if not held:
+        num_samples = memory.vanilla_gd_samples(trajectory.num_points, N, K, num_parts)
+    lefts: Iterator[LeftSide] = chain([first], waiting)
+    del first
+    for blocks in _packed_blocks(problem, stretch, size, num_samples):
+        sums: list[Tensor | None] = [None] * len(blocks)
+        for left in held or lefts:
+            for place, (s, rows) in enumerate(blocks):
+                values, before = contributions(s, rows, left), sums[place]
+                sums[place] = values if before is None else before.add_(values)
+        for (s, rows), total in zip(blocks, sums, strict=True):
+            if total is not None:
+                batch = trajectory.steps[s].batch
+                yield s, rows if batch is None else batch.to(rows.device)[rows], total
+        lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
+
+
+def _packed_blocks(
+    problem: AttributionProblem, steps: range, size: int, num_samples: int
+) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
+    """Divide the rows of each step into blocks of a size, and put blocks together, of so many samples at most."""
+    pack, count = list[tuple[int, Tensor]](), 0
+    for s in steps:
+        batch = problem.trajectory.steps[s].batch
+        num_rows = problem.trajectory.num_points if batch is None else len(batch)
+        for rows in torch.arange(num_rows, device=problem.X.device).split(size):
+            if pack and count + len(rows) > num_samples:
+                yield pack
+                pack, count = [], 0
+            pack.append((s, rows))
+            count += len(rows)
+    if pack:
+        yield pack

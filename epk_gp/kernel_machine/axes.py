@@ -202,11 +202,8 @@ class PointsTable:
     def sums(self, terms: Mapping[str, Tensor]) -> Rows:
         """Return a row for each term, (n, C, ...), summed over all but point and output, and one for the sum of all."""
         sums = {name: [float(term[place].detach().sum()) for place in self.places] for name, term in terms.items()}
-        total = [
-            math.fsum(column) if all(map(math.isfinite, column)) else sum(column)
-            for column in zip(*sums.values(), strict=True)
-        ]
-        return [(name, *map(number, values)) for name, values in (sums | {"sum of all terms": total}).items()]
+        sums["sum of all terms"] = [sum(column) for column in zip(*sums.values(), strict=True)]
+        return [(name, *map(number, values)) for name, values in sums.items()]
 
     def largest(self, name: str, values: Tensor, name_of: Callable[[int], str]) -> Rows:
         """Return rows of the groups, (n, C, ...), that are largest in absolute value, the largest first.

@@ -42,19 +42,10 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
     count = trajectory.num_steps + 1
     if not -count <= state < count:
         raise IndexError(f"state must lie in 0..{trajectory.num_steps} (or be negative): got {state}.")
-    return ntk_at(trajectory, flat_state(trajectory, state % count, trajectory.states[0]))
-
-
-def ntk_at(trajectory: Trajectory, w: Float[Tensor, " PQ"]) -> Trajectory:
-    """Return a run of one step of length zero at any weights.
-
-    Args:
-        trajectory: Gives network, data and loss.
-        w: Flat weights, and moving statistics behind them where the run has any.
-    """
+    w, P = flat_state(trajectory, state % count, trajectory.states[0]), trajectory.num_weights
     hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     hasher.update(tensor_bytes(w))
-    sizes, P = trajectory.model.sizes, trajectory.num_weights
+    sizes = trajectory.model.sizes
     return replace(
         trajectory,
         states=(w[:P], w[:P]),

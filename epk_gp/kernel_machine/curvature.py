@@ -19,12 +19,14 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, graph_nodes
+from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove, passes_of
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
@@ -121,10 +123,6 @@ def shares_of_batches(
     )
 
 
-# Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
 @dataclass(eq=False)
 class LossCurvature:
     """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
@@ -140,12 +138,11 @@ class LossCurvature:
     run: RunReplay
     memory: MemoryPlan
     explains_statistics: bool = True
-    _maps: bool | None = field(default=None, repr=False)  # whether torch maps the way back over adjoints
 
-    def __post_init__(self) -> None:
-        """Do not map the way back over adjoints where torch would map it by loops and copies: through convolutions."""
-        if self.net.plan.calls_convolutions:
-            self._maps = False
+    @cached_property
+    def _rows(self) -> MappedRows:
+        """The way back of several adjoints; through convolutions torch would map it by loops and copies."""
+        return MappedRows(works=False if self.net.plan.calls_convolutions else None)
 
     def __call__(
         self, step: Step, of_gradient: Float[Tensor, "R P"], of_statistics: Float[Tensor, "R Q"] | None
@@ -275,20 +272,13 @@ class LossCurvature:
         """Go back through a graph with some adjoints of its results."""
         pairs = [(value.to(out), out) for value, out in zip(given, results, strict=True) if out.requires_grad]
         given, results = [value for value, _ in pairs], [out for _, out in pairs]
-        count, found = len(given[0]), None
-        if self._maps is not False and count > 1:
-            try:
-                found = _back(results, leaves, given, is_mapped=True)
-            except (RuntimeError, NotImplementedError):
-                self._maps = False
-            else:
-                if self._maps is None:
-                    single = _back(results, leaves, [value[0] for value in given], is_mapped=False)
-                    self._maps = all(differ_by_rounding(a[0], b) for a, b in zip(found, single, strict=True))
-        if found is None or not self._maps:
+        count = len(given[0])
+
+        def single(k: int) -> list[Tensor]:
             with needing_second_derivatives():
-                singles = [_back(results, leaves, [value[k] for value in given], is_mapped=False) for k in range(count)]
-            found = [torch.stack(values) for values in zip(*singles, strict=True)]
+                return _back(results, leaves, [value[k] for value in given], is_mapped=False)
+
+        found = self._rows(count, lambda: _back(results, leaves, given, is_mapped=True), single)
         own, *others = [value.reshape(count, -1) if value.numel() else value.new_zeros(count, 0) for value in found]
         P = len(self.run.passes.model.names)
         return own, torch.cat(others[:P], dim=1), torch.cat([own[:, :0], *others[P:]], dim=1)
@@ -304,11 +294,6 @@ def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, i
         leaf.new_zeros(*leading, *leaf.shape) if value is None else value
         for value, leaf in zip(found, leaves, strict=True)
     ]
-
-
-def differ_by_rounding(a: Tensor, b: Tensor) -> bool:
-    """Return whether two computations of the same derivatives, alone and together with others, agree."""
-    return not b.numel() or float((a - b).abs().max()) <= _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
 
 
 # Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ

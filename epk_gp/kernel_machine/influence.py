@@ -98,9 +98,6 @@ class Smoothing:
         return values.sort(dim=0).values[trimmed : count - trimmed].mean(dim=0)
 
 
-_BY_POINT = ("outputs", "values", "adjoint_norms")  # what has a row for each point
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Influence(Displayed):
     """How numbers that a trained network gives depend on the weights of its training samples.
@@ -182,13 +179,12 @@ class Influence(Displayed):
 
     def _summary(self) -> Summary:
         (n, K), table = self.outputs.shape, PointsTable(self.outputs)
-        head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in _BY_POINT})
-        rows = [table.row("value", head.outputs)]
+        rows = [table.row("value", self.outputs)]
         if table.places and self._is_by_sample:
-            rows.append(table.row("jackknife standard deviation", head.std))
+            rows.append(table.row("jackknife standard deviation", self.std))
         if table.places:
-            rows.append(table.row("growth along the run", head.growth))
-        rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
+            rows.append(table.row("growth along the run", self.growth))
+        rows += table.largest("largest derivatives", self.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
         return Summary(
             f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",

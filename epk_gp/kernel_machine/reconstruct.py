@@ -1,7 +1,7 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack
 
@@ -12,21 +12,14 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.gradients import ReplayedStep, replayed_steps
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath
 from epk_gp.core.step import fingerprint
-from epk_gp.core.trajectory import (
-    Trajectory,
-    flat_state,
-    flat_weights,
-    has_memory,
-    leaves_unexplained,
-    network_outputs,
-)
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import PointsTable
@@ -52,12 +45,10 @@ from epk_gp.quadrature.rules import (
 )
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
-_ALL = -1  # place of a piece that has all panels
-
 
 @dataclass(frozen=True, eq=False)
 class ReconstructionWork(RunWork):
-    """A reconstruction: panels of points, and ranges of steps. One piece has all panels where no piece is kept.
+    """A reconstruction: panels of points, and ranges of steps. One panel has all points where no piece is kept.
 
     Ranges of steps begin where chords do. Steps with momentum, and those of averaged weights, cannot be replayed from
     the middle of a run: all of them are one range, and the points are divided into more panels.
@@ -66,7 +57,7 @@ class ReconstructionWork(RunWork):
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         memory_budget: Bytes.
-        is_apart: Whether each panel goes along the run by itself.
+        is_apart: Whether as many points as are integrated together go along the run by themselves.
     """
 
     kernel: PathKernel
@@ -85,7 +76,7 @@ class ReconstructionWork(RunWork):
         name, steps, is_one = self.named("steps"), range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
         return [
             Piece(f"{name}-{panel}-{number}", (panel, number), len(steps[r]), "" if is_one else f"{name}-{panel}")
-            for panel in (range(len(self.panels)) if self.is_apart else [_ALL])
+            for panel in range(len(self.panels))
             for number, r in enumerate(self.ranges)
         ]
 
@@ -102,10 +93,6 @@ class ReconstructionWork(RunWork):
             *path_identity(kernel.path),
         )  # fmt: skip
 
-    def rows(self, panel: int) -> Int64[Tensor, " rows"]:
-        """Return the points of a panel, or all."""
-        return torch.arange(len(self.X), device=self.X.device) if panel == _ALL else self.panels[panel]
-
     def nothing(self, num_points: int) -> Sums:
         """Return sums of no steps."""
         zeros = self.X.new_zeros(num_points, self.kernel.trajectory.num_outputs, dtype=torch.float64)
@@ -114,8 +101,12 @@ class ReconstructionWork(RunWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Walk along a range of steps, and sum what they add at the points of a panel."""
         panel, number = place
-        kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
-        X, panels = (self.X, self.panels) if panel == _ALL else (self.X[self.panels[panel]], [slice(None)])
+        kernel, trajectory, net, X = (
+            self.kernel,
+            self.kernel.trajectory,
+            self.net,
+            self.X.split(len(self.panels[0]))[panel],
+        )
         sums = saved if saved.steps and not has_memory(trajectory) else self.nothing(len(X))
         path, start, change = PredictedPath(trajectory), None, None
         begin = self.ranges[number].start + sums.steps
@@ -126,17 +117,23 @@ class ReconstructionWork(RunWork):
         yield sums
         for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
             mismatches, index = StepMismatches(dtype), replayed.step.index
-            is_amplified = mismatches.add(trajectory, net.model, replayed)
+            is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
             if is_amplified:  # the rounding is a part of the sum
-                replayed = replace(replayed, d=flat_weights(trajectory.trained, index + 1, self.X) - replayed.w)
-            w, d = _replayed_step(net, kernel, path, replayed)
+                d = flat_weights(trajectory.trained, index + 1, w) - w
+            w, d = path.step(index, w, d)
+            # what update rule and gradients do not explain is one too; statistics move as recorded
+            if leaves_unexplained(trajectory):
+                d = flat_weights(trajectory, index + 1, w) - w
+            if net.model.statistics:
+                before, after = (flat_state(trajectory, s, w)[len(w) :] for s in (index, index + 1))
+                w, d = torch.cat([w, before]), torch.cat([d, after - before])
             start, change = (w, d) if start is None or change is None else (start, change + d)
             if index != stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
                 continue
             segment = WeightSegment(net, start, change, kernel.head, self.memory_budget // 2)  # the rest is the panel's
-            for rows in panels:
+            for rows in torch.arange(len(X), device=X.device).split(self.points_together):
                 integral = integrate(segment, X[rows], kernel.rule, num_stretches)
                 sums.added["total"][rows] += integral.total
                 sums.added["sizes"][rows] += integral.total.abs()
@@ -147,17 +144,17 @@ class ReconstructionWork(RunWork):
             yield sums
 
     @cached_property
+    def points_together(self) -> int:
+        """Number of points that are integrated together."""
+        num_bytes, point = self.kernel.trajectory.num_outputs * self.net.itemsize, self.X[0].nbytes
+        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, num_bytes)
+        return min(size, panel_points(len(self.X), point)) if len(self.ranges) == 1 else size
+
+    @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:
         """The points of each panel."""
-        num_bytes, (n, *_), point = (
-            self.kernel.trajectory.num_outputs * self.net.itemsize,
-            self.X.shape,
-            self.X[0].nbytes,
-        )
-        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, num_bytes)
-        if len(self.ranges) == 1:
-            size = min(size, panel_points(n, point))
-        return list(torch.arange(n, device=self.X.device).split(size))
+        size = self.points_together if self.is_apart else len(self.X)
+        return list(torch.arange(len(self.X), device=self.X.device).split(size))
 
     @cached_property
     def ranges(self) -> list[slice]:
@@ -166,25 +163,6 @@ class ReconstructionWork(RunWork):
         if has_memory(trajectory):
             return [slice(0, trajectory.num_steps)]
         return step_ranges(trajectory.num_steps, every=self.kernel.path.every)
-
-
-def _replayed_step(
-    net: PlannedModel, kernel: PathKernel, path: PredictedPath, replayed: ReplayedStep
-) -> tuple[Float[Tensor, " PQ"], Float[Tensor, " PQ"]]:
-    """Return where a replayed step of the path starts, and how far it goes: statistics move as recorded.
-
-    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, and where
-    a preconditioner amplifies their rounding, they move as recorded, so that the sum holds what is unexplained too; by
-    how much is in the certificate.
-    """
-    trajectory, P, index = kernel.trajectory, net.model.num_weights, replayed.step.index
-    w, d = path.step(index, replayed.w, replayed.d)
-    if leaves_unexplained(trajectory):
-        d = flat_weights(trajectory, index + 1, w) - w
-    if net.model.statistics:
-        start, end = (flat_state(trajectory, s, w)[P:] for s in (index, index + 1))
-        w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
-    return w, d
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -270,7 +248,7 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     work = ReconstructionWork(kernel, X, options.memory_budget, is_apart, plan=net.plan)
     sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)
     for piece, found in run(work, options, "reconstruction"):
-        rows = work.rows(piece.place[0])
+        rows = work.panels[piece.place[0]]
         for name in ("total", "sizes", "residuals"):  # what each point has for itself
             sums.added[name][rows] += found.added.pop(name)
         sums.merge(found)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.verification import MappedRows, plan_for
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, parse_options, validate_finite
 from epk_gp.core.gradients import PassData, RunReplay, UnseenMove, passes_of
 from epk_gp.core.inputs import Inputs
@@ -22,9 +22,7 @@ from epk_gp.core.show import (
     Displayed,
     Entry,
     Summary,
-    Table,
     certificate_entry,
-    columns_note,
     count,
     kind_of,
     number,
@@ -44,7 +42,6 @@ from epk_gp.core.trajectory import (
 )
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
-from epk_gp.kernel_machine.curvature import differ_by_rounding
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
@@ -90,9 +87,8 @@ class StackedTraining:
         self.net = trajectory.model_for(X)
         self.run = RunReplay(trajectory.trained, self.net, X)
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        self._maps: bool | None = None  # whether torch maps the passes over runs
-        if any(p.ndim > 2 for p in self.net.module.parameters()):
-            self._maps = False  # it computes convolutions with weights of their own by copies
+        # torch computes convolutions with weights of their own by copies
+        self._rows = MappedRows(works=False if any(p.ndim > 2 for p in self.net.module.parameters()) else None)
         self.holds_statistics = False  # whether moving statistics moved between the passes, as recorded
 
     def difference(self, replayed: Float[Tensor, " PQ"], trajectory: Trajectory) -> Float[Tensor, " 2"]:
@@ -167,19 +163,13 @@ class StackedTraining:
     def _pass(
         self, states: Float[Tensor, "m PQ"], data: PassData, c: Float[Tensor, "m n"]
     ) -> tuple[Float[Tensor, "m P"], Float[Tensor, "m Q"]]:
-        if self._maps is not False:
-            try:
-                gradients, statistics = self._mapped(states, data, c)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError):
-                self._maps = False
-            else:
-                if self._maps is None or not data.forward.is_deterministic:
-                    own, after = self._single(states[0], data, c[0])
-                    self._maps = differ_by_rounding(gradients[0], own) and differ_by_rounding(statistics[0], after)
-                if self._maps:
-                    return gradients, statistics
-        found = [self._single(state, data, own) for state, own in zip(states, c, strict=True)]
-        return torch.stack([g for g, _ in found]), torch.stack([after for _, after in found])
+        gradients, statistics = self._rows(
+            len(states),
+            lambda: self._mapped(states, data, c),
+            lambda k: self._single(states[k], data, c[k]),
+            compares=not data.forward.is_deterministic,
+        )
+        return gradients, statistics
 
     def _single(self, state: Tensor, data: PassData, c: Tensor) -> tuple[Tensor, Tensor]:
         replayed = self.run.passes.gradient(state, replace(data, c=c), exact=True)
@@ -374,14 +364,6 @@ class Retraining(Displayed):
         """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
-    def __len__(self) -> int:
-        """Count the networks, m."""
-        return len(self.states)
-
-    def __getitem__(self, rows: slice) -> "Retraining":
-        """Return some of the networks."""
-        return replace(self, states=self.states[rows], sample_weights=self.sample_weights[rows])
-
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
@@ -413,15 +395,7 @@ class Retraining(Displayed):
         return outputs
 
     def _summary(self) -> Summary:
-        (m, M), head = self.sample_weights.shape, self.sample_weights[:SHOWN_POINTS]
-        rows = [
-            ("samples left out", *(f"{left_out:,}" for left_out in (head == 0).sum(dim=1).tolist())),
-            ("weights other than 1", *(f"{others:,}" for others in (head != 1).sum(dim=1).tolist())),
-            ("sum of the weights", *map(number, head.sum(dim=1).tolist())),
-        ]
-        columns = ("", *(f"network {i}" for i in range(len(head))))
-        table = Table(columns, tuple(rows), columns_note(len(head), m, "network"))
-        meaning = "steps made again are the recorded ones, up to rounding"
+        (m, M), meaning = self.sample_weights.shape, "steps made again are the recorded ones, up to rounding"
         return Summary(
             f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
             (
@@ -431,7 +405,6 @@ class Retraining(Displayed):
                 Entry("recorded run", repr(self.trajectory)),
                 Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
             ),
-            table if m else None,
         )
 
 

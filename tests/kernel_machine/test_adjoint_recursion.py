@@ -3,11 +3,10 @@
 import pytest
 import torch
 from optimizer_cases import OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded, zero_matrices
-from path_shares import shares
+from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-import reference
 from epk_gp.kernel_machine.adjoint import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
@@ -18,7 +17,6 @@ from epk_gp.optimizers.update_rules import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-TWO = [("SGD", {"momentum": 0.9, "lr": 0.1}), ("Adam", {"lr": 0.01})]
 LARGEST = {"Adadelta": {"lr": 1.0}, "ASGD": {"lr": 0.1, "lambd": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}
 
 
@@ -48,28 +46,17 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
     return forward, backward
 
 
-def test_the_recursion_is_the_transpose_of_the_steps():
-    sizes = (9, 6, 5)
+def test_the_recursion_is_the_transpose_of_the_steps(monkeypatch):
+    sizes, module = (9, 6, 5), "epk_gp.kernel_machine.adjoint.apply_matrices"
     forward, backward = inner_products(random_steps(6, sizes), sizes)
     torch.testing.assert_close(forward, backward, rtol=1e-13, atol=1e-13)
-
-
-def test_matrices_that_are_not_transposed_are_found(monkeypatch):
-    """The control."""
-    monkeypatch.setattr(
-        "epk_gp.kernel_machine.adjoint.apply_matrices", lambda u, sizes, v, **_: apply_matrices(u, sizes, v)
-    )
-    sizes = (9, 6, 5)
+    monkeypatch.setattr(module, lambda u, sizes, v, **_: apply_matrices(u, sizes, v))  # the control: not transposed
     forward, backward = inner_products(random_steps(6, sizes), sizes)
     assert abs(forward - backward) > 0.1 * abs(forward)
 
 
-def test_points(name: str) -> Tensor:
-    torch.manual_seed(7)
+def points(name: str) -> Tensor:
     return torch.randint(0, 9, (2, 3)) if name == "SparseAdam" else torch.randn(2, 4).double()
-
-
-test_points.__test__ = False
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name in OF_TORCH])
@@ -80,22 +67,7 @@ def test_contributions_are_those_of_per_sample_buffers_and_sum_to_the_network(na
     decay = {} if name in ("SparseAdam", "Rprop") else {"weight_decay": 0.1}
     options = decay | LARGEST.get(name, {})
     run, _ = recorded(net, [optimizer_for(name, options, net)], X, y, batches(2))
-    check_against_buffers(run, test_points(name))
-
-
-def check_against_buffers(run: epk.Trajectory, X_test: Tensor) -> None:
-    rule = epk.gauss_legendre(4)
-    expected = torch.zeros(len(X_test), 3, run.num_points + 1, dtype=torch.float64)
-    for s, share in enumerate(shares(run)):
-        for n, x in enumerate(X_test):
-            phi = sum(w * reference.jacobian(run, s, t, x, "logits") for t, w in rule)
-            expected[n] += phi @ share.T
-    parts = epk.attribute(run, X_test, head="logits")
-    scale = expected.abs().max()
-    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-9 * scale
-    assert (parts.decay - expected[:, :, -1]).abs().max() <= 1e-9 * scale
-    assert parts.max_error <= 1e-10
-    assert epk.reconstruct(run, X_test, head="logits").max_error <= 1e-10
+    assert_are_shares(run, points(name), shares(run))
 
 
 def test_a_run_of_several_optimizers_sums_to_the_network(monkeypatch):
@@ -110,7 +82,7 @@ def test_a_run_of_several_optimizers_sums_to_the_network(monkeypatch):
     run, _ = recorded(net, optimizers, X, y, batches(2))
     assert run.update_rule == "Muon + Adam"
     assert sorted(run.updates[0].left | run.updates[0].right) == [0, 2]
-    check_against_buffers(run, test_points("Muon"))
+    assert_are_shares(run, points("Muon"), shares(run))
 
 
 def test_left_out_matrices_are_seen():
@@ -119,4 +91,4 @@ def test_left_out_matrices_are_seen():
     run, _ = recorded(net, [optimizer_for("Muon", {}, net)], X, y, batches(1))
     without = epk.Trajectory(**{**vars(run), "updates": tuple(map(zero_matrices, run.updates))})
     with pytest.warns(epk.CertificateWarning):
-        assert epk.attribute(without, test_points("Muon"), head="logits").max_error > 1e-3
+        assert epk.attribute(without, points("Muon"), head="logits").max_error > 1e-3

@@ -1,4 +1,4 @@
-"""Contributions along any axes: samples, labels, steps, layers, parameters."""
+"""Contributions along any axes: samples, labels, steps, layers, parameters; in blocks of points, or of outputs."""
 
 import functools
 import itertools
@@ -8,50 +8,62 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from path_runs import queries, recorded
 from torch import nn
 
 import epk_gp as epk
 from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.show import SlowCallWarning
+from epk_gp.core import show
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import attribute
-from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.attribute import FactoredTerms, attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.factored import FactoredTerms
-from epk_gp.work import run as progress
+from epk_gp.kernel_machine.terms import TERMS, AttributionWork
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
     "sample": by_sample,
     "label": by_label,
     "step": by_step,
-    "range": lambda trajectory: by_step(trajectory, [2, 5]),
+    "range": lambda run: by_step(run, [2, 5]),
     "layer": by_layer,
     "parameter": by_parameter,
+    "halves": lambda run: Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second")),  # one's own
 }
+RULE = epk.gauss_legendre(3)
 
 
-@pytest.fixture(scope="module", params=["plain", "momentum"])
-def run(request) -> tuple[epk.Trajectory, torch.Tensor]:
+@functools.cache
+def trained(kind):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     X, y = torch.randn(11, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 2])
-    options = {"momentum": 0.9, "weight_decay": 0.1} if request.param == "momentum" else {}
+    options = {"momentum": 0.9, "weight_decay": 0.1} if kind == "momentum" else {}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
     return epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4), torch.randn(3, 4).double()
 
 
-@pytest.mark.slow
+@pytest.fixture(params=["plain", "momentum"])
+def run(request):
+    return trained(request.param)
+
+
+@pytest.fixture
+def outputs_apart(monkeypatch):
+    """Let the adjoints of two outputs fit, and not those of all three of a point: a block may hold two points."""
+    return lambda: monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+
+
 def test_every_combination_of_axes_is_a_sum_of_the_finest(run):
-    """All single axes, all pairs of them, and some triples."""
+    """All single axes, and some pairs and triples, in one pass over the run; and the terms sum to the network."""
     trajectory, X = run
-    finest = (by_sample(trajectory), by_step(trajectory), by_parameter(trajectory))
-    whole = attribute_by(trajectory, X, finest, head="logits", rule=epk.gauss_legendre(3))
-    kinds = ["sample", "step", "parameter"]
-    triples = list(itertools.permutations(AXES, 3))[::20]
-    for names in [*((name,) for name in AXES), *itertools.combinations(reversed(AXES), 2), *triples]:
-        by = [AXES[name](trajectory) for name in names]
-        parts = attribute_by(trajectory, X, by, head="logits", rule=epk.gauss_legendre(3))
+    names = [*((name,) for name in AXES), *list(itertools.combinations(reversed(AXES), 2))[::4]]
+    names += [(), ("label", "layer", "range"), *list(itertools.permutations(AXES, 3))[::90]]
+    kinds, finest = ["sample", "step", "parameter"], [f(trajectory) for f in (by_sample, by_step, by_parameter)]
+    groupings = [[AXES[name](trajectory) for name in own] for own in names]
+    whole, *results = attribute_many(trajectory, X, [finest, *groupings], head="logits", rule=RULE)
+    for by, parts in zip(groupings, results, strict=True):
         expected = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
         for place in itertools.product(*(range(n) for n in whole.values.shape[2:])):
             groups = tuple(int(axis.group[place[kinds.index(axis.kind)]]) for axis in by)
@@ -59,149 +71,82 @@ def test_every_combination_of_axes_is_a_sum_of_the_finest(run):
         assert_close(parts.values, expected)
         assert parts.decay.shape[2:] == tuple(1 if axis.kind == "sample" else len(axis.names) for axis in by)
         assert_close(parts.decay.reshape(3, 3, -1).sum(2), whole.decay.reshape(3, 3, -1).sum(2), rounding=1e5)
-
-
-def test_terms_along_axes_sum_to_the_network(run):
-    trajectory, X = run
-    for names in (("label", "layer", "range"), ("step",), ("sample", "label")):
-        parts = attribute_by(trajectory, X, [AXES[name](trajectory) for name in names])
-        assert parts.max_error <= 1e-12
+    parts = attribute_by(trajectory, X, groupings[-1], head="logits", rule=RULE)  # in a pass of its own
+    assert_close(parts.values, results[-1].values)
     assert attribute_by(trajectory, X, []).max_error <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["tanh", "cnn"])
-def test_the_two_ways_to_accumulate_agree(name, monkeypatch):
-    """Plain gradient descent factored, and by adjoints: by samples and layers."""
-    case = make_case(name)
+def test_factors_and_adjoints_agree(name, monkeypatch):
+    """Plain gradient descent by samples and layers: layers stay factors, in a fraction of the time."""
+    case, calls, terms = make_case(name), [], FactoredTerms.terms
     by = [by_sample(case.trajectory), by_layer(case.trajectory)]
+    monkeypatch.setattr(FactoredTerms, "terms", lambda *args: calls.append(args) or terms(*args))
     factored = attribute_by(case.trajectory, case.test, by)
+    assert calls
     monkeypatch.setattr(attribute, "is_plain_descent", lambda *_: False)
     assert_close(attribute_by(case.trajectory, case.test, by).values, factored.values, rounding=1e5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(NETWORKS))
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["transformer", *sorted({*NETWORKS} - {"transformer"})])
 def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     case = make_case(name)
-    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    run, X = case.trajectory, case.test[:2]
+    net = plan_for(run, run.model_for(case.test))
     for dense in (False, True):
-        layout = flat_columns(net, all_dense=dense)
-        assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
-    head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"
-    parts = attribute_by(case.trajectory, case.test[:2], [by_parameter(case.trajectory)], head=head)
-    assert parts.max_error <= 1e-11
+        assert torch.equal(flat_columns(net, all_dense=dense).sort().values, torch.arange(run.num_weights))
     # layers of plain gradient descent are multiplied as factors, single parameters as written out gradients
-    modules = by_layer(case.trajectory)
-    layers = attribute_by(case.trajectory, case.test[:2], [modules], head=head)
+    modules = by_layer(run)
+    parts, layers = (attribute_by(run, X, [axis], head=case.heads[-1]) for axis in (by_parameter(run), modules))
+    assert parts.max_error <= 1e-11
     expected = torch.zeros_like(layers.values).index_add_(2, modules.group, parts.values)
     assert_close(layers.values, expected, rounding=1e5)
-    start, end = (case.trajectory.weights(s) for s in (0, -1))
-    still = [k for k, n in enumerate(case.trajectory.model.names) if torch.equal(start[n], end[n])]
+    start, end = (run.weights(s) for s in (0, -1))
+    still = [k for k, n in enumerate(run.model.names) if torch.equal(start[n], end[n])]
     assert not parts.values[:, :, still].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
-@pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
+@pytest.mark.parametrize("name", ["momentum", pytest.param("cnn", marks=pytest.mark.slow), "plain"])
 def test_one_class_per_point_is_a_column_of_all(name, head):
     """Each point another one: with logits the last layer's cotangents stand still along a step, and differ by point."""
-    case = make_case(name)
-    check_classes(case.trajectory, case.test, head)
-
-
-@pytest.mark.parametrize("head", ["logits", "log_softmax"])
-def test_one_class_per_point_is_a_column_of_all_under_momentum(run, head):
-    check_classes(*run, head)
-
-
-def check_classes(trajectory, X, head):
+    trajectory, X = trained(name) if name != "cnn" else ((case := make_case(name)).trajectory, case.test)
     whole = epk.attribute(trajectory, X, head=head)
     classes = torch.arange(len(X)) % trajectory.num_outputs
     parts = epk.attribute(trajectory, X, head=head, classes=classes)
-    assert parts.samples.shape == (len(X), 1, trajectory.num_points)
-    picked = whole.samples.gather(1, classes[:, None, None].expand(-1, 1, whole.samples.shape[2]))
-    assert_close(parts.samples, picked)
+    assert_close(parts.samples[:, 0], whole.samples[torch.arange(len(X)), classes])
     assert parts.max_error <= 1e-11
 
 
-def test_several_splits_in_one_pass_are_those_of_one_at_a_time(run):
-    trajectory, X = run
-    splits = [[by_sample(trajectory)], [by_step(trajectory), by_layer(trajectory)], []]
-    for parts, by in zip(attribute_many(trajectory, X, splits), splits, strict=True):
-        assert_close(parts.values, attribute_by(trajectory, X, by).values)
-
-
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_layers_of_inputs_of_other_shapes_are_told_apart(name):
-    """Of plain gradient descent: which way is taken depends on the dtype of the outputs, not of the inputs."""
-    case = make_case(name, steps=2)
-    parts = attribute_by(case.trajectory, case.test[:1], [by_layer(case.trajectory)])
-    assert parts.max_error <= 1e-12
-
-
-def test_layers_of_plain_gradient_descent_stay_factors(monkeypatch):
-    """Gradients of single samples, written out, give the same numbers in a multiple of the time."""
-    case, calls, terms = make_case("tanh", steps=2), [], FactoredTerms.terms
-    monkeypatch.setattr(FactoredTerms, "terms", lambda *args: calls.append(args) or terms(*args))
-    parts = attribute_by(case.trajectory, case.test, [by_sample(case.trajectory), by_layer(case.trajectory)])
-    assert calls
-    assert_close(parts.values.sum(dim=3), epk.attribute(case.trajectory, case.test).samples)
-
-
-def test_axes_of_ones_own_are_taken(run):
-    trajectory, X = run
-    halves = Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second"))
-    parts = attribute_by(trajectory, X, [halves])
-    samples = epk.attribute(trajectory, X).samples
-    assert_close(parts.values, torch.stack([samples[:, :, :6].sum(2), samples[:, :, 6:].sum(2)], dim=2))
-
-
-BAD = {
-    "no_axis": (lambda t: ["step"], TypeError, "by must hold axes .*got 'step'"),
-    "kind": (lambda t: [Axis("layer", torch.zeros(2).long(), ("a",))], ValueError, "kind .* got 'layer'"),
-    "length": (lambda t: [Axis("step", torch.zeros(2).long(), ("a",))], ValueError, "each of the run's 8 steps"),
-    "range": (lambda t: [Axis("step", torch.arange(8), ("a",))], ValueError, "groups must be int64 in 0..0"),
-    "dtype": (lambda t: [Axis("step", torch.zeros(8), ("a",))], ValueError, "groups must be int64"),
-    "edges": (lambda t: [by_step(t, [5, 2])], ValueError, "edges must ascend within 1..7: got .5, 2."),
-    "edge_out": (lambda t: [by_step(t, [8])], ValueError, "edges must ascend within 1..7"),
-}
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("make", "error", "says"), BAD.values(), ids=BAD.keys())
-def test_axes_that_are_not_of_the_run_are_refused(run, make, error, says):
-    trajectory, X = run
-    with pytest.raises(error, match=says):
-        attribute_by(trajectory, X, make(trajectory))
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("classes", "error", "says"),
-    [
-        (torch.tensor([0, 1, 3]), ValueError, "classes must lie in 0..2: got 0..3"),
-        (torch.tensor([0, 1]), ValueError, r"one entry per point: got shape \(2,\) for 3 points"),
-        (torch.tensor([0.0, 1.0, 2.0]), TypeError, "classes must be class indices: got torch.float32"),
-    ],
-    ids=["range", "length", "dtype"],
+REFUSED = (
+    (lambda t: {"by": ["step"]}, TypeError, "by must hold axes .*got 'step'"),
+    (lambda t: {"by": [Axis("layer", torch.zeros(2).long(), ("a",))]}, ValueError, "kind .* got 'layer'"),
+    (lambda t: {"by": [Axis("step", torch.zeros(2).long(), ("a",))]}, ValueError, "each of the run's 8 steps"),
+    (lambda t: {"by": [Axis("step", torch.arange(8), ("a",))]}, ValueError, "groups must be int64 in 0..0"),
+    (lambda t: {"by": [Axis("step", torch.zeros(8), ("a",))]}, ValueError, "groups must be int64"),
+    (lambda t: {"by": [by_step(t, [5, 2])]}, ValueError, "edges must ascend within 1..7: got .5, 2."),
+    (lambda t: {"by": [by_step(t, [8])]}, ValueError, "edges must ascend within 1..7"),
+    (lambda t: {"by": [by_label(make_case("one_class").trajectory)]}, ValueError, "by_label needs class labels"),
+    (lambda t: {"by": [], "classes": torch.tensor([0, 1, 3])}, ValueError, "classes must lie in 0..2: got 0..3"),
+    (lambda t: {"by": [], "classes": torch.tensor([0, 1])}, ValueError, r"one entry per point: got shape \(2,\)"),
+    (lambda t: {"by": [], "classes": torch.tensor([0.0, 1.0, 2.0])}, TypeError, "classes must be class indices: got"),
 )
-def test_classes_that_are_none_are_refused(run, classes, error, says):
-    trajectory, X = run
-    with pytest.raises(error, match=says):
-        epk.attribute(trajectory, X, classes=classes)
 
 
-def test_targets_that_are_no_labels_have_no_label_axis():
-    case = make_case("one_class", batch_size=None)
-    with pytest.raises(ValueError, match="by_label needs class labels"):
-        by_label(case.trajectory)
+@pytest.mark.usefixtures("unchecked")
+def test_axes_and_classes_that_are_not_of_the_run_are_refused():
+    trajectory, X = trained("plain")
+    for options, error, says in REFUSED:
+        with pytest.raises(error, match=says):
+            attribute_by(trajectory, X, **options(trajectory))
 
 
 @pytest.fixture
 def slow_clock(monkeypatch):
     """A clock on which every step takes ten seconds."""
     clock = functools.partial(next, itertools.count(0, 10))
-    monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
+    monkeypatch.setattr(show, "SlowCallNotice", functools.partial(show.SlowCallNotice, clock=clock))
 
 
 @pytest.mark.parametrize(
@@ -215,11 +160,10 @@ def slow_clock(monkeypatch):
 )
 def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow_clock, options, said):
     trajectory, X = run
-    with pytest.warns(SlowCallWarning) as caught:
+    with pytest.warns(show.SlowCallWarning) as caught:
         epk.attribute(trajectory, X, **options)
     (warning,) = caught
     (ways,) = re.findall(r"^the attribution will take about [\d.]+ minutes: (.*)\.$", str(warning.message))
-    assert len(ways.split("; ")) == len(said)
     assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
 
 
@@ -230,3 +174,45 @@ def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_lengt
         epk.attribute(trajectory, X, progress=True)
         epk.attribute(trajectory, X, executor=executor)
     assert "attribution" in capsys.readouterr().err
+
+
+# Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("batch_norm_sgd", epk.chords(2)),
+        ("tanh_momentum", epk.straight()),
+        ("dropout_momentum", epk.layerwise()),
+        ("average", epk.straight()),
+        ("transformer_adamw", epk.layerwise()),
+    ],
+)
+def test_terms_do_not_depend_on_it(name, path, outputs_apart):
+    run, X = recorded(name), queries()
+    by = [[by_sample(run)], [by_layer(run), by_step(run)]]
+    whole = attribute_many(run, X, by, path=path)
+    outputs_apart()
+    for together, apart in zip(whole, attribute_many(run, X, by, path=path), strict=True):
+        for term in (*TERMS, "initial", "amplification", "network"):
+            assert torch.allclose(getattr(apart, term), getattr(together, term), rtol=1e-7, atol=1e-11), term
+        assert apart.certified
+        assert apart.max_error <= 1e-11
+        assert sum(apart.statuses.values()) == 3 * sum(together.statuses.values())
+        assert apart.evaluations == pytest.approx(together.evaluations, rel=0.5)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_small_budget_brings_it_about(momentum, monkeypatch):
+    """The least budget, 1 MiB, and 5,700 weights; plain gradient descent has no adjoints."""
+    X, y, seen = torch.randn(12, 4).double(), torch.arange(12) % 3, set()
+    net = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), steps=2)
+    X, whole, block = X[:2], epk.attribute(run, X[:2]), AttributionWork.block
+    monkeypatch.setattr(AttributionWork, "block", lambda work, k: seen.add(work.outputs_per_row) or block(work, k))
+    assert_close(epk.attribute(run, X, memory_budget=1 << 20).samples, whole.samples, rounding=1e5)
+    assert seen == {1 if momentum else 3}
+    one = epk.attribute(run, X, classes=torch.tensor([2, 0]), memory_budget=1 << 20)
+    assert_close(one.samples[:, 0], whole.samples[[0, 1], [2, 0]], rounding=1e5)

@@ -14,9 +14,6 @@ def case():
     return make_case("tanh", steps=3)
 
 
-# Tangent kernels
-
-
 @pytest.mark.parametrize("state", [0, 2, -1])
 def test_standing_still_gives_the_tangent_kernel(case, state):
     run = tangent_trajectory(case.trajectory, state)
@@ -60,15 +57,22 @@ def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
     assert (exact - sum(parts)).abs().max() > 1e-3 * exact.abs().max()
 
 
-REFUSED = {
-    "a loss that moves": (lambda: make_case("one_class"), {}, "a loss derivative that stays constant"),
-    "logits": (lambda: make_case("tanh", batch_size=None), {"head": "logits"}, 'head="log_softmax": with respect to'),
-    "batches": (lambda: make_case("tanh"), {}, "every step to use all training points: step 0 used"),
-}
+def test_the_coefficients_of_a_single_machine_are_those_of_the_loss():
+    """Theorem 3.7, with a_i = c_i q_i; 1/M in place twice, as the theorem is printed, is off."""
+    case = make_case("tanh", batch_size=None)
+    result = single_machine(case.trajectory, case.test, rule=epk.adaptive(1e-13))
+    assert result.max_error <= 1e-12
+    assert_close(result.coefficients, torch.nn.functional.one_hot(case.trajectory.targets, 3).double() / 7)
+    twice = result.initial + (result.outputs - result.initial) / 7
+    assert (twice - result.network).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("make", "options", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_run_without_constant_coefficients_has_no_single_machine(make, options, says):
-    case = make()
-    with pytest.raises(ValueError, match=f"the single kernel machine needs {says}.*Use epk_gp.reconstruct"):
-        single_machine(case.trajectory, case.test, **options)
+def test_a_run_without_constant_coefficients_has_no_single_machine():
+    whole = make_case("tanh", batch_size=None)
+    for case, options, says in (
+        (make_case("one_class"), {}, "a loss derivative that stays constant"),
+        (whole, {"head": "logits"}, 'head="log_softmax": with respect to'),
+        (make_case("tanh"), {}, "every step to use all training points: step 0 used"),
+    ):
+        with pytest.raises(ValueError, match=f"the single kernel machine needs {says}.*Use epk_gp.reconstruct"):
+            single_machine(case.trajectory, case.test, **options)

@@ -1,99 +1,187 @@
 """Other paths between the same states: other contributions, the same sums (docs/theory.md, section 11)."""
 
+import math
+
 import pytest
 import torch
 from path_runs import RUNS, STEPS, jacobian, mlp, path_average, queries, recorded, state
 from path_shares import shares
+from torch import nn
+from torch.nn import functional as F
+from weighted_loops import Apply, record
 
 import epk_gp as epk
 from distributed_cases import Shuffled
+from epk_gp.autodiff.secants import ElementwiseSecant, mean_of_rows
 from epk_gp.core.trajectory import flat_state
+from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
-from epk_gp.kernel_machine.axes import by_sample, by_step
+from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
-from helpers import assert_close
+from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus
+from helpers import NETWORKS, assert_close, make_case
 
-PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
 RULE = epk.gauss_legendre(3)
+slow = pytest.mark.slow
 
 
-def some(number):
-    """Two of the three paths: another one is left out for each run."""
-    return [item for place, item in enumerate(PATHS.items()) if place != number % 3]
+class InPlaceResidual(nn.Module):
+    """As residual networks are written: batch and group norm, ReLU in place, a sum in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm_a = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.b, self.norm_b = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.relu, self.out = nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.relu(self.norm_a(self.a(x.view(-1, 1, 4, 4))))
+        skip, x = x, self.norm_b(self.b(x))
+        x += skip
+        return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
 
 
-every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x.view(-1, 8, 2))[0][:, -1])
 
 
-@pytest.mark.mostly_slow
+OTHERS = {"in_place": InPlaceResidual, "recurrent": Recurrent}
+
+
+def train(net, X, *, lr=0.05, steps=4, momentum=0.9):
+    net = net.to(X.dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
+    batches = [torch.arange(4 * s, 4 * s + 4) % len(X) for s in range(steps)]
+    return record(net, optimizer, X, torch.arange(len(X)) % 3, batches)
+
+
+def run_and_points(name):
+    if name in RUNS:
+        return recorded(name), queries()
+    net, X = OTHERS[name](), torch.randn(10, 16, dtype=torch.float64)
+    return train(net, X), X[:3]
+
+
+PATHS = [
+    *((name, epk.chords((2, 100)[number % 2])) for number, name in enumerate(RUNS)),
+    *((name, epk.layerwise((1, 3)[number % 2])) for number, name in enumerate([*RUNS, *OTHERS])),
+]
+QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
-    [pytest.param(name, path, id=f"{name}-{key}") for number, name in enumerate(RUNS) for key, path in some(number)],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS],
 )
 def test_sums_are_exact_along_every_path(name, path):
-    run, X = recorded(name), queries()
-    result = epk.reconstruct(run, X, path=path)
-    assert result.certified
-    assert result.max_error <= 1e-11
+    """Layerwise to rounding, at two evaluations a stretch."""
+    run, X = run_and_points(name)
     parts = epk.attribute(run, X, path=path)
     assert parts.certified
     assert parts.max_error <= 1e-11
     assert_close(parts.total, parts.network, rounding=1e5)
-    assert parts.evaluations == pytest.approx(result.evaluations)
+    if isinstance(path, LayerwisePath):
+        assert parts.evaluations == pytest.approx(2 * math.ceil(run.num_steps / path.every) / run.num_steps)
+        assert {*parts.statuses} <= {QuadratureStatus.CONVERGED, QuadratureStatus.ROUNDING}
+    else:
+        result = epk.reconstruct(run, X, path=path)
+        assert result.certified
+        assert result.max_error <= 1e-11
+        assert parts.evaluations == pytest.approx(result.evaluations)
 
 
-@every_path
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["tanh_momentum", "tanh_sgd", "tanh_adamw"])
+@pytest.mark.parametrize("name", sorted({*NETWORKS} - {"cosine", "sequence_first"}))
+def test_layerwise_sums_are_exact_for_every_kind_of_layer(name):
+    """Tied and bare weights, transposed and grouped convolutions, frozen statistics, class tokens."""
+    case = make_case(name)
+    parts = epk.attribute(case.trajectory, case.test, path=epk.layerwise())
+    assert parts.certified
+    assert_close(parts.total, parts.network)
+
+
+def mean_derivatives(run, first, last, x):
+    """The definition for a network of three linear layers with ReLU in between: (C, P), by loops over its layers."""
+    start, end = run.weights(first), run.weights(last)
+    weights, biases = ([name for name in run.model.names if name.endswith(kind)] for kind in ("weight", "bias"))
+    hidden, inputs, slopes = [x, x], [], []
+    for number, (W, b) in enumerate(zip(weights, biases, strict=True)):
+        inputs.append((hidden[0] + hidden[1]) / 2)
+        z = [at[W] @ h + at[b] for at, h in zip((start, end), hidden, strict=True)]
+        if number < len(weights) - 1:
+            hidden = [value.clamp(min=0) for value in z]
+            is_same = z[0] == z[1]  # the last layer's step may leave a unit where it was
+            slopes.append(torch.where(is_same, (z[0] > 0).to(x), (hidden[1] - hidden[0]) / (z[1] - z[0])))
+    multiplier, gradients = torch.eye(3, dtype=x.dtype), {}
+    for number in reversed(range(len(weights))):
+        W, b = weights[number], biases[number]
+        gradients[W] = (multiplier[:, :, None] * inputs[number]).flatten(1)
+        gradients[b] = multiplier
+        if number:
+            multiplier = multiplier @ ((start[W] + end[W]) / 2) * slopes[number - 1]
+    return torch.cat([gradients[name] for name in run.model.names], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("tanh_momentum", epk.chords(2)),
+        pytest.param("tanh_sgd", epk.chords(100), marks=slow),
+        pytest.param("tanh_adamw", epk.chords(2), marks=slow),
+        ("relu_sgd", epk.layerwise(1)),
+        ("relu_sgd", epk.layerwise(2)),
+    ],
+)
 def test_contributions_equal_the_definition(name, path):
-    """Sample by sample: recorded steps split by buffers run forward, times averages along the path by autograd.grad."""
-    run, X = recorded(name), queries(2)
-    parts = epk.attribute(run, X, rule=RULE, path=path)
+    """Recorded steps split by buffers run forward, times averages by autograd.grad, or layer by layer in loops."""
+    run, X, is_layerwise = recorded(name), queries(2), isinstance(path, LayerwisePath)
+    parts = epk.attribute(run, X, head="logits" if is_layerwise else "log_softmax", rule=RULE, path=path)
     of_samples = shares(run)
     for n, x in enumerate(X):
         expected = torch.zeros(3, run.num_points + 1, dtype=torch.float64)
         for s in range(run.num_steps):
-            Phi = path_average(run, path, s, x, "log_softmax", RULE)
-            expected += torch.cat([Phi[name] for name in run.model.names], dim=1) @ of_samples[s].T
+            if is_layerwise:
+                first = s // path.every * path.every
+                Phi = mean_derivatives(run, first, min(first + path.every, STEPS), x)
+            else:
+                average = path_average(run, path, s, x, "log_softmax", RULE)
+                Phi = torch.cat([average[name] for name in run.model.names], dim=1)
+            expected += Phi @ of_samples[s].T
         assert_close(parts.samples[n], expected[:, :-1])
         assert_close(parts.decay[n], expected[:, -1], rounding=1e5)
 
 
-@every_path
-@pytest.mark.mostly_slow
-def test_other_paths_give_other_contributions(path):
-    """The negative control: the sums agree, and the terms do not."""
-    run, X = recorded("tanh_momentum"), queries()
-    own, straight = epk.attribute(run, X, path=path), epk.attribute(run, X)
-    assert_close(own.total, straight.total, rounding=1e5)
-    assert (own.samples - straight.samples).norm() > 1e-3 * straight.samples.norm()
-
-
 def test_averages_of_other_stretches_miss_the_network():
-    """The negative control: with the chords' averages one step too late the sum is off."""
-    run, x = recorded("tanh_sgd"), queries(1)[0]
-    total = {late: torch.zeros(3, dtype=torch.float64) for late in (0, 1)}
+    """The negative control of both definitions: with the chords' averages one step too late the sum is off."""
+    x, total = queries(1)[0], {late: torch.zeros(3, dtype=torch.float64) for late in (0, 1)}
+    run = recorded("relu_sgd")
+    first, last = (epk.network_outputs(run, x[None], state=s)[0] for s in (0, -1))
+    way = flat_state(run, STEPS, x) - flat_state(run, 0, x)
+    assert_close(mean_derivatives(run, 0, STEPS, x) @ way, last - first)
+    run = recorded("tanh_sgd")
+    first, last = (epk.network_outputs(run, x[None], state=s)[0] for s in (0, -1))
     for s in range(STEPS):
         d = flat_state(run, s + 1, x) - flat_state(run, s, x)
         for late in total:
             Phi = path_average(run, epk.chords(2), max(0, s - late), x, "logits", epk.gauss_legendre(8))
             total[late] += torch.cat(list(Phi.values()), dim=1) @ d
-    change = epk.network_outputs(run, x[None])[0] - epk.network_outputs(run, x[None], state=0)[0]
-    assert (total[0] - change).abs().max() < 1e-9
-    assert (total[1] - change).abs().max() > 1e-3
+    assert (total[0] - (last - first)).abs().max() < 1e-9
+    assert (total[1] - (last - first)).abs().max() > 1e-3
 
 
-@every_path
-@pytest.mark.mostly_slow
-def test_moving_statistics_are_split_along_the_path(path):
+def test_moving_statistics_are_split_along_the_path():
     """Of every step, by the derivative in them that autograd.grad gives."""
-    run, X = recorded("batch_norm_sgd"), queries(2)
+    run, X, path = recorded("batch_norm_sgd"), queries(2), epk.chords(2)
     (steps, whole) = attribute_many(run, X, [[by_step(run)], [by_sample(run)]], rule=RULE, path=path)
-    names = run.model.statistics
     for n, x in enumerate(X):
         for s in range(STEPS):
             Phi, start, end = path_average(run, path, s, x, "log_softmax", RULE), state(run, s), state(run, s + 1)
-            expected = sum(Phi[name] @ (end[name] - start[name]).flatten() for name in names)
+            expected = sum(Phi[name] @ (end[name] - start[name]).flatten() for name in run.model.statistics)
             assert_close(steps.statistics[n, :, s], expected, rounding=1e5)
     assert steps.statistics.abs().max() > 1e-3
     split = whole.statistics.sum(dim=2) + whole.statistics_of_no_sample.squeeze(2)
@@ -101,7 +189,7 @@ def test_moving_statistics_are_split_along_the_path(path):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["relu_sgd", "batch_norm_sgd"])
+@pytest.mark.parametrize("name", ["batch_norm_sgd", "relu_sgd"])
 def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
     run, X = recorded(name), queries()
     parts = attribute_by(run, X, [by_step(run)], head="logits", path=epk.chords(2))
@@ -111,54 +199,43 @@ def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
         assert_close(of_steps[:, :, first:last].sum(dim=2), f[k + 1] - f[k], rounding=1e5)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
-def test_chords_of_one_step_are_straight(name):
-    run, X = recorded(name), queries()
-    assert torch.equal(epk.attribute(run, X, path=epk.chords(1)).samples, epk.attribute(run, X).samples)
+def test_chords_of_one_step_are_straight_and_others_are_not():
+    run, X = recorded("tanh_momentum"), queries()
+    straight, same, other = (
+        epk.attribute(run, X, path=path) for path in (epk.straight(), epk.chords(1), epk.chords(2))
+    )
+    assert torch.equal(same.samples, straight.samples)
+    assert (other.samples - straight.samples).norm() > 1e-3 * straight.samples.norm()
     assert torch.equal(epk.reconstruct(run, X, path=epk.chords(1)).outputs, epk.reconstruct(run, X).outputs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["relu_sgd", "dropout_momentum"])
-def test_chords_need_fewer_evaluations(name):
-    run, X = recorded(name, steps=20), queries()
-    straight, chord = (epk.reconstruct(run, X, path=path).evaluations for path in (epk.straight(), epk.chords(10)))
-    assert chord < straight / 2
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["batch_norm_sgd", "tanh_momentum", "transformer_adamw"])
+def test_layerwise_outputs_steps_and_parameters_sum_to_the_same(name):
+    run, X, path = recorded(name), queries(), epk.layerwise(2)
+    classes, whole = torch.tensor([2, 0, 1]), epk.attribute(run, X, path=path)
+    one = epk.attribute(run, X, path=path, classes=classes)
+    assert_close(one.samples[:, 0], whole.samples[torch.arange(3), classes])
+    for parts in attribute_many(run, X, [[by_step(run)], [by_sample(run)], [by_parameter(run)]], path=path):
+        assert_close(parts.values.sum(dim=2), whole.samples.sum(dim=2), rounding=1e5)
 
 
-@every_path
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
-def test_workers_give_the_same_bytes(name, path):
-    run, X = recorded(name), queries()
-    assert torch.equal(
-        epk.attribute(run, X, path=path, executor=Shuffled(), memory_budget=1 << 22).samples,
-        epk.attribute(run, X, path=path, memory_budget=1 << 22).samples,
-    )
-    assert torch.equal(
-        epk.reconstruct(run, X, path=path, executor=Shuffled()).outputs, epk.reconstruct(run, X, path=path).outputs
-    )
-
-
-@pytest.mark.slow
+@slow
 def test_ranges_of_steps_begin_where_chords_do():
     """Workers share 40 steps in ranges; the sum is that of one process, and every chord is integrated once."""
-    run, X = recorded("relu_sgd", steps=40), queries()
-    path = epk.chords(7)
+    run, X, path = recorded("relu_sgd", steps=40), queries(), epk.chords(7)
     alone, shared = (epk.reconstruct(run, X, path=path, executor=executor) for executor in (None, Shuffled()))
     assert torch.equal(alone.outputs, shared.outputs)
-    assert alone.evaluations == shared.evaluations
+    assert alone.evaluations == shared.evaluations < epk.reconstruct(run, X).evaluations / 2
     assert sum(alone.statuses.values()) == 6 * len(X)
-    parts = epk.attribute(run, X, path=path, executor=Shuffled())
-    assert sum(parts.statuses.values()) == 6 * len(X)
-    assert parts.max_error <= 1e-12
+    alone, shared = (epk.attribute(run, X, path=path, executor=executor) for executor in (None, Shuffled()))
+    assert torch.equal(alone.samples, shared.samples)
+    assert sum(shared.statuses.values()) == 6 * len(X)
+    assert shared.max_error <= 1e-12
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
-def test_a_checkpoint_belongs_to_its_path(name, tmp_path):
-    run, X = recorded(name), queries()
+def test_a_checkpoint_belongs_to_its_path(tmp_path):
+    run, X = recorded("relu_sgd"), queries()
     for number, call in enumerate((epk.attribute, epk.reconstruct)):
         folder = tmp_path / str(number)
         call(run, X, path=epk.chords(2), checkpoint=folder)
@@ -173,40 +250,7 @@ def test_float32_leaves_its_rounding_as_a_term():
     parts = attribute_by(run, X, [by_step(run)], path=epk.chords(2))
     assert parts.certified
     assert parts.max_error <= 1e-5
-    steps = parts.unexplained.abs().sum(dim=(0, 1))
-    assert bool(steps[[1, 3, 4]].any())
-    assert not bool(steps[[0, 2]].any())
-
-
-BAD = {
-    "name": ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
-    "number": (20, TypeError, "path must be a path such as .*: got 20"),
-    "function": (epk.chords, TypeError, "path must be a path"),
-}
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("path", "error", "says"), BAD.values(), ids=BAD.keys())
-def test_what_is_no_path_is_refused(path, error, says):
-    run, X = recorded("tanh_sgd"), queries()
-    calls = (
-        lambda: epk.reconstruct(run, X, path=path),
-        lambda: epk.attribute(run, X, path=path),
-        lambda: attribute_by(run, X, [], path=path),
-        lambda: attribute_many(run, X, [], path=path),
-        lambda: epk.PathKernel(run, path=path),
-    )
-    for call in calls:
-        with pytest.raises(error, match=says):
-            call()
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_chords_have_a_number_of_steps():
-    with pytest.raises(ValueError, match="every must be at least 1: got 0"):
-        epk.chords(0)
-    with pytest.raises(TypeError, match=r"every must be a whole number, at least 1: got 2\.5"):
-        epk.chords(every=2.5)
+    assert parts.unexplained.abs().sum(dim=(0, 1)).bool().tolist() == [False, True, False, True, True]
 
 
 def test_jacobians_of_the_reference_are_those_of_the_network():
@@ -223,29 +267,62 @@ def test_jacobians_of_the_reference_are_those_of_the_network():
 
 def test_a_single_machine_follows_the_path_of_its_kernel():
     """Theorem 3.7 holds along every path: the coefficients are the same, the kernel is the path's."""
-    torch.manual_seed(0)
-    X, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
-    net = mlp(torch.nn.Tanh).double()
+    X, y, net = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3, mlp(nn.Tanh).double()
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.3), steps=8)
-    rule = epk.gauss_legendre(12)
-    path = epk.chords(4)
+    rule, path = epk.gauss_legendre(12), epk.chords(4)
     machine = single_machine(run, queries(), rule=rule, path=path)
     assert machine.certified
     assert machine.max_error < 1e-11
     test, train = epk.Points(queries(), is_train=False), epk.Points(X, is_train=True)
-    K = epk.gram_block(run, test, train, rule=rule, path=path)
+    K, straight = (epk.gram_block(run, test, train, rule=rule, path=p) for p in (path, epk.straight()))
     sums = torch.einsum("ncmd,md->nc", K, machine.coefficients)
     assert_close(machine.outputs, machine.initial + sums, rounding=1e4)
-    straight = epk.gram_block(run, test, train, rule=rule)
     assert (K - straight).abs().max() > 1e-3 * K.abs().max()  # the control: another kernel, the same sum
     assert_close(torch.einsum("ncmd,md->nc", straight, machine.coefficients), sums, rounding=1e5)
-    with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
-        coarse = single_machine(run, queries(), rule=epk.left_endpoint(), path=path)
-    assert coarse.max_error > 1e-4
+    with pytest.warns(epk.CertificateWarning, match="single kernel machine is not certified: its sum .*a fixed rule"):
+        assert not single_machine(run, queries(), rule=epk.left_endpoint(), path=path).certified
+
+
+@pytest.mark.parametrize("is_faulty", ["secant", "network"])
+def test_a_layerwise_average_that_misses_the_outputs_is_not_certified(is_faulty, monkeypatch):
+    """With a wrong mean derivative of ReLU, as a mistake would have it; and with a straight-through estimator."""
+    if is_faulty == "secant":
+        run, wrong = recorded("relu_sgd"), lambda ctx, grad: (0.9 * mean_of_rows(grad), None, None)
+        monkeypatch.setattr(ElementwiseSecant, "backward", staticmethod(wrong))
+    else:
+        rounded = Apply(lambda h: h + ((4 * h).round() / 4 - h).detach())
+        with pytest.warns(epk.CertificateWarning, match="straight-through"):
+            run = train(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), rounded, nn.Linear(6, 3)), queries(10))
+    with pytest.warns(epk.CertificateWarning, match="not certified"):
+        parts = epk.attribute(run, queries(), path=epk.layerwise())
+    assert QuadratureStatus.INCONSISTENT_DERIVATIVE in parts.statuses
+
+
+@pytest.mark.parametrize("name", ["cosine", "sequence_first"])
+def test_weights_that_are_not_used_linearly_are_refused(name):
+    case = make_case(name)
+    with pytest.raises(ValueError, match=r"layerwise\(\) needs a network whose weights .* Take chords"):
+        epk.attribute(case.trajectory, case.test, path=epk.layerwise())
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_single_machine_refuses_what_is_no_path():
-    run = recorded("tanh_sgd")
-    with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
-        single_machine(run, queries(), path="chords")
+def test_what_is_no_path_or_cannot_be_integrated_is_refused():
+    run, X, path = recorded("tanh_sgd"), queries(), epk.layerwise(2)
+    points, no_integral = epk.Points(X, is_train=False), r"(along a path|one state) .* got layerwise\(every=2\)"
+    calls = [
+        (lambda: epk.reconstruct(run, X, path=path), ValueError, no_integral),
+        (lambda: epk.gram_block(run, points, points, path=path), ValueError, no_integral),
+        (lambda: epk.EPKKernel(run, path=path), ValueError, no_integral),
+        (lambda: epk.path_features(run, X, num_features=16, nodes=4, path=path), ValueError, no_integral),
+        (lambda: nodes_trajectory(run, 4, path=path), ValueError, no_integral),
+        (lambda: epk.layerwise(0), ValueError, "every must be at least 1: got 0"),
+        (lambda: epk.chords(0), ValueError, "every must be at least 1: got 0"),
+        (lambda: epk.chords(every=2.5), TypeError, r"every must be a whole number, at least 1: got 2\.5"),
+    ]
+    for door in (epk.reconstruct, epk.attribute, single_machine):
+        calls.append((lambda door=door: door(run, X, path="chords"), TypeError, "path must be a path .*: got 'chords'"))
+    for wrong in (20, epk.chords):
+        calls.append((lambda wrong=wrong: epk.PathKernel(run, path=wrong), TypeError, "path must be a path such as"))
+    for call, kind, message in calls:
+        with pytest.raises(kind, match=message):
+            call()

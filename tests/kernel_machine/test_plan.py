@@ -1,7 +1,7 @@
 """What a computation costs before it starts: pieces and bytes are those of workers, seconds are of measured pieces."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed
 from distributed_cases import recorded as training_run
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine import plan
 from epk_gp.kernel_machine.attribute import attribute_many
@@ -54,55 +55,37 @@ def test_the_bytes_of_a_block_are_of_the_type_in_which_it_is_summed():
         assert found.result_bytes == 2 * 2 * run.num_outputs**2 * itemsize
 
 
-@pytest.mark.parametrize("kind", ["plain", "momentum"])
-def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, sizes):
+@pytest.mark.parametrize(("kind", "is_apart"), [("plain", False), ("momentum", False), ("momentum", True)])
+def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, sizes, monkeypatch):
+    """Also where outputs go through the run apart: two at a time."""
     run, X = training_run(kind, 40), inputs(3)
+    if is_apart:
+        monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
     by = [[by_sample(run)], [by_label(run)]]
     found = plan_attribution(epk.PathKernel(run, rule=RULE), X, by, seconds=1e-9)
     sizes.clear()
     attribute_many(run, X, by, rule=RULE, executor=Shuffled())
     assert (found.pieces, found.piece_bytes) == (len(sizes), max(sizes))
-    assert found.result_bytes == found.piece_bytes  # one block of points
-
-
-class Clock:
-    """A clock that only the work moves."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@dataclass
-class Known:
-    """Pieces of two kinds: a step of the first costs 1 s, one of the second 3 s."""
-
-    clock: Clock
-    places: list[tuple[int, ...]] = field(default_factory=list)
-    piece_bytes: int = 8
-
-    @property
-    def pieces(self) -> list[Piece]:
-        steps = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5]
-        return [Piece(f"{n}", (*place, n), place[1]) for n, place in enumerate(steps)]
-
-    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
-        self.places.append(place)
-        for step in range(1, place[1] + 1):
-            self.clock.now += (1.0, 3.0)[place[0]]
-            yield Sums({"total": torch.zeros(1)}, steps=step)
+    assert found.result_bytes == (sum(sizes) if is_apart else found.piece_bytes)  # else one block of points
 
 
 @pytest.mark.parametrize(("seconds", "computed"), [(1e-9, 2), (100.0, 8)])
 def test_seconds_are_extrapolated_kind_by_kind(monkeypatch, seconds, computed):
-    """One piece of each kind tells, or all are computed; of long pieces the first steps tell."""
-    clock = Clock()
-    work = Known(clock)
-    monkeypatch.setattr(plan, "time", clock)
-    found = plan._measured(work, [piece.place[0] for piece in work.pieces], 5, seconds)
+    """One piece of each kind tells, or all are computed; a step of the first costs 1 s, one of the second 3 s."""
+    kinds, now, places = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5], [0.0], []
+
+    def compute(place, saved):
+        places.append(place)
+        for step in range(1, place[1] + 1):
+            now[0] += (1.0, 3.0)[place[0]]
+            yield Sums({"total": torch.zeros(1)}, steps=step)
+
+    pieces = [Piece(f"{n}", (*kind, n), kind[1]) for n, kind in enumerate(kinds)]
+    monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: now[0]))  # only the work moves it
+    work = SimpleNamespace(pieces=pieces, piece_bytes=8, compute=compute)
+    found = plan._measured(work, [kind for kind, _ in kinds], 5, seconds)
     assert found == plan.Plan(8, 5, 8, 7.0 + 45.0)
-    assert len(work.places) == computed
+    assert len(places) == computed
 
 
 def test_wrong_arguments_are_refused():
