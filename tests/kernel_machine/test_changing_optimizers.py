@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
+from weighted_loops import POINTS, WeightedLoop, mlp
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
@@ -40,7 +40,6 @@ MAKE: dict[str, Make] = {
     "Adamax": lambda p: optim.Adamax(p, lr=0.02, eps=1e-3),
     "NAdam": lambda p: optim.NAdam(p, lr=0.02, eps=1e-3),
     "RAdam": lambda p: optim.RAdam(p, lr=0.02, eps=1e-3, betas=(0.9, 0.9)),
-    "Adafactor": lambda p: optim.Adafactor(p, lr=0.05, eps=(1e-3, 1e-3)),
 }
 
 
@@ -105,7 +104,6 @@ LOOPS = {
     "Adadelta": changing(MAKE["Adadelta"], rho=0.5),
     "NAdam": changing(MAKE["NAdam"], betas=(0.8, 0.5), momentum_decay=0.4),
     "RAdam": changing(MAKE["RAdam"], betas=(0.8, 0.7)),
-    "Adafactor": changing(MAKE["Adafactor"], eps=(0.1, 0.3), d=0.5, beta2_decay=-0.5),
     "SGD": changing(sgd, nesterov=True, weight_decay=0.1, maximize=True),
     **{f"unfrozen_{name}": unfreezing(make) for name, make in MAKE.items()},
     "unfrozen_with_options": unfreezing(adam, eps=0.1, betas=(0.8, 0.6)),
@@ -247,7 +245,6 @@ FAULTS: dict[str, tuple[WeightedLoop, Callable[[epk.Trajectory], epk.Trajectory]
     "alpha": (WeightedLoop(MAKE["RMSprop"]), lambda run: planted_option(run, alpha=0.9), 0),
     "rho": (WeightedLoop(MAKE["Adadelta"]), lambda run: planted_option(run, rho=0.8), 0),
     "start": (WeightedLoop(MAKE["Adagrad"]), lambda run: planted_option(run, initial_accumulator_value=0.0), 0),
-    "d": (WeightedLoop(MAKE["Adafactor"]), lambda run: planted_option(run, d=0.5), 1),
     "changes": (LOOPS["Adam_eps"], unrecorded_changes, 3),
     "groups": (LOOPS["unfrozen_Adam"], unrecorded_changes, 3),
     "bound": (LOOPS["clipped_inf"], lambda run: replace(run, clip=ClipNorm(0.06, INF)), 0),
@@ -307,17 +304,3 @@ def test_each_network_that_diverges_is_named() -> None:
     assert "1 of 4 networks diverged (NaN, infinity or weights beyond measure): 3" in trained.findings[0]
     with pytest.warns(epk.CertificateWarning, match="not finite: their training diverged"):
         trained.outputs(loop.test_points)
-
-
-def test_the_default_eps_of_adafactor_is_that_of_the_run_in_any_computation() -> None:
-    X, y = WeightedLoop(adam).data
-    torch.manual_seed(1)
-    net = convolutions().float()  # a bias in front of BatchNorm has a gradient of rounding, below eps of float32
-    optimizer = optim.Adafactor(net.parameters())
-    with epk.Recorder(net, optimizer, X.float(), y) as recorder:
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X.float()), y).backward()
-            recorder.batch(None)
-            optimizer.step()
-    assert epk.influence(recorder.trajectory, X[:2]).certified

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import LossProducts
@@ -149,7 +149,7 @@ def products(request):
 
 def along(products, s, directions):
     trajectory = products.problem.trajectory
-    (data,) = passes_of(trajectory.steps[s], products.run.data)
+    (data,) = products.run.data(trajectory.steps[s])
     state = flat_state(trajectory.trained, s, data.X)
     return products._along(state, data, directions, products.run.passes.gradient(state, data, exact=True).losses)
 
@@ -171,7 +171,7 @@ def calls_of(monkeypatch, name):
 
 def check_against_backward_passes(products, found, s, directions):
     trajectory = products.problem.trajectory
-    (data,) = passes_of(trajectory.steps[s], products.run.data)
+    (data,) = products.run.data(trajectory.steps[s])
     expected = products._sample_by_sample(flat_state(trajectory.trained, s, data.X), data, directions)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
@@ -240,7 +240,7 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(products, monk
     H = torch.randn(10, 20, model.num_weights, dtype=torch.float64)
     groups = torch.arange(len(model.sizes)) % 2
     for step in trajectory.steps:
-        (data,) = passes_of(step, products.run.data)
+        (data,) = products.run.data(step)
         found, _ = products(step, data, H, groups)
         for group in range(2):
             owner = (groups == group).repeat_interleave(torch.tensor(model.sizes))
