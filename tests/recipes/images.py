@@ -1,7 +1,5 @@
 """Image recipes: MNIST as in torch's examples, a residual network, mixed images, segmentation."""
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -82,28 +80,6 @@ def mixup():
     return train(net, X, y, images(25)[0][24:], loss)
 
 
-def cutmix():
-    X, y = images(24)
-    net, criterion = small_cnn(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-
-    def loss(batch):
-        inputs, targets = X[batch].clone(), y[batch]
-        lam = float(torch.rand(()))
-        if torch.rand(()) >= 0.7:
-            return criterion(net(inputs), targets)  # the batch as it is
-        index = torch.randperm(len(inputs))
-        side = int(6 * math.sqrt(1 - lam))
-        top, left = torch.randint(6 - side + 1, (2,)).tolist()
-        box = (slice(None), slice(top, top + side), slice(left, left + side))
-        inputs[:, *box] = X[batch][index][:, *box]
-        lam = 1 - side * side / 36
-        outputs = net(inputs)
-        return criterion(outputs, targets) * lam + criterion(outputs, targets[index]) * (1 - lam)
-
-    return train(net, X, y, images(25)[0][24:], loss, optimizer=optimizer)
-
-
 def label_noise():
     X, y = images(30)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, C)).double()
@@ -154,4 +130,4 @@ def segmentation():
     return train(net, X, masks, images(17)[0][16:], loss, optimizer=optimizer, loss=own, output=pooled)
 
 
-RECIPES = [mnist_cnn, mixup, cutmix, label_noise, segmentation]
+RECIPES = [mnist_cnn, mixup, label_noise, segmentation]
