@@ -53,15 +53,6 @@ _RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers 
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingData:
-    """What a run was trained on: X, y and the loss."""
-
-    inputs: Shaped[Tensor, "M ..."]
-    targets: Shaped[Tensor, "M ..."]
-    loss: Loss
-
-
-@dataclass(frozen=True, eq=False)
 class PassData:
     """One forward pass of a step with the data that it used.
 
@@ -89,18 +80,18 @@ class ReplayedPass:
     statistics: Float[Tensor, " Q"]
 
 
-def passes_of(step: Step, data: TrainingData) -> list[PassData]:
-    """Return the forward passes of a step with their data, as recorded."""
-    samples = (torch.arange(len(data.inputs)) if step.batch is None else step.batch).to(data.inputs.device)
-    y = data.targets[samples]
-    weights = sample_weights(data.loss, y) if step.sample_weights is None else step.sample_weights
+def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."], loss: Loss) -> list[PassData]:
+    """Return the forward passes of a step with their data, as recorded, of a run that was trained on X and targets."""
+    samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
+    y = targets[samples]
+    weights = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
     c = weights.to(device=y.device, dtype=torch.float64)
     forwards = step.passes or (ForwardPass(len(samples)),)
     counts = [forward.num_rows for forward in forwards]
     parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
     return [
-        PassData(forward, rows, _seen_inputs(data.inputs, rows, forward.inputs), targets, weight)
-        for forward, rows, targets, weight in parts
+        PassData(forward, rows, _seen_inputs(X, rows, forward.inputs), seen, weight)
+        for forward, rows, seen, weight in parts
     ]
 
 
@@ -373,7 +364,10 @@ class RunReplay:
 
     def __init__(self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> None:
         self.trajectory, self.model, self.reference = trajectory, model, reference
-        self.data = TrainingData(trajectory.inputs, trajectory.targets, trajectory.loss)
+
+    def data(self, step: Step) -> list[PassData]:
+        """Return the forward passes of a step with their data."""
+        return passes_of(step, self.trajectory.inputs, self.trajectory.targets, self.trajectory.loss)
 
     @cached_property
     def passes(self) -> TrainingReplay:
@@ -394,7 +388,7 @@ class RunReplay:
             with disable_fused_attention():
                 return batch_gradient(self.model, state, X, y, self.trajectory.loss, c), 0.0
         total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
-        for data in passes_of(step, self.data):
+        for data in self.data(step):
             replayed = self.passes.gradient(state, data, exact=exact)
             total += replayed.gradient
             if self.trajectory.statistics is not None:

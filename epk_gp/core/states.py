@@ -48,7 +48,7 @@ from epk_gp.core.trajectory import (
     read_state,
     validate_trajectory,
 )
-from epk_gp.core.update_law import CompactUpdate, OptimizerMemory, UpdateLaw, restore_update, scaled_fields
+from epk_gp.core.update_law import OptimizerMemory, UpdateLaw, restore_update, scaled_fields
 from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
 
 # Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what
@@ -350,7 +350,9 @@ class _Computation:
             if self.law is not None:
                 law = self.law.step(index)
                 scales, memory, _ = law.scales(memory, w, g)
-                update = restore_update(CompactUpdate(update, self.updates.places(index)), law.parts, scales, law.sizes)
+                update = restore_update(
+                    replace(update, places=self.updates.places(index)), law.parts, scales, law.sizes
+                )
                 updates.append(update)
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
@@ -373,7 +375,7 @@ class Recomputation:
         run: The run, whose states are the kept ones and whose coefficients are compact.
         kept: The kept states, [s], which `numbers` names in ascending order: the first, the last, and others.
         updates: The coefficients of each step, with one number per parameter where a scale says the others; `places(s)`
-            says of which weight it is (`CompactUpdate`).
+            says of which weight it is.
     """
 
     run: Trajectory

@@ -22,13 +22,13 @@ scale is. `StepLaw.replayed` makes the step of the recorded run by the scale its
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
@@ -38,7 +38,6 @@ from epk_gp.optimizers.torch_rules import (
     Memory,
     OptimizerGroup,
     Preconditioner,
-    with_eps,
 )
 from epk_gp.optimizers.update_rules import (
     FIELDS,
@@ -51,23 +50,6 @@ from epk_gp.optimizers.update_rules import (
     step_clip,
 )
 
-# Its coefficients are zero where the gradient is, which the scale does not say.
-_MASKED = frozenset({"SparseAdam"})
-
-
-@dataclass(frozen=True, eq=False)
-class CompactUpdate:
-    """The coefficients of a step, with one number per parameter where the others follow from a scale.
-
-    Attributes:
-        update: The coefficients; of a scaled one that of the weight r of each parameter.
-        places: By the scaled coefficients' names the place of r among the weights of each of the L parameters; -1 where
-            all weights of the parameter share the number.
-    """
-
-    update: UpdateCoefficients
-    places: Mapping[str, Int64[Tensor, " L"]] = field(default_factory=dict)
-
 
 def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tuple[frozenset[str], ...]:
     """Return which coefficients of each parameter a preconditioner scales that can be computed again.
@@ -78,13 +60,15 @@ def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tup
     """
     found: dict[str, frozenset[str]] = {}
     for group in groups:
-        known = PRECONDITIONERS.get(group.rule)
-        if known is not None and known.replays and group.rule not in _MASKED:
-            found |= {name: frozenset(known.fields(group.options)) for name in group.names}
+        if group.rule in PRECONDITIONERS:
+            fields = frozenset(PRECONDITIONERS[group.rule].fields(group.options))
+            found |= dict.fromkeys(group.names, fields)
     return tuple(found.get(name, frozenset()) for name in names)
 
 
-def compact_update(update: UpdateCoefficients, fields: Sequence[frozenset[str]], sizes: Sequence[int]) -> CompactUpdate:
+def compact_update(
+    update: UpdateCoefficients, fields: Sequence[frozenset[str]], sizes: Sequence[int]
+) -> UpdateCoefficients:
     """Replace coefficients per weight by one number per parameter where the others can be computed again.
 
     Args:
@@ -104,7 +88,7 @@ def compact_update(update: UpdateCoefficients, fields: Sequence[frozenset[str]],
         if all(place is not None for place, _ in compact):
             places[name] = torch.tensor([place for place, _ in compact])
             numbers[name] = torch.tensor([number for _, number in compact], dtype=torch.float64)
-    return CompactUpdate(replace(update, **numbers), places) if places else CompactUpdate(update)
+    return replace(update, **numbers, places=places) if places else update
 
 
 def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]:
@@ -119,7 +103,7 @@ def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Weights that a preconditioner scales: neighbours, each by its own numbers alone, or those of one parameter.
+    """Neighbouring weights that a preconditioner scales, each by its own numbers alone.
 
     Attributes:
         preconditioner: The preconditioner.
@@ -127,7 +111,6 @@ class Part:
         columns: Which of the flat weights.
         parameters: Which of the L parameters.
         sizes: Their numbers of weights.
-        shape: Shape of the first of them.
     """
 
     preconditioner: Preconditioner
@@ -135,37 +118,25 @@ class Part:
     columns: slice
     parameters: slice
     sizes: Tensor
-    shape: torch.Size
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the scale of a weight depends on other weights."""
-        return self.preconditioner.sizes is not None
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the coefficients that are proportional to the scale."""
         return self.preconditioner.fields(self.options)
 
-    def whole(self, scale: Tensor) -> Float[Tensor, " p"]:
-        """Return a scale that weights may share as one number per weight."""
-        return scale.expand(self.columns.stop - self.columns.start)
-
     def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
         """Return what the optimizer keeps of these weights before the first step."""
-        like, values = reference[..., self.columns], self.preconditioner.initial(self.options)
-        sizes = self.preconditioner.sizes
-        lengths = (like.shape[-1],) * len(values) if sizes is None else sizes(self.shape)
-        return tuple(like.new_full((*like.shape[:-1], n), value) for n, value in zip(lengths, values, strict=False))
+        like = reference[..., self.columns]
+        return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
 
 
 def restore_update(
-    compact: CompactUpdate, parts: Sequence[Part], scales: Sequence[Tensor], sizes: Sequence[int]
+    compact: UpdateCoefficients, parts: Sequence[Part], scales: Sequence[Tensor], sizes: Sequence[int]
 ) -> UpdateCoefficients:
     """Compute the coefficients of all weights from those of one weight of each parameter, in the dtype of the scales.
 
     Args:
-        compact: What is held of the coefficients.
+        compact: What is held of the coefficients (`compact_update`).
         parts: What preconditioners scale.
         scales: The scale of the weights of each part.
         sizes: Number of weights of each of the L parameters.
@@ -173,7 +144,7 @@ def restore_update(
     restored: dict[str, Any] = {}
     firsts = torch.tensor([0, *sizes]).cumsum(0)
     for name, places in compact.places.items():
-        numbers = getattr(compact.update, name).to(scales[0])
+        numbers = getattr(compact, name).to(scales[0])
         if len(numbers) != len(sizes):  # held per weight beside steps that need it
             numbers = numbers[firsts[:-1].clamp(max=len(numbers) - 1)]
         restored[name] = broadcast_to_params(numbers, sizes, scales[0])
@@ -181,13 +152,12 @@ def restore_update(
             at, repeats = places[part.parameters], part.sizes.to(scale.device)
             if name not in part.fields or not bool((at >= 0).any()):
                 continue
-            full = part.whole(scale)
             r = firsts[:-1][part.parameters] + at.clamp(min=0) - part.columns.start
-            r = r.clamp(max=len(full) - 1).to(scale.device)  # a parameter of no weights may be the last
-            own = (numbers[part.parameters] / full[r]).repeat_interleave(repeats) * full
+            r = r.clamp(max=len(scale) - 1).to(scale.device)  # a parameter of no weights may be the last
+            own = (numbers[part.parameters] / scale[r]).repeat_interleave(repeats) * scale
             is_scaled = (at >= 0).to(scale.device).repeat_interleave(repeats)
             restored[name][part.columns] = torch.where(is_scaled, own, restored[name][part.columns])
-    return replace(compact.update, **restored)
+    return replace(compact, **restored, places={})
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,23 +180,8 @@ class OptimizerMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class MadeStep:
-    """What a step gives at some weights and gradients.
-
-    Attributes:
-        direction: momentum_lr * m' + lr * h, (..., P).
-        memory: What the optimizer keeps afterwards.
-        coefficients: The coefficients by field: the recorded ones, (P,), or (..., P) where preconditioners scale them.
-    """
-
-    direction: Float[Tensor, "... P"]
-    memory: OptimizerMemory
-    coefficients: dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
 class StepLaw:
-    """One step of a run as a function, entry by entry but for coupled parts and matrix preconditioners.
+    """One step of a run as a function, entry by entry but for matrix preconditioners.
 
     Attributes:
         parts: What preconditioners scale.
@@ -246,11 +201,6 @@ class StepLaw:
     is_known: Tensor
     clip: Clip | None
 
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the step of a weight depends on the gradients of other weights."""
-        return any(part.is_coupled for part in self.parts)
-
     def advance(
         self,
         memory: OptimizerMemory,
@@ -258,7 +208,7 @@ class StepLaw:
         g: Float[Tensor, "... P"],
         *,
         is_stacked: bool = False,
-    ) -> MadeStep:
+    ) -> tuple[Float[Tensor, "... P"], OptimizerMemory, dict[str, Tensor]]:
         """Make the step.
 
         Args:
@@ -267,6 +217,10 @@ class StepLaw:
             g: The gradient, as gradient clipping leaves it but for its recorded factor.
             is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
                 the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
+
+        Returns:
+            Its direction momentum_lr * m' + lr * h; what the optimizer keeps afterwards; and the coefficients by field:
+            the recorded ones, (P,), or (..., P) where preconditioners scale them.
         """
         scales, after, h = self.scales(memory, w, g)
         found = dict(self.recorded)
@@ -277,7 +231,7 @@ class StepLaw:
                 own = whole[..., part.columns] * ratio
                 found[name] = whole.slice_scatter(own, -1, part.columns.start, part.columns.stop)
         m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, replace(after, momentum=m), found)
+        return found["momentum_lr"] * m + found["lr"] * h, replace(after, momentum=m), found
 
     def scales(
         self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
@@ -295,15 +249,11 @@ class StepLaw:
         for part, before in zip(self.parts, memory.kept, strict=True):
             own = counts[part.parameters].clamp(min=1)
             count = (own[0] if bool((own == own[0]).all()) else own.repeat_interleave(part.sizes)).to(h)
-            x, v = h[..., part.columns], w[..., part.columns]
-            scale, after = part.preconditioner.scale(before, x, part.options, count, v, part.shape)
+            scale, after = part.preconditioner.scale(before, h[..., part.columns], part.options, count)
             if self.is_moved is not None:  # the optimizer passed over the weights that did not move
                 moved = self.is_moved[part.columns]
                 scale = torch.where(moved, scale, 1.0)
-                if part.is_coupled:
-                    after = after if bool(moved.any()) else before
-                else:
-                    after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
+                after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
             scales.append(scale)
             kept.append(after)
         return scales, OptimizerMemory(memory.momentum, tuple(kept), counts), h
@@ -324,15 +274,13 @@ class StepLaw:
             keeps afterwards.
         """
         scales, after, _ = self.scales(memory, w, g)
-        found, members = dict(self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
+        found, members = dict[str, Any](self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
         for part, scale in zip(self.parts, scales, strict=True):
-            if not part.preconditioner.replays:
-                continue
             numbers = after.counts[part.parameters].repeat_interleave(part.sizes)
             for count in numbers.unique():
                 at = (numbers == count).nonzero()[:, 0]
                 key = id(part.options), float(count), part.fields
-                members.setdefault(key, []).append((at + part.columns.start, part.whole(scale)[at]))
+                members.setdefault(key, []).append((at + part.columns.start, scale[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
@@ -362,7 +310,8 @@ class UpdateLaw:
     Attributes:
         parts: What preconditioners scale.
         held: Names of the update rules whose dependence on the gradients is not known here: their coefficients are
-            held as recorded. A rule of the user's own counts among them, as "own rule".
+            held as recorded, and steps on other gradients cannot be computed. A rule of the user's own counts among
+            them, as "own rule".
 
     Raises:
         ValueError: The run was recorded by a version that did not record the optimizer's options, and it needs them.
@@ -377,9 +326,7 @@ class UpdateLaw:
         recorded = [(0, run.optimizer_groups), *changes]
         self._starts = [start for start, _ in recorded]
         # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
-        eps = float(torch.finfo(model.spec.dtype).eps)
-        resolved = [[replace(own, options=with_eps(own.options, eps)) for own in groups] for _, groups in recorded]
-        groups = [{name: own for own in several for name in own.names} for several in resolved]
+        groups = [{name: own for own in several for name in own.names} for _, several in recorded]
         firsts, held = [0, *torch.tensor(self.sizes).cumsum(0).tolist()], set[str]()
         parts: list[tuple[Part, list[OptimizerGroup | None]]] = []
         histories = [[named.get(name) for named in groups] for name in model.names]
@@ -394,11 +341,10 @@ class UpdateLaw:
                 held |= {rule or "own rule" for rule in rules}
                 continue
             options = max((group.options for group in known), key=lambda each: bool(each.get("amsgrad")))
-            for first, *rest in [numbers] if own.sizes is None else [(number,) for number in numbers]:
-                members = slice(first, first + len(rest) + 1)
-                sizes = torch.tensor(self.sizes[members], device=reference.device)
-                columns = slice(firsts[members.start], firsts[members.stop])
-                parts.append((Part(own, options, columns, members, sizes, model.shapes[first]), history))
+            members = slice(numbers[0], numbers[-1] + 1)
+            sizes = torch.tensor(self.sizes[members], device=reference.device)
+            columns = slice(firsts[members.start], firsts[members.stop])
+            parts.append((Part(own, options, columns, members, sizes), history))
         self.parts, self.held = tuple(part for part, _ in parts), tuple(sorted(held))
         self._at = []  # with the options from each change on; and which parameters are in a group, (L,)
         for place, named in enumerate(groups):
@@ -418,16 +364,6 @@ class UpdateLaw:
         if any(is_clipped(held_coefficients(run, s)) for s in range(run.num_steps)):
             return "as the clipped steps show it; it was not stated"
         return "none: no bound was stated or reached. One that other weights of the samples reach is not known"
-
-    @property
-    def depends_on_memory(self) -> bool:
-        """Whether the derivatives of a step depend on what the optimizer keeps."""
-        return bool(self.parts)
-
-    @cached_property
-    def replays(self) -> bool:
-        """Whether steps on other gradients can be computed."""
-        return not self.held and all(part.preconditioner.replays for part in self.parts)
 
     def initial(self, leading: tuple[int, ...] = ()) -> OptimizerMemory:
         """Return what the optimizer keeps before the first step.

@@ -27,7 +27,7 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, passes_of, seen_losses
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
@@ -555,7 +555,7 @@ class AdjointTerms(AttributionWork):
             if decay is not None:
                 totals.add("decay", s, -decay)
             H = H if bool((u.grad_scale == 1).all()) else H * broadcast_to_params(u.grad_scale, sizes, H)
-            for data in passes_of(step, products.run.data):
+            for data in products.run.data(step):
                 values, rounding = products(step, data, H, self.parts)
                 totals.add_samples(s, data.samples, -values)
                 if rounding is not None:
@@ -584,7 +584,7 @@ class AdjointTerms(AttributionWork):
             totals.add_statistics(s, total, None)
             return
         state, samples, added = flat_state(problem.trajectory.trained, s, problem.X), [], []
-        for data in passes_of(step, products.run.data):
+        for data in products.run.data(step):
             increments = statistics_increments(products.run.passes, state, data)
             samples.append(data.samples)
             added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))

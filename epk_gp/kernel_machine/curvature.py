@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, graph_nodes
 from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove, passes_of
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
@@ -161,7 +161,7 @@ class LossCurvature:
         """
         state = flat_state(self.run.trajectory, step.index, self.run.reference)
         of_weights, products = torch.zeros_like(of_gradient), list[tuple[Tensor, Tensor]]()
-        passes = passes_of(step, self.run.data)
+        passes = self.run.data(step)
         moves = self.run.unseen_moves(step, passes)
         for number in reversed(range(len(passes))):
             carried = of_statistics = self._before_move(moves[number + 1], of_statistics)

@@ -2,8 +2,7 @@
 
 Entry by entry an optimizer's step is a function of the weight, its gradient and what the optimizer keeps, so its
 Jacobian is one small matrix per weight: one backward pass gives a row of it for all weights. Adjoints of any number of
-outputs are then multiplied with it. Where a preconditioner couples the weights of a parameter, adjoints go back through
-the graph.
+outputs are then multiplied with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,11 +55,10 @@ class OptimizerJacobian:
             position += len(before)
         with torch.enable_grad():
             own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
-            made = law.advance(own, inputs[0], inputs[1])
-            outputs = [made.direction, *made.memory.tensors()]
-        self._graph = (inputs, outputs) if law.is_coupled else None
+            direction, after, _ = law.advance(own, inputs[0], inputs[1])
+            outputs = [direction, *after.tensors()]
         # one matrix per weight: entries (output, input), None where it is zero
-        self.entries = [] if law.is_coupled else [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
+        self.entries = [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
         self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
         for part, before in zip(law.parts, memory.kept, strict=True):
             self.columns += [part.columns] * len(before)
@@ -89,15 +87,6 @@ class OptimizerJacobian:
 
     def _pulled(self, adjoints: list[Tensor | None]) -> list[Tensor | None]:
         """Return the adjoints of all inputs, given those of all outputs; None for zero."""
-        if self._graph is not None:
-            inputs, outputs = self._graph
-            given = [(out, own) for out, own in zip(outputs, adjoints, strict=True) if own is not None]
-            results, vectors = ([pair[k] for pair in given] for k in (0, 1))
-            return list(
-                torch.autograd.grad(
-                    results, inputs, vectors, is_grads_batched=True, retain_graph=True, allow_unused=True
-                )
-            )
         found: list[Tensor | None] = []
         for number in range(len(self.columns)):
             total: Tensor | None = None
@@ -167,7 +156,7 @@ class MemoryTrace:
         self.stride = max(1, round(S**0.5))
         self._held: list[OptimizerMemory] = []
         self._stretch: dict[int, tuple[OptimizerMemory, Tensor]] = {}
-        if not law.depends_on_memory:
+        if not law.parts:
             return
         memory = law.initial()
         for index in range(S):
@@ -184,7 +173,7 @@ class MemoryTrace:
 
     def __getitem__(self, index: int) -> tuple[OptimizerMemory, Float[Tensor, " P"]]:
         """Return what the Jacobian of a step depends on: what is kept before it, and the gradient of its loss."""
-        if not self.law.depends_on_memory:
+        if not self.law.parts:
             memory, update = self.law.initial(), held_coefficients(self.law.trajectory, index)
             clips = is_clipped(update) and len(update.grad_scale) == len(self.law.sizes)
             return memory, self.run.gradient(self.law.trajectory.steps[index])[0] if clips else memory.momentum
@@ -201,7 +190,7 @@ class MemoryTrace:
         """Return the gradient of a step's loss, and what the optimizer keeps after the step."""
         g, _ = self.run.gradient(self.law.trajectory.steps[index])
         w = flat_weights(self.law.trajectory, index, self.law.reference)
-        return g, self.law.step(index).advance(memory, w, g).memory
+        return g, self.law.step(index).advance(memory, w, g)[1]
 
 
 # What the pass carries from a step to the one before it, where it is not zero: the adjoints `weights` of the trained

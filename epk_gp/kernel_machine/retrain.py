@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.verification import MappedRows, plan_for
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, parse_options, validate_finite
-from epk_gp.core.gradients import PassData, RunReplay, UnseenMove, passes_of
+from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
@@ -114,12 +114,10 @@ class StackedTraining:
             held = held_coefficients(recorded, step.index)
             clip = step_clip(law.clip, held, law.recorded["grad_scale"], g[0]) or clip
             g, clipped = _clipped(held, law, g, clip)
-            made = law.advance(memory, w, g, is_stacked=True)
-            memory = made.memory
-            direction = apply_matrices(held, law.sizes, made.direction)
-            w = w - direction - law.recorded["decoupled_decay"] * w
+            direction, memory, coefficients = law.advance(memory, w, g, is_stacked=True)
+            w = w - apply_matrices(held, law.sizes, direction) - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, before.pop()], dim=1)
-            yield StackedStep(step, before, after, {**made.coefficients, **clipped}, states)
+            yield StackedStep(step, before, after, {**coefficients, **clipped}, states)
 
     @cached_property
     def _first_clip(self) -> Clip | None:
@@ -140,7 +138,7 @@ class StackedTraining:
         Returns:
             The gradients; the statistics before each pass, and at the end of the step; and those after each pass.
         """
-        P, passes = self.net.num_weights, passes_of(step, self.run.data)
+        P, passes = self.net.num_weights, self.run.data(step)
         moves = self.run.unseen_moves(step, passes)
         total, before, after = torch.zeros_like(states[:, :P]), [self._moved(moves[0], states[:, P:])], list[Tensor]()
         for data, move in zip(passes, moves[1:], strict=True):
@@ -264,7 +262,7 @@ def retrained_run(
 
 def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Tensor, " M"]) -> Step:
     """Return a recorded step with the weights of its samples, and the run's own moving statistics."""
-    step, data = made.step, passes_of(made.step, training.run.data)
+    step, data = made.step, training.run.data(made.step)
     c = torch.cat([part.c * weights[part.samples.to(weights.device)].to(part.c) for part in data])
     passes = step.passes
     if passes and training.trajectory.statistics is not None:
@@ -486,7 +484,7 @@ def require_replays(law: UpdateLaw) -> None:
     Raises:
         ValueError: They are not.
     """
-    if not law.replays:
+    if law.held:
         raise ValueError(
             f"steps must follow from other gradients to train again: those of {law.trajectory.update_rule} are known "
             "for the recorded ones only. Train anew in a loop of your own."

@@ -5,8 +5,8 @@ What an optimizer derives from the gradients themselves (second moments, signs, 
 recorded: the step is linear in the gradients with these numbers.
 
 Under Adam and its relatives some coefficients are proportional to a scale that the optimizer derives from the
-gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has these scales, as functions of
-what the optimizer keeps and of
+gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed
+entry by entry, as functions of what the optimizer keeps and of
 
     h = grad_scale * g + weight_decay * w,
 
@@ -236,22 +236,15 @@ class Preconditioner:
     """The scale of an optimizer's coefficients.
 
     Attributes:
-        scale: Maps what the optimizer keeps before a step, h, the options, the number of the step from 1 on, the
-            weights before it and the parameter's shape to the scale, and to what is kept after the step. Tensors are
-            flat, with any leading dimensions; the number of the step is one, or one per weight.
+        scale: Maps what the optimizer keeps before a step, h, the options and the number of the step from 1 on to the
+            scale, and to what is kept after the step, entry by entry. The number of the step is one, or one per weight.
         initial: Returns what each of the kept tensors holds before the first step.
         fields: Returns the names of the coefficients that are proportional to the scale.
-        replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
-            optimizer decides by signs: the derivative is right, steps on other gradients are not.
-        sizes: Returns the lengths of the kept tensors for a parameter's shape, where the scale of a weight depends on
-            other weights of its parameter; None where it is computed entry by entry.
     """
 
-    scale: Callable[[Memory, Tensor, Options, Tensor, Tensor, torch.Size], tuple[Tensor, Memory]]
+    scale: Callable[[Memory, Tensor, Options, Tensor], tuple[Tensor, Memory]]
     initial: Callable[[Options], tuple[float, ...]] = lambda options: (0.0,)
     fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
-    replays: bool = True
-    sizes: Callable[[torch.Size], tuple[int, ...]] | None = None
 
 
 def _sqrt(v: Tensor) -> Tensor:
@@ -264,7 +257,7 @@ def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
     return decay * kept + (1 - decay) * value
 
 
-def _adam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_: Any) -> tuple[Tensor, Memory]:
+def _adam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor) -> tuple[Tensor, Memory]:
     v = _average(memory[0], h * h, options["betas"][1])
     used, memory = v, (v, *memory[1:])
     if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
@@ -273,7 +266,7 @@ def _adam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_: 
     return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
 
 
-def _radam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_: Any) -> tuple[Tensor, Memory]:
+def _radam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor) -> tuple[Tensor, Memory]:
     beta2 = options["betas"][1]
     v = _average(memory[0], h * h, beta2)
     rho = 2 / (1 - beta2) - 1 - 2 * count * beta2**count / (1 - beta2**count)
@@ -283,11 +276,6 @@ def _radam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor, *_:
 def _adamax_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
     u = torch.maximum(options["betas"][1] * memory[0], h.abs() + options["eps"])
     return 1 / u, (u,)
-
-
-def _sparse_adam_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
-    v = _average(memory[0], h * h, options["betas"][1])
-    return 1 / (_sqrt(v) + options["eps"]), (v,)
 
 
 def _rmsprop_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tuple[Tensor, Memory]:
@@ -311,38 +299,6 @@ def _adadelta_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tup
     return scale, (squares, _average(deltas, (scale * h) ** 2, options["rho"]))
 
 
-def _rprop_scale(memory: Memory, h: Tensor, *_: Any) -> tuple[Tensor, Memory]:
-    return torch.where(h == 0, 1.0, 1 / h.abs()), memory
-
-
-def _adafactor_scale(
-    memory: Memory, h: Tensor, options: Options, count: Tensor, w: Tensor, shape: torch.Size
-) -> tuple[Tensor, Memory]:
-    def root_mean_square(value: Tensor) -> Tensor:
-        return _sqrt(value.square().mean(dim=-1, keepdim=True))
-
-    eps1, eps2 = map(float, options["eps"])
-    share = count ** float(options["beta2_decay"])
-    if len(shape) > 1:
-        squares = h.unflatten(-1, shape).square()
-        means = (squares.mean(dim=-1).flatten(-len(shape) + 1), squares.mean(dim=-2).flatten(-len(shape) + 1))
-        memory = tuple(torch.lerp(kept, value, share) for kept, value in zip(memory, means, strict=True))
-        row = memory[0].unflatten(-1, shape[:-1])
-        column = memory[1].unflatten(-1, (*shape[:-2], shape[-1]))
-        size = row.mean(dim=-1, keepdim=True).clamp(min=eps1)
-        V = ((row / size)[..., None] * column[..., None, :]).flatten(-len(shape))
-    else:
-        memory = (torch.lerp(memory[0], h.square(), share),)
-        V = memory[0]
-    inverse = V.clamp(min=eps1 * eps1).rsqrt()
-    clipping = (root_mean_square(inverse * h) / float(options["d"])).clamp(min=1.0)
-    return root_mean_square(w).clamp(min=eps2) / clipping * inverse, memory
-
-
-def _adafactor_sizes(shape: torch.Size) -> tuple[int, ...]:
-    return (shape[:-1].numel(), shape.numel() // max(1, shape[-2])) if len(shape) > 1 else (max(1, shape.numel()),)
-
-
 _ADAM = Preconditioner(_adam_scale, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
 
 PRECONDITIONERS: dict[str, Preconditioner] = {
@@ -351,7 +307,6 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "NAdam": _ADAM,
     "RAdam": Preconditioner(_radam_scale),
     "Adamax": Preconditioner(_adamax_scale),
-    "SparseAdam": Preconditioner(_sparse_adam_scale),
     "RMSprop": Preconditioner(
         _rmsprop_scale,
         lambda options: (0.0, 0.0),
@@ -360,27 +315,15 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     ),
     "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
     "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
-    "Rprop": Preconditioner(_rprop_scale, lambda options: (), replays=False),
-    "Adafactor": Preconditioner(
-        _adafactor_scale, lambda options: (0.0, 0.0), lambda options: ("lr",), sizes=_adafactor_sizes
-    ),
 }
 LINEAR_RULES = frozenset({"SGD", "ASGD"})  # their coefficients do not depend on the gradients
 
 
 def _scale_options(rule: str, options: Options) -> dict[str, Any]:
     """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
-    names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay")
-    found = [name for name in (*names, "initial_accumulator_value") if name in options and rule in PRECONDITIONERS]
+    names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
+    found = [name for name in names if name in options and rule in PRECONDITIONERS]
     return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in found}
-
-
-def with_eps(options: Options, eps: float) -> Options:
-    """Return options whose first eps is a number: Adafactor's default is that of the weights' dtype."""
-    own = options.get("eps")
-    if isinstance(own, Sequence) and len(own) == 2 and own[0] is None:
-        return {**options, "eps": [eps, own[1]]}
-    return options
 
 
 def fits_scale(rule: str, options: Options) -> bool:
@@ -388,10 +331,9 @@ def fits_scale(rule: str, options: Options) -> bool:
     if rule not in PRECONDITIONERS:
         return True
     own, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
-    options = with_eps(options, torch.finfo(one.dtype).eps)
     try:
         memory = tuple(value * one for value in own.initial(options))
-        scale, _ = own.scale(memory, one, options, one, one, torch.Size((1, 1)))
+        scale, _ = own.scale(memory, one, options, one)
         return bool(own.fields(options) and scale.isfinite().all())
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return False

@@ -93,7 +93,9 @@ class UpdateCoefficients:
 
     Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
     stands for. `left` and `right` hold square matrices by the position 0 .. L - 1 of the parameter; parameters whose
-    matrix is the identity are left out.
+    matrix is the identity are left out. Where one weight's number says those of all others of its parameter
+    (`epk_gp.core.update_law.compact_update`), `places` has by the coefficient's name the place of this weight among
+    those of each parameter, (L,), and -1 where all of them share the number.
     """
 
     lr: Tensor
@@ -105,6 +107,7 @@ class UpdateCoefficients:
     decoupled_decay: Tensor
     left: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
     right: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    places: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
@@ -124,7 +127,7 @@ class UpdateCoefficients:
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
         left, right = ({k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES)
-        return UpdateCoefficients(*map(function, self), left=left, right=right)
+        return UpdateCoefficients(*map(function, self), left=left, right=right, places=self.places)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
@@ -139,7 +142,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         for name, Q in own.items():
             matrices[name][k] = Q
         _matrix_shape(own.get("left"), own.get("right"), size)
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
         like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)

@@ -251,7 +251,7 @@ def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[T
 def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     """Recompute the gradient of a step, and the factor by which the stated clipping multiplies it."""
     step = observed.step
-    passes = passes_of(step, setup.training_data)
+    passes = passes_of(step, setup.X, setup.y, setup.loss)
     passes = passes if len({data.X.shape[1:] for data in passes}) == 1 else passes[:1]
     check = StepCheck(
         state=torch.cat([observed.start, observed.start_statistics]),
@@ -288,7 +288,7 @@ def _gradient_of(
     spec = TensorSpec(dtype or state.dtype, state.device)
     if check.step.passes:
         replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
-        for data in passes_of(step, setup.training_data):
+        for data in passes_of(step, setup.X, setup.y, setup.loss):
             replayed = replay.gradient(state, data)
             gradient += replayed.gradient
             after = end_statistics if data.forward.statistics_after is None else data.forward.statistics_after

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
-from epk_gp.core.update_law import CompactUpdate, compact_update
+from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import StoredStates, matrix_bytes, stored_run
 from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
@@ -62,7 +62,7 @@ class StepResult:
     """
 
     end: Float[Tensor, " P"]
-    update: UpdateCoefficients | CompactUpdate | None
+    update: UpdateCoefficients | None
     statistics: Float[Tensor, " Q"] | None = None
 
 
@@ -171,7 +171,7 @@ class RunHistory:
         for index, result in self._results.items():
             if index < count - 1 and (index + 1) % schema.keep_every:
                 result = replace(result, end=result.end.new_empty(0))
-            if index < count and isinstance(result.update, UpdateCoefficients):
+            if index < count and result.update is not None:
                 result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))
             self._results[index] = result
 
@@ -239,7 +239,7 @@ class CommitSchedule:
     def _waiting_bytes(self) -> int:
         """Return how many bytes of weights, statistics and coefficients are to be written."""
         result, schema, first, count = self._history.last, self.writer.schema, self.num_committed, self._num_completed
-        update = result.update.update if isinstance(result.update, CompactUpdate) else result.update
+        update = result.update
         matrices = 0 if update is None else matrix_bytes(update)
         diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
         statistics = 0 if result.statistics is None else result.statistics.nbytes

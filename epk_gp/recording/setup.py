@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
-from epk_gp.core.gradients import TrainingData, with_kept_activations
+from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
 from epk_gp.core.losses import (
@@ -92,11 +92,6 @@ class TrainingSetup:
     update_rule: UpdateRule
     clip: Clip | None = None
     unexplained: float | None = None
-
-    @cached_property
-    def training_data(self) -> TrainingData:
-        """What the network is trained on."""
-        return TrainingData(self.X, self.y, self.loss)
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from epk_gp.core.checks import is_finite
 from epk_gp.core.states import recomputation_of, recomputed_run
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_law import CompactUpdate, compact_update
+from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
@@ -119,7 +119,7 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
 def chunk_tensors(
     states: Sequence[Tensor],
     steps: Sequence[Step],
-    updates: Sequence[UpdateCoefficients | CompactUpdate],
+    updates: Sequence[UpdateCoefficients],
     schema: ChunkSchema,
     statistics: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
@@ -143,31 +143,26 @@ def chunk_tensors(
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors |= step_tensors(steps) | pass_tensors(steps, schema)
-    compact = [_compact(update, schema) for update in updates]
-    held_updates, columns = [own.update for own in compact], []
-    for name in FIELDS if held_updates else ():
-        values = [getattr(update, name).cpu() for update in held_updates]
+    if schema.thins:
+        updates = [compact_update(update, schema.scaled, schema.sizes) for update in updates]
+    columns = []
+    for name in FIELDS if updates else ():
+        values = [getattr(update, name).cpu() for update in updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
             tensors[f"update.{name}"] = torch.stack(
                 [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
             )
-            values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in held_updates]
+            values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in updates]
         columns.append(torch.stack(values).double())
-        if any(name in own.places for own in compact):
+        if any(name in own.places for own in updates):
             shared = torch.full((len(schema.sizes),), -1)
-            tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
-    if any(update.has_matrices for update in held_updates):
-        tensors |= pack(MATRICES_NAME, [_matrices_of(update) for update in held_updates])
+            tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in updates])
+    if any(update.has_matrices for update in updates):
+        tensors |= pack(MATRICES_NAME, [_matrices_of(update) for update in updates])
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     return tensors
-
-
-def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) -> CompactUpdate:
-    if isinstance(update, CompactUpdate):
-        return update
-    return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
 def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
@@ -388,7 +383,7 @@ class StoredUpdates(_Stored):
             return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
-        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        """Read of which weight of each parameter a step holds the scaled coefficients (`compact_update`)."""
         if not self.schema.thins:
             return {}
         chunk = self._chunk(step + 1)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
-from epk_gp.core.update_law import CompactUpdate
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import chunk_tensors
 from epk_gp.storage.files import (
@@ -146,7 +145,7 @@ class RunWriter:
         self,
         states: Sequence[Tensor],
         steps: Sequence[Step],
-        updates: Sequence[UpdateCoefficients | CompactUpdate],
+        updates: Sequence[UpdateCoefficients],
         digest: str,
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),

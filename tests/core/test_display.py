@@ -80,13 +80,3 @@ def test_a_run_shows_what_it_is(run):
     assert cells["states"] == f"{len(run.states)} (in memory)"
     assert cells["digest"] == run.digest
     assert "\n" not in repr(run)
-
-
-def test_a_run_shows_ranges_a_function_as_its_loss_and_what_it_accepts(run):
-    steps = [replace(step, lr=0.1 * (1 + step.index), batch=torch.arange(2 + step.index)) for step in run.steps]
-    loss = epk.PerSampleLoss(lambda z, y: z.square().sum(1), name=HOSTILE)
-    cells = shown(replace(run, steps=tuple(steps), loss=loss, unexplained=0.02))
-    assert cells["steps"] == ["3 (batches of 2 to 4, learning rate 0.1 to 0.3)"]
-    assert cells["loss"][0].endswith(", a function")
-    assert cells["update rule"] == [f"{run.update_rule} (up to 0.02 of a step may be unexplained)"]
-    assert shown(replace(run, steps=()))["steps"] == ["0"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import epk_gp
-from epk_gp.core.show import SlowCallWarning, tracked, write_line
+from epk_gp.core.show import SlowCallWarning, tracked
 from epk_gp.work.run import SlowCallNotice, progress_bar
 
 ROOT = Path(epk_gp.__file__).parent
@@ -28,11 +28,6 @@ def test_nothing_is_written_where_progress_is_not_shown_or_there_is_no_error_str
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr", None)
     assert list(tracked(range(3), "parts")) == [0, 1, 2]
-
-
-def test_a_written_line_stands_on_a_line_of_its_own(capsys):
-    write_line("the scheduler has no workers")
-    assert capsys.readouterr().err == "the scheduler has no workers\n"
 
 
 def test_every_bar_of_the_package_is_made_here():

@@ -8,7 +8,7 @@ from weighted_loops import Apply, Encoder, mlp, record
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import LossProducts
@@ -94,7 +94,7 @@ def calls_of(monkeypatch, name):
 
 def check_along(products, s, directions):
     run = products.problem.trajectory
-    (data,) = passes_of(run.steps[s], products.run.data)
+    (data,) = products.run.data(run.steps[s])
     state = flat_state(run.trained, s, data.X)
     losses = products.run.passes.gradient(state, data, exact=True).losses
     expected = products._sample_by_sample(state, data, directions)
@@ -136,7 +136,7 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(name, monkeypa
     run, model = products.problem.trajectory, products.problem.net.model
     H, groups = torch.randn(10, 20, model.num_weights, dtype=torch.float64), torch.arange(len(model.sizes)) % 2
     for step in run.steps:
-        (data,) = passes_of(step, products.run.data)
+        (data,) = products.run.data(step)
         found, _ = products(step, data, H, groups)
         for group in range(2):
             owner = (groups == group).repeat_interleave(torch.tensor(model.sizes))

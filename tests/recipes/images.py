@@ -1,7 +1,5 @@
 """Image recipes: MNIST as in torch's examples, a residual network, mixed images, segmentation."""
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,13 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
 from recipes.problem import C, finish, images, train
-
-
-def mnist_mlp():
-    X, y = images(30)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, C)).double()
-    loss_fn = nn.CrossEntropyLoss()
-    return train(net, X, y, images(33)[0][30:], lambda b: loss_fn(net(X[b]), y[b]), size=10, epochs=3, loss=loss_fn)
 
 
 class MnistNet(nn.Module):
@@ -70,58 +61,6 @@ def mnist_cnn():
     return finish(recorder, net, X_test, X, y)
 
 
-class BasicBlock(nn.Module):
-    def __init__(self, inputs, outputs, stride=1):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x):
-        out = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
-        self.layers = nn.Sequential(BasicBlock(3, 4, stride=2))
-        self.fc = nn.Linear(4, C)
-
-    def forward(self, x):
-        return self.fc(self.layers(self.stem(x)).mean(dim=(2, 3)))
-
-
-def crop_and_flip(x, padding=1):
-    """Move each image by up to a pixel, and mirror one in two."""
-    size = x.shape[-1]
-    padded = F.pad(x, [padding] * 4)
-    seen = []
-    for image in padded:
-        top, left = torch.randint(2 * padding + 1, (2,)).tolist()
-        image = image[:, top : top + size, left : left + size]
-        seen.append(image.flip(-1) if torch.rand(()) < 0.5 else image)
-    return torch.stack(seen)
-
-
-def resnet():
-    X, y = images(24, size=5)
-    net = ResNet().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-
-    def loss(batch):
-        return F.cross_entropy(net(crop_and_flip(X[batch])), y[batch])
-
-    X_test = images(25, size=5)[0][24:]
-    return train(net, X, y, X_test, loss, optimizer=optimizer, size=12, after_step=scheduler.step)
-
-
 def small_cnn():
     layers = [nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(27, C)).double()
@@ -139,28 +78,6 @@ def mixup():
         return lam * criterion(outputs, targets) + (1 - lam) * criterion(outputs, targets[index])
 
     return train(net, X, y, images(25)[0][24:], loss)
-
-
-def cutmix():
-    X, y = images(24)
-    net, criterion = small_cnn(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-
-    def loss(batch):
-        inputs, targets = X[batch].clone(), y[batch]
-        lam = float(torch.rand(()))
-        if torch.rand(()) >= 0.7:
-            return criterion(net(inputs), targets)  # the batch as it is
-        index = torch.randperm(len(inputs))
-        side = int(6 * math.sqrt(1 - lam))
-        top, left = torch.randint(6 - side + 1, (2,)).tolist()
-        box = (slice(None), slice(top, top + side), slice(left, left + side))
-        inputs[:, *box] = X[batch][index][:, *box]
-        lam = 1 - side * side / 36
-        outputs = net(inputs)
-        return criterion(outputs, targets) * lam + criterion(outputs, targets[index]) * (1 - lam)
-
-    return train(net, X, y, images(25)[0][24:], loss, optimizer=optimizer)
 
 
 def label_noise():
@@ -213,4 +130,4 @@ def segmentation():
     return train(net, X, masks, images(17)[0][16:], loss, optimizer=optimizer, loss=own, output=pooled)
 
 
-RECIPES = [mnist_mlp, mnist_cnn, resnet, mixup, cutmix, label_noise, segmentation]
+RECIPES = [mnist_cnn, mixup, label_noise, segmentation]

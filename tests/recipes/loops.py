@@ -32,12 +32,6 @@ def pgd(net, x, y, eps=0.3, alpha=0.1, steps=2):
     return x_adv.detach()
 
 
-def pgd_in_training_mode():
-    X, y = vectors(24)
-    net = mlp(batch_norm=True)
-    return train(net, X, y, TEST, lambda b: F.cross_entropy(net(pgd(net, X[b], y[b])), y[b]))
-
-
 def pgd_in_evaluation_mode():
     X, y = vectors(24)
     net = mlp(batch_norm=True, dropout=0.2)
@@ -49,20 +43,6 @@ def pgd_in_evaluation_mode():
         return F.cross_entropy(net(x_adv), y[batch])
 
     return train(net, X, y, TEST, loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-
-
-def attack_through_backward():
-    """The attack's loss goes backward into the weights too; `zero_grad` throws that away (as in many tutorials)."""
-    X, y = vectors(24)
-    net = mlp()
-
-    def loss(batch):
-        delta = torch.zeros_like(X[batch], requires_grad=True)
-        F.cross_entropy(net(X[batch] + delta), y[batch]).backward()
-        net.zero_grad()
-        return F.cross_entropy(net(X[batch] + 0.1 * delta.grad.sign()), y[batch])
-
-    return train(net, X, y, TEST, loss)
 
 
 def accumulation_with_batchnorm():
@@ -160,10 +140,6 @@ def loader_with_an_uneven_last_batch():
     return train_from_loader()
 
 
-def loader_that_drops_the_last_batch():
-    return train_from_loader(drop_last=True)
-
-
 def sample_weights():
     X, y = vectors(24)
     importance = torch.linspace(0.2, 2.0, 24, dtype=torch.float64)
@@ -178,49 +154,6 @@ def sample_weights():
     return train(net, X, y, TEST, loss, announce=announce)
 
 
-class GCN(nn.Module):
-    """Two graph convolutions (Kipf and Welling 2017) on one graph, whose normalised adjacency matrix is a buffer."""
-
-    def __init__(self, adjacency):
-        super().__init__()
-        self.register_buffer("adjacency", adjacency)
-        self.conv1, self.conv2 = nn.Linear(5, 6), nn.Linear(6, C)
-
-    def forward(self, x):
-        x = F.relu(self.adjacency @ self.conv1(x))
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.adjacency @ self.conv2(x)
-
-
-def all_nodes(returned):
-    return returned.flatten(1)
-
-
-def gcn():
-    features, labels = vectors(12)
-    links = (torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) < 0.2).double()
-    links = ((links + links.T + torch.eye(12, dtype=torch.float64)) > 0).double()
-    scale = links.sum(dim=1).rsqrt()
-    train_mask = torch.arange(12) < 8
-    net = GCN(scale[:, None] * links * scale).double()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
-    X, y = features[None], labels.where(train_mask, -100)[None]
-
-    def mean_over_labelled_nodes(z, targets):
-        return F.cross_entropy(z.transpose(1, 2), targets, reduction="none").sum(dim=1) / 8
-
-    loss = epk.PerSampleLoss(mean_over_labelled_nodes)  # recorder: the graph is one input
-    with epk.Recorder(net, optimizer, X, y, loss=loss, output=all_nodes) as recorder:  # recorder
-        net.train()
-        for _ in range(6):
-            optimizer.zero_grad()
-            out = net(X)[0]
-            F.cross_entropy(out[train_mask], labels[train_mask]).backward()
-            recorder.batch(None)  # recorder
-            optimizer.step()
-    return finish(recorder, net, X, X, y, output=all_nodes)
-
-
 def adversarial_images():
     X, y = images(16)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)).double()
@@ -233,7 +166,13 @@ def adversarial_images():
 
 
 RECIPES = [
-    pgd_in_training_mode, pgd_in_evaluation_mode, attack_through_backward, accumulation_with_batchnorm, ema, swa,
-    two_optimizers, freeze_then_thaw, loader_with_an_uneven_last_batch, loader_that_drops_the_last_batch,
-    sample_weights, gcn, adversarial_images,
-]  # fmt: skip
+    pgd_in_evaluation_mode,
+    accumulation_with_batchnorm,
+    ema,
+    swa,
+    two_optimizers,
+    freeze_then_thaw,
+    loader_with_an_uneven_last_batch,
+    sample_weights,
+    adversarial_images,
+]

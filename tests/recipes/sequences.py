@@ -176,63 +176,6 @@ def bert():
     return train(model, encoded, labels, X_test, loss, **options)
 
 
-class MaskedLanguageModel(nn.Module):
-    def __init__(self, dim=4, dropout=0.1):
-        super().__init__()
-        self.words = nn.Embedding(10, dim, padding_idx=0)  # 9 is the mask
-        self.encoder = nn.TransformerEncoderLayer(dim, 2, 8, dropout, batch_first=True)
-        self.head = nn.Linear(dim, 9)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.words(tokens)))
-
-
-def masked_language_model():
-    """Other tokens are masked each time, and the loss is that of the masked ones."""
-    tokens, _ = sentences(24)
-    model = MaskedLanguageModel().double()
-
-    def loss(rows):
-        seen, labels = tokens[rows].clone(), tokens[rows].clone()
-        masked = (torch.rand(seen.shape) < 0.4) & (seen != 0)
-        seen[masked], labels[~masked] = 9, -100
-        return F.cross_entropy(model(seen).view(-1, 9), labels.view(-1))
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    return train(model, tokens, tokens, tokens[:2], loss, optimizer=optimizer, output=last_token)
-
-
-def last_token(returned):
-    return returned[:, -1]
-
-
-class LSTMClassifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4, padding_idx=0)
-        self.lstm = nn.LSTM(4, 5, batch_first=True)
-        self.dropout = nn.Dropout(0.3)
-        self.fc = nn.Linear(5, C)
-
-    def forward(self, tokens):
-        states, _ = self.lstm(self.dropout(self.embedding(tokens)))
-        last = (tokens != 0).sum(dim=1) - 1
-        return self.fc(self.dropout(states[torch.arange(len(tokens)), last]))
-
-
-def lstm():
-    X, y = sentences(24)
-    net = LSTMClassifier().double()
-
-    def clip_and_announce(recorder, batch):
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        recorder.batch(batch)
-
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    options = {"optimizer": optimizer, "announce": clip_and_announce}
-    return train(net, X, y, X[:2].flip(0), lambda b: F.cross_entropy(net(X[b]), y[b]), **options)
-
-
 class DropPath(nn.Module):
     """Stochastic depth as in timm: one branch is left out for whole samples."""
 
@@ -296,4 +239,4 @@ def checkpointing():
     return train_vit(ViT(depth=1, checkpointed=True).double())
 
 
-RECIPES = [nanogpt, bert, masked_language_model, lstm, vit, checkpointing]
+RECIPES = [nanogpt, bert, vit, checkpointing]

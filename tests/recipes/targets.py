@@ -8,17 +8,6 @@ import epk_gp as epk
 from recipes.problem import C, batches, finish, train, vectors
 
 
-def denoising():
-    X, _ = vectors(24)
-    net = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 5)).double()
-
-    def loss(batch):
-        return F.mse_loss(net(X[batch] + 0.1 * torch.randn_like(X[batch])), X[batch])
-
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    return train(net, X, X, vectors(26)[0][24:], loss, optimizer=optimizer, loss=nn.MSELoss())
-
-
 class VAE(nn.Module):
     """The variational autoencoder of pytorch/examples, with fewer units."""
 
@@ -136,7 +125,7 @@ def closure():
     return finish(recorder, net, vectors(18)[0][16:], X, y)
 
 
-RECIPES = [denoising, vae, huber, closure]
+RECIPES = [vae, huber, closure]
 IN_LOW_PRECISION = [bf16_autocast, grad_scaler]
 
 

@@ -3,13 +3,12 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
-from recipes.problem import C, batches, finish, images, sentences, vectors
+from recipes.problem import C, batches, finish, images, vectors
 from recipes.problem import train as train_on_batches
 
 
@@ -36,22 +35,6 @@ def distillation():
     with torch.no_grad():  # recorder: the loss is a cross entropy with these targets, and a constant
         targets = 0.7 * F.softmax(teacher(X), dim=1) + 0.3 * F.one_hot(y, C).double()
     return train(student, X, targets, vectors(26)[0][24:], loss)
-
-
-def several_labels():
-    """Binary cross entropy of several labels per row, with a weight for positives."""
-    X, y = vectors(24)
-    targets = F.one_hot(y, C).double() + F.one_hot((y + 1) % C, C).double()
-    criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, C)).double()
-    return train(net, X, targets, vectors(26)[0][24:], lambda z, b: criterion(z, targets[b]), loss=criterion)
-
-
-def class_weights():
-    X, y = vectors(24)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64))
-    net = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, C)).double()
-    return train(net, X, y, vectors(26)[0][24:], lambda z, b: criterion(z, y[b]), loss=criterion)
 
 
 class TwoHeads(nn.Module):
@@ -99,54 +82,6 @@ def several_inputs():
     (pictures, y), (rows, _) = images(24), vectors(24)
     X_test = (images(26)[0][24:], vectors(26)[0][24:])
     return train(TwoInputs().double(), (pictures, rows), y, X_test, lambda z, b: F.cross_entropy(z, y[b]))
-
-
-def cumulative_batch_norm():
-    """momentum=None: the statistics are the mean over all batches so far."""
-    X, y = vectors(24)
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh(), nn.Linear(6, C)).double()
-    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
-
-
-def group_and_instance_norm():
-    X, y = images(24)
-    layers = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Conv2d(4, 3, 2), nn.InstanceNorm2d(3, affine=True)]
-    net = nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(27, C)).double()
-    return train(net, X, y, images(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
-
-
-def transformer_encoder():
-    X, y = vectors(16, dim=12)
-    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=True)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-            self.head = nn.Linear(4, C)
-
-        def forward(self, x):
-            return self.head(self.encoder(x.view(-1, 3, 4)).mean(dim=1))
-
-    return train(Net().double(), X, y, vectors(18, dim=12)[0][16:], lambda z, b: F.cross_entropy(z, y[b]))
-
-
-class PackedGRU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.gru = nn.Embedding(9, 4, padding_idx=0), nn.GRU(4, 4, batch_first=True, bidirectional=True)
-        self.fc = nn.Linear(8, C)
-
-    def forward(self, tokens):
-        lengths = (tokens != 0).sum(dim=1)
-        packed = pack_padded_sequence(self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False)
-        _, hidden = self.gru(packed)
-        return self.fc(F.dropout(torch.cat([hidden[0], hidden[1]], dim=1), 0.2, self.training))
-
-
-def packed_gru():
-    X, y = sentences(24)
-    return train(PackedGRU().double(), X, y, X[:2].flip(0), lambda z, b: F.cross_entropy(z, y[b]))
 
 
 class Noise(nn.Module):
@@ -223,10 +158,14 @@ def spectral_norm():
 
 
 RECIPES = [
-    distillation, several_labels, class_weights, several_tasks, several_inputs, cumulative_batch_norm,
-    group_and_instance_norm, transformer_encoder, packed_gru, noise_inside, weighted_sampler,
-    statistics_moved_without_gradients, spectral_norm,
-]  # fmt: skip
+    distillation,
+    several_tasks,
+    several_inputs,
+    noise_inside,
+    weighted_sampler,
+    statistics_moved_without_gradients,
+    spectral_norm,
+]
 
 
 def dropout_in_evaluation():
