@@ -66,25 +66,21 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
     """Return the tensors that hold learning rates and batches of consecutive steps, without passes, by name on disk."""
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
     weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
-    return {
+    tensors = {
         "sizes": torch.tensor([step.lr for step in steps], dtype=torch.float64),
         "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
         "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
-        **_groups_tensor(steps),
     }
-
-
-def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
     changes = [
         {"step": k, "groups": [group.to_json() for group in step.groups]}
         for k, step in enumerate(steps)
         if step.groups is not None
     ]
-    text = json.dumps({"changes": changes}).encode()
-    return {GROUPS: torch.frombuffer(bytearray(text), dtype=torch.uint8)} if changes else {}
+    if changes:
+        tensors[GROUPS] = torch.frombuffer(bytearray(json.dumps({"changes": changes}).encode()), dtype=torch.uint8)
+    return tensors
 
 
 class _Change(Record):
@@ -396,15 +392,8 @@ class StoredUpdates(_Stored):
             return read_places(tensors, step - chunk.first_step)
 
 
-def stored_run(
-    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...]
-) -> tuple[StoredStates, StoredUpdates]:
-    """Return the states and coefficients of a run on disk, as far as they are held."""
-    return StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
-
-
 def with_computed_states(trajectory: Trajectory) -> Trajectory:
-    """Return a run whose states and coefficients are those of `stored_run`, with those that are not held computed."""
+    """Return a run whose states and coefficients are read from disk, with those that are not held computed."""
     kept, updates = trajectory.states, trajectory.updates
     if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
         return trajectory

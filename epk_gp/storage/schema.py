@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -171,11 +171,6 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         keep_every=header["keep_every"],
         scaled=scaled_fields(groups, header["names"]) if header["keep_every"] > 1 else (),
     )
-
-
-def module_names(net: nn.Module) -> list[str]:
-    """Return the names of a network's modules in the order of `modules()`, in which a pass holds their modes."""
-    return [name for name, _ in net.named_modules()]
 
 
 def run_header(

@@ -79,7 +79,7 @@ def validate_stateful(stateful: StatefulObjects) -> None:
 
 
 def validate_resumable(
-    optimizer: Optimizer | Sequence[Optimizer], stateful: StatefulObjects, folder: str | os.PathLike[str] | None
+    optimizers: Sequence[Optimizer], stateful: StatefulObjects, folder: str | os.PathLike[str] | None
 ) -> None:
     """Raise if a run with these arguments could not be resumed to the same end.
 
@@ -88,7 +88,7 @@ def validate_resumable(
     """
     if folder is None:
         raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
-    is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
+    is_scheduled = any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError("resume=True must know the learning-rate schedule: pass stateful={'scheduler': scheduler}.")
 
@@ -98,14 +98,14 @@ class TrainingState:
     """The objects whose state the next step depends on, beside the weights.
 
     Attributes:
-        optimizer: The optimizer, or several in the order in which the header counts them.
+        optimizers: The optimizers, in the order in which the header counts them.
         stateful: Other objects, by name.
         momentum: The momentum buffer that the recorder follows, (P,).
         net: The network; its buffers that changed, and the random numbers of its device, belong to the state.
         groups: The optimizers' parameter groups, with the names of their parameters and rules.
     """
 
-    optimizer: Optimizer | Sequence[Optimizer]
+    optimizers: Sequence[Optimizer]
     stateful: StatefulObjects
     momentum: Float[Tensor, " P"]
     net: nn.Module | None = None
@@ -115,11 +115,6 @@ class TrainingState:
     def __post_init__(self) -> None:
         """Remember the buffers as they are, so that those that change are known."""
         self._versions = {name: (value, _version(value)) for name, value in self._buffers().items()}
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers."""
-        return _as_tuple(self.optimizer)
 
     def header(self) -> dict[str, Any]:
         """Return what a run's header holds of the optimizers.
@@ -251,10 +246,6 @@ def _read_state(tensors: Mapping[str, Tensor], where: str) -> _State:
     except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{message}: it does not ({error}).") from error
     return validated(_State, entries, message)
-
-
-def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
 
 
 def _version(value: Tensor) -> int:

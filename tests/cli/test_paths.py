@@ -8,20 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from commands import refused, run
+from commands import run
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
 from helpers import assert_close
 
 PATHS = {"chords:3": epk.chords(3)}
-
-
-def test_paths_are_read_as_they_are_written():
-    assert parse_path("straight") == epk.straight()
-    assert parse_path("chords:20") == epk.chords(20)
-    assert parse_path("layerwise") == epk.layerwise()
-    assert parse_path("layerwise:20") == epk.layerwise(20)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -102,21 +95,3 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options):
         expected.append(u.std)
     assert_close(std, expected[0], rounding=1e6)
     assert (std - expected[1]).abs().max() > 1e-8  # the control: the map of all straight steps
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        ("gram", ("--path", "chords"), "chords:K or layerwise[:K]: got 'chords'"),
-        ("attribute", ("--path", "chords:0"), "chords:K or layerwise[:K]: got 'chords:0'"),
-        ("verify", ("--path", "straight:2"), "chords:K or layerwise[:K]: got 'straight:2'"),
-        ("estimate", ("--path", "zigzag"), "chords:K or layerwise[:K]: got 'zigzag'"),
-        ("uncertainty", ("--nodes", 4, "--rule", "midpoint:2"), "leaves a rule no part: got nodes=4"),
-        ("uncertainty", ("--nodes", 4, "--path", "layerwise"), "on chords(every=k): got layerwise(every=1)"),
-        ("uncertainty", ("--path", "chords:-1"), "chords:K or layerwise[:K]: got 'chords:-1'"),
-    ],
-    ids=str,
-)
-def test_what_no_path_is_is_refused(recorded, tmp_path, monkeypatch, capsys, command, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, command, recorded, *options, "--quiet")

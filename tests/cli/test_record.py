@@ -13,6 +13,7 @@ from commands import SMALL, refused, run
 from epk_gp.cli.networks import NetworkSpec, build_network, open_run
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.journal import read_journal
+from epk_gp.storage.schema import read_header
 
 
 def test_a_recorded_run_is_the_library_s(recorded):
@@ -147,3 +148,15 @@ def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
         assert file.metadata()["digest"] == trajectory.digest
         assert json.loads(file.metadata()["header"])["num_points"] == 24
     assert "must be a new file" in refused(capsys, "export", recorded, "--out", tmp_path / "run.safetensors")
+
+
+def test_a_run_is_recorded_with_fewer_states(tmp_path, capsys):
+    folder, steps = tmp_path / "run", ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
+    assert run("record", "--out", folder, "--keep-every", 3, *steps) == 0
+    assert read_header(folder)["keep_every"] == 3
+    assert run("verify", folder, "--quiet", "--num-points", 1) == 0
+    assert run("info", folder, "--quiet") == 0
+    assert "one in 3 is kept" in capsys.readouterr().out
+    assert run("record", "--resume", "--out", folder, "--steps", 7, "--quiet") == 0  # as it was recorded
+    capsys.readouterr()
+    assert "must hold every state" in refused(capsys, "export", folder, "--quiet", "--out", tmp_path / "x.safetensors")

@@ -107,29 +107,6 @@ def test_the_pool_is_spawned_and_closed():
         assert settings == {"memory_budget": 1 << 30, "progress": False, "executor": None}
 
 
-@pytest.mark.parametrize("command", ASKED)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--workers", 0), "Invalid value for '--workers'"),
-        (("--workers", 5000), "Invalid value for '--workers'"),
-        (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together"),
-        (("--scheduler", "nowhere.json"), "nowhere.json does not exist"),
-        (("--scheduler", "local"), "must be an address, as tcp://host:8786, or a scheduler file"),
-        (("--scheduler", "http://h:1"), "as tcp://host:8786, or a scheduler file: got 'http://h:1'."),
-        (("--scheduler", "empty.json"), "as tcp://host:8786, or a scheduler file: got 'None'."),
-        (("--scheduler", "list.json"), "as tcp://host:8786, or a scheduler file: got 'none'."),
-        (("--scheduler", "text.json"), "a scheduler file that dask scheduler --scheduler-file wrote: text.json: "),
-    ],
-    ids=lambda value: str(value[-1]).replace("/", "_") if isinstance(value, tuple) else "",
-)
-def test_workers_that_cannot_be_had_are_refused(recorded, tmp_path, monkeypatch, capsys, command, options, message):
-    monkeypatch.chdir(tmp_path)
-    for name, content in (("empty", "{}"), ("list", "[1]"), ("text", "tcp://h:1")):
-        Path(f"{name}.json").write_text(content)
-    assert message in refused(capsys, command, recorded, "--out", "out", *ASKED[command], *options)
-
-
 def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkeypatch, capsys):
     distributed = pytest.importorskip("distributed")
 
