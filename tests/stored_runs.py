@@ -187,11 +187,10 @@ def record_kept(path, optimizer=adam, until=KEPT_STEPS, finish=True, resume=Fals
 STATISTICS = ("1.running_mean", "1.running_var")
 
 
-def norm_net(dropout=True, dtype=torch.float64):
+def norm_net():
     """Linear, batch normalisation with moving statistics, tanh, dropout, linear: 7 modules with the whole."""
     torch.manual_seed(3)
-    random = nn.Dropout(0.3) if dropout else nn.Identity()
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), random, nn.Linear(6, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).double()
 
 
 def random_rows(generator, num_rows, shape, dtype=torch.float64):
@@ -277,7 +276,7 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
     full = header | {"check_every": 1, "modules": [name for name, _ in net.named_modules()]}
-    writer = create_run(path, full, tensors, training, start, digest, moving)
+    writer = create_run(path, full, tensors, training, start, digest, statistics=moving)
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
     return Written(net, training, history, commits, [start], [moving], [])

@@ -171,7 +171,8 @@ class Recorder:
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
         else:
             last = history.last
-            writer = create_run(folder, header, setup.data(), training, last.end, history.digest(0), last.statistics)
+            digest = history.digest(0)
+            writer = create_run(folder, header, setup.data(), training, last.end, digest, statistics=last.statistics)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
     @property

@@ -139,7 +139,11 @@ def chunk_tensors(
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors |= step_tensors(steps) | pass_tensors(steps, schema)
-    compact = [_compact(update, schema) for update in updates]
+    compact = [
+        update if isinstance(update, CompactUpdate)
+        else compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
+        for update in updates
+    ]  # fmt: skip
     held_updates, columns = [own.update for own in compact], []
     for name in FIELDS if held_updates else ():
         values = [getattr(update, name).cpu() for update in held_updates]
@@ -160,34 +164,10 @@ def chunk_tensors(
     return tensors
 
 
-def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) -> CompactUpdate:
-    if isinstance(update, CompactUpdate):
-        return update
-    return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
-
-
 def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
     """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
-
-
-def read_update(tensors: Any, schema: ChunkSchema, row: int, where: str) -> UpdateCoefficients:
-    """Read the coefficients of one step of an open chunk."""
-    stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
-    values = [
-        read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
-        for number, name in enumerate(FIELDS)
-    ]
-    matrices: Mapping[str, Any] = _read_matrices(tensors, schema, row, where) if MATRICES_NAME in stored else {}
-    return UpdateCoefficients(*values, **matrices)
-
-
-def read_places(tensors: Any, row: int) -> dict[str, Int64[Tensor, " L"]]:
-    """Read of which weight of each parameter an open chunk holds the coefficients that a preconditioner scales."""
-    stored = set(tensors.keys())
-    places = {name: read_row(tensors, f"update.{name}.at", row) for name in FIELDS if f"update.{name}.at" in stored}
-    return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
 def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
@@ -380,8 +360,16 @@ class StoredUpdates(_Stored):
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
         chunk = self._chunk(step + 1)
+        row, where = step - chunk.first_step, chunk_file(self.path, chunk)[1]
         with opened_chunk(self.path, chunk) as tensors:
-            return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
+            stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
+            values = [
+                read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
+                for number, name in enumerate(FIELDS)
+            ]
+            has_matrices = MATRICES_NAME in stored
+            matrices: Mapping[str, Any] = _read_matrices(tensors, self.schema, row, where) if has_matrices else {}
+        return UpdateCoefficients(*values, **matrices)
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
         """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
@@ -389,7 +377,10 @@ class StoredUpdates(_Stored):
             return {}
         chunk = self._chunk(step + 1)
         with opened_chunk(self.path, chunk) as tensors:
-            return read_places(tensors, step - chunk.first_step)
+            names = {name: f"update.{name}.at" for name in FIELDS}
+            stored = set(tensors.keys())
+            places = {n: read_row(tensors, at, step - chunk.first_step) for n, at in names.items() if at in stored}
+        return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:

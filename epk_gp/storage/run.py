@@ -180,7 +180,8 @@ def create_run(
     training: TrainingState,
     weights: Float[Tensor, " P"],
     digest: str,
-    statistics: Float[Tensor, " Q"] | None = None,
+    *,
+    statistics: Float[Tensor, " Q"] | None,
 ) -> RunWriter:
     """Create a run of no steps in a new or empty folder.
 

@@ -120,6 +120,21 @@ def validated(model: type[RecordType], entries: object, message: str) -> RecordT
         raise ValueError(f"{message}: {place[:80]!r}: {first['msg'][:200]}.") from error
 
 
+def read_record(model: type[RecordType], file: Path, message: str, limit: int = MAX_JSON_BYTES) -> RecordType | None:
+    """Return the record in a JSON file with a checksum; None if there is no such file.
+
+    Raises:
+        ValueError: The file is damaged, too large or no plain file, or holds something else.
+    """
+    if regular_file_size(file, str(file)) is None:
+        return None
+    try:
+        content = read_bytes(file, limit, str(file))
+    except FileNotFoundError:  # it was removed a moment ago
+        return None
+    return validated(model, read_checksummed_json(content, message), message)
+
+
 @dataclass(frozen=True)
 class ChunkSchema:
     """Shapes and dtypes of the tensors in the chunks of a run.

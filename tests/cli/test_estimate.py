@@ -42,8 +42,9 @@ def test_the_estimate_says_what_the_command_does(recorded, tmp_path, monkeypatch
     assert said["seconds_with_workers"] == said["seconds"] > 0
 
 
-def test_the_rule_is_the_command_s_own(recorded, tmp_path):
+def test_the_rule_is_the_command_s_own_and_the_path_as_asked_for(recorded, tmp_path):
     for what, rule in (("gram", "gauss-legendre:4"), ("attribute", "adaptive")):
-        out = tmp_path / what
-        assert run("estimate", recorded, "--what", what, "--out", out, "--seconds", 0.1, "--quiet") == 0
-        assert json.loads((out / "estimate.json").read_text())["config"]["rule"] == rule
+        asked = ("--what", what, "--path", "chords:2", "--seconds", 0.1, "--quiet")
+        assert run("estimate", recorded, "--out", tmp_path / what, *asked) == 0
+        config = json.loads((tmp_path / what / "estimate.json").read_text())["config"]
+        assert (config["rule"], config["path"]) == (rule, "chords:2")

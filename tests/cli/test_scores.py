@@ -78,36 +78,26 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 
 
-def test_halves_share_no_point(judged):
-    source = read_labelled("held-out", judged / "run", open_run(judged / "run", None))
+def test_halves_share_no_point_and_training_points_are_recognised(judged):
+    trajectory = open_run(judged / "run", None)
+    source = read_labelled("held-out", judged / "run", trajectory)
     first, second = source.halves(0)
     assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
     assert torch.equal(source.X[second.rows], second.X)
     assert not torch.equal(source.halves(1)[0].rows, first.rows)
-
-
-def test_training_points_are_recognised(judged):
-    trajectory = open_run(judged / "run", None)
     X = trajectory.inputs[5:9]
     assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
     with pytest.raises(ValueError, match="has not seen: 4 of 7 are training points"):
         count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 
 
-def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
-    options = ("--num-condition", 4, "--grid", 2, "--num-samples", 2, "--fit-steps", 1, "--quiet")
-    assert run("uncertainty", judged / "run", "--out", tmp_path, *options) == 0
-    assert "add --validation held-out, or a file of labelled points" in capsys.readouterr().out.splitlines()[-1]
-    assert not (tmp_path / "scores.npz").exists()
-
-
-@pytest.mark.parametrize("command", [("uncertainty", "--validation", "held-out"), ("audit",)])
-def test_only_classifiers_are_judged(tmp_path, capsys, command):
+def test_only_classifiers_are_judged(tmp_path, capsys):
     options = ("--num-train", 24, "--num-test", 60, "--width", 5, "--steps", 2, "--loss", "mse", "--quiet")
     assert run("record", "--out", tmp_path / "run", *options) == 0
-    line = refused(capsys, command[0], tmp_path / "run", *command[1:], "--out", tmp_path / "out", "--quiet")
-    assert "needs the run of a classifier" in line
-    assert not (tmp_path / "out").exists()
+    for command, *asked in (("uncertainty", "--validation", "held-out"), ("audit",)):
+        line = refused(capsys, command, tmp_path / "run", *asked, "--out", tmp_path / "out", "--quiet")
+        assert "needs the run of a classifier" in line
+        assert not (tmp_path / "out").exists()
 
 
 def write_idx(folder, images, labels):

@@ -107,7 +107,7 @@ def test_the_pool_is_spawned_and_closed():
         assert settings == {"memory_budget": 1 << 30, "progress": False, "executor": None}
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkeypatch, capsys):
+def test_a_scheduler_that_does_not_answer_or_has_no_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):
     distributed = pytest.importorskip("distributed")
 
     def silent(address, **options):
@@ -116,9 +116,6 @@ def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkey
     monkeypatch.setattr(distributed, "Client", silent)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
     assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer." in line
-
-
-def test_a_scheduler_without_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "distributed", None)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
     assert line.endswith("--scheduler needs Dask: pip install epk-gp[distributed].")
@@ -137,21 +134,20 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
     assert not (tmp_path / "partial").exists()
 
 
-def test_workers_that_write_elsewhere_end_the_command_with_one_line(recorded, tmp_path, threads, monkeypatch, capsys):
+def test_other_errors_of_workers_are_named_and_a_defect_keeps_its_traceback(
+    recorded, tmp_path, threads, monkeypatch, capsys
+):
+    asked = ("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     monkeypatch.setattr(of_job, "compute_piece", lambda *arguments: None)
-    line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+    line = refused(capsys, *asked)
     assert "workers must compute all pieces: workers must write into the folder that this process reads" in line
-
-
-def test_other_errors_of_workers_are_as_without_them(recorded, tmp_path, threads, monkeypatch):
-    """The negative control: a defect keeps its traceback."""
 
     def fail(*arguments):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(of_job, "compute_piece", fail)
     with pytest.raises(RuntimeError, match="a defect"):
-        run("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+        run(*asked)
 
 
 def _die(*arguments: object) -> None:
