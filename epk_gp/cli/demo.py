@@ -1,5 +1,6 @@
 """`epk-gp demo`: the paper's three-Gaussian problem by the other commands, with nothing to download."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def demo(
     given = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     commands = (
         ("record", "--out", run, "--resume", "--zero-final-layer", *given, "--seed", seed, "--dtype", dtype),
-        ("verify", run, "--rule", "left-riemann:1", "--tol", 1e6),
+        ("verify", run, "--rule", "left-riemann:1", "--tol", 1),
         ("verify", run, "--out", folder),
         ("attribute", run, "--num-points", 3, "--out", folder / "attribution"),
         # Two nodes are exact between kinks: the gradients of the logits are linear in t there, and the kernel is a
@@ -41,7 +42,7 @@ def demo(
     )  # fmt: skip
     for command in commands:
         words = [*map(str, command), *(["--quiet"] if quiet else [])]
-        typer.echo(f"\nepk-gp {' '.join(words)}")
+        typer.echo(f"\n{shlex.join(('epk-gp', *words))}")
         if app(args=words, prog_name="epk-gp", standalone_mode=False):
             raise typer.Abort  # newer versions of typer return a status where the command was interrupted
     typer.echo(f"\nwritten to {folder}: report.html, to be opened in a browser, and what the commands say")

@@ -122,8 +122,17 @@ class TrainingState:
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
+        options = [
+            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        try:  # numbers of numpy and tensors of one number have `item`
+            options = json.loads(json.dumps(options, default=lambda value: value.item()))
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
         groups = [group.to_json() for group in self.groups]
-        return {"optimizer": self.options(), "num_optimizers": len(self.optimizers), "groups": groups}
+        return {"optimizer": options, "num_optimizers": len(self.optimizers), "groups": groups}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.
@@ -169,10 +178,15 @@ class TrainingState:
             ValueError: The tensors are not a training state, one of another shape, or one of other names in
                 `stateful`; or an object does not take its state; or the network has other buffers.
         """
-        state, momentum = _read_state(tensors, where), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
+        message = f"{where} must hold the state to resume from"
+        try:
+            entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+            raise ValueError(f"{message}: it does not ({error}).") from error
+        state, momentum = validated(_State, entries, message), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
         if len(recorded) != len(self.optimizers) or momentum.shape != self.momentum.shape:
-            raise ValueError(f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers.")
+            raise ValueError(f"{message}: it has that of {len(recorded)} optimizers.")
         if state.keep.keys() != self.stateful.keys():
             raise ValueError(f"stateful must have the names {sorted(state.keep)}: got {sorted(self.stateful)}.")
         buffers = self._buffers()
@@ -207,23 +221,6 @@ class TrainingState:
         first = None if self.net is None else next(self.net.parameters(), None)
         return None if first is None or first.device.type == "cpu" else first.device
 
-    def options(self) -> list[dict[str, Any]]:
-        """Return the options of each parameter group of all optimizers, for the run's header.
-
-        Raises:
-            TypeError: An option is neither a number nor a text nor a list of them.
-        """
-        groups = [
-            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
-        try:  # numbers of numpy and tensors of one number have `item`
-            options: list[dict[str, Any]] = json.loads(json.dumps(groups, default=lambda value: value.item()))
-        except (AttributeError, RuntimeError, ValueError) as error:
-            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
-        return options
-
 
 def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk) -> dict[str, Tensor]:
     """Read the training state after a chunk, checked against the journal's checksum.
@@ -236,16 +233,6 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     where = f"{file} (at state {chunk.last})"
     content = read_checked(file, chunk.resume_bytes, chunk.resume_blake2b, where, chunk.digest)
     return load_tensors(content, where)
-
-
-def _read_state(tensors: Mapping[str, Tensor], where: str) -> _State:
-    """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
-    message = f"{where} must hold the state to resume from"
-    try:
-        entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
-    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{message}: it does not ({error}).") from error
-    return validated(_State, entries, message)
 
 
 def _version(value: Tensor) -> int:

@@ -193,12 +193,6 @@ def test_a_damaged_or_hostile_run_is_refused(run, damage, message):
     refused(run, message, mebibytes=48)
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"must hold a recorded run: .*nowhere/run.json does not exist"):
-        epk.load_trajectory(tmp_path / "nowhere", mlp())
-    assert not list(tmp_path.iterdir())
-
-
 def flip_or_cut(file, draw):
     content = bytearray(file.read_bytes())
     position = draw.randrange(len(content))
