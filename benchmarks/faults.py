@@ -77,14 +77,10 @@ def main() -> int:
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
-        "hostile files: false sizes and names, links, pipes, other content": lambda: cases(
-            "storage/test_hostile_files.py"
-        ),
+        "hostile files: false sizes and names, links, pipes, other content": lambda: cases("storage/test_damage.py"),
         "bad arguments of the library": lambda: cases("bad_input"),
         "wrong uses of the command line": lambda: cases("cli/test_wrong_uses.py"),
-        "folders and disks that fail while a run is recorded": lambda: cases(
-            "storage/test_lost_files.py", "storage/test_write_failures.py"
-        ),
+        "folders and disks that fail while a run is recorded": lambda: cases("storage/test_writing.py"),
     }
     file = arguments.out / "faults.json"
     saved = {row["kind"]: Row(**row) for row in json.loads(file.read_text())} if arguments.kinds else {}
@@ -165,18 +161,18 @@ def kills() -> tuple[int, int, int, int]:
 
 def flips() -> tuple[int, int, int, int]:
     """Damage files of stored runs; each must be found by name."""
-    corruption = _tests_module("storage.test_corruption")
+    damage = _tests_module("storage.test_damage")
     missed = 0
     for finish in (True, False):
         with _folder_in_memory() as folder:
-            run, draw = corruption.record(folder / "run", finish), random.Random(17)
+            run, draw = folder / "run", random.Random(17)
+            damage.record(run, finish=finish)
             copy = shutil.copytree(run, folder / "copy")
-            files = sorted(file.name for file in copy.iterdir())
+            files = sorted(file.name for file in copy.iterdir() if file.name != "writer.lock")
             for number in range(FLIPS):
                 file = copy / files[number % len(files)]
-                corruption.damage(file, draw)
-                result = corruption.opened(copy)
-                missed += not (isinstance(result, Exception) and corruption.names(result, file))
+                damage.flip_or_cut(file, draw)
+                missed += not damage.names(damage.digest_or_error(copy), file)
                 shutil.copy(run / file.name, file)
     return 2 * FLIPS, 2 * FLIPS - missed, 0, missed
 

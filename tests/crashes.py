@@ -22,7 +22,7 @@ import epk_gp as epk
 from epk_gp.storage.verify import check_run
 
 STEPS, POINTS = 8, 12
-KEEP_EVERY = 1  # which states are kept; a commit follows every second step, at kept states and between them
+Report = Callable[[epk.Recorder], object]
 
 
 def make_net() -> nn.Module:
@@ -30,14 +30,14 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
-    """Adam with a schedule, batches of 5 of 12 points, a commit after every second step."""
+def record(path: Path, report: Report, keep_every: int) -> str:
+    """Adam with a schedule, batches of 12 points, a commit after every second step, at kept states and between them."""
     net = make_net()
     generator = torch.Generator().manual_seed(2)
     X, y = torch.randn(POINTS, 3, generator=generator).double(), torch.arange(POINTS) % 2
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2, keep_every=KEEP_EVERY)
+    stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2, keep_every=keep_every)
     torch.manual_seed(3)
     with epk.Recorder(net, optimizer, X, y, folder=path, resume=True, stateful=stateful, storage=storage) as recorder:
         for _ in recorder.until(STEPS):
@@ -52,8 +52,8 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
     return recorder.trajectory.digest
 
 
-def fork(work: Callable[[int], None]) -> tuple[int, int]:
-    """Call a function in a process of its own, with the end of a pipe to write to."""
+def fork(work: Callable[[Report], object]) -> tuple[int, int]:
+    """Call a function in a process of its own, with what reports the committed steps into a pipe."""
     end, start = os.pipe()
     pid = os.fork()
     if pid:
@@ -61,16 +61,12 @@ def fork(work: Callable[[int], None]) -> tuple[int, int]:
         return pid, end
     status = 1
     try:
-        work(start)
+        work(lambda recorder: os.write(start, bytes([recorder.num_committed])))
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def reporter(pipe: int) -> Callable[[epk.Recorder], None]:
-    return lambda recorder: os.write(pipe, bytes([recorder.num_committed])) and None
 
 
 def last_report(pipe: int) -> int:
@@ -79,72 +75,105 @@ def last_report(pipe: int) -> int:
     return reports[-1] if reports else 0
 
 
-def reference(folder: Path) -> dict[int, str]:
-    """Digest after every even number of steps of an uninterrupted recording, by committed state."""
-    pid, pipe = fork(lambda pipe: os.write(pipe, record(folder / "reference", lambda recorder: None).encode()) and None)
-    _, status = os.waitpid(pid, 0)
-    digest = os.read(pipe, 100).decode()
-    os.close(pipe)
-    chunks = check_run(folder / "reference").chunks
-    assert status == 0, "the uninterrupted recording failed"
-    assert chunks[-1].digest == digest
-    return {chunk.last: chunk.digest for chunk in chunks}
+class Crashes:
+    """Recordings in a folder, which are compared with one that is left alone."""
 
-
-def check(path: Path, reported: int, digests: dict[int, str], problems: list[str]) -> int:
-    """Open what is left: every reported step is there, every digest is that of the uninterrupted run."""
-    if not (path / "run.json").exists():
-        if reported:
-            problems.append(f"{reported} steps were reported, and there is no run")
-        return 0
-    try:
-        loaded = epk.load_trajectory(path, make_net())
-        summary = check_run(path)
-    except (OSError, ValueError) as error:
-        problems.append(f"{type(error).__name__}: {error}")
-        return 0
-    if loaded.num_steps < reported or summary.num_steps < loaded.num_steps:
-        problems.append(f"{reported} steps were reported, {loaded.num_steps} are there, or {summary.num_steps}")
-    if loaded.digest != digests[loaded.num_steps]:
-        problems.append(f"another digest after {loaded.num_steps} steps")
-    return loaded.num_steps
-
-
-def finish(path: Path, digests: dict[int, str], problems: list[str]) -> None:
-    """Resume a run to its end without being killed."""
-    pid, pipe = fork(lambda pipe: record(path, reporter(pipe)) and None)
-    _, status = os.waitpid(pid, 0)
-    if status or check(path, last_report(pipe), digests, problems) != STEPS or not check_run(path).finished:
-        problems.append(f"a resumed run did not come to its end (status {status})")
-    left = [file.name for file in path.iterdir() if file.name.endswith(".part") or file.name.startswith("resume-")]
-    if len(left) != 1:
-        problems.append(f"files were left behind: {left}")
-
-
-def kill_at_random(folder: Path, seed: int, kills: int) -> dict[str, object]:
-    draw, digests, problems = random.Random(seed), reference(folder), []
-    done, runs, at, before, path = 0, 0, [], 0, folder / "0"
-    scale = 0.1  # seconds until half of a run: longer where a kill came too soon, shorter where it came too late
-    while done < kills:
-        pid, pipe = fork(lambda pipe, path=path: record(path, reporter(pipe)) and None)
-        time.sleep(draw.uniform(0.05, 1) * scale)
-        os.kill(pid, signal.SIGKILL)
+    def __init__(self, folder: Path, keep_every: int) -> None:
+        self.folder, self.keep_every, self.problems = folder, keep_every, list[str]()
+        pid, _ = self.start(folder / "reference")
         _, status = os.waitpid(pid, 0)
-        done += status == signal.SIGKILL
-        at.append(check(path, last_report(pipe), digests, problems))
-        scale *= 0.8 if at[-1] == STEPS else 1.1 if at[-1] == before else 1.0
-        before = at[-1]
-        if at[-1] == STEPS or draw.random() < 0.05:
-            finish(path, digests, problems)
+        assert status == 0, "the uninterrupted recording failed"
+        self.digests = {chunk.last: chunk.digest for chunk in check_run(folder / "reference").chunks}
+
+    def start(self, path: Path) -> tuple[int, int]:
+        return fork(lambda report: record(path, report, self.keep_every))
+
+    def check(self, path: Path, reported: int = 0) -> int:
+        """Open what is left: every reported step is there, every digest is that of the uninterrupted run."""
+        if not (path / "run.json").exists():
+            if reported:
+                self.problems.append(f"{reported} steps were reported, and there is no run")
+            return 0
+        try:
+            loaded = epk.load_trajectory(path, make_net())
+            summary = check_run(path)
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{type(error).__name__}: {error}")
+            return 0
+        if loaded.num_steps < reported or summary.num_steps < loaded.num_steps:
+            self.problems.append(f"{reported} steps were reported, {loaded.num_steps} or {summary.num_steps} are there")
+        if loaded.digest != self.digests[loaded.num_steps]:
+            self.problems.append(f"another digest after {loaded.num_steps} steps")
+        return loaded.num_steps
+
+    def finish(self, path: Path) -> None:
+        """Resume a run to its end without being killed, and remove it."""
+        pid, pipe = self.start(path)
+        _, status = os.waitpid(pid, 0)
+        if status or self.check(path, last_report(pipe)) != STEPS or not check_run(path).finished:
+            self.problems.append(f"a resumed run did not come to its end (status {status})")
+        left = [file.name for file in path.iterdir() if file.name.endswith(".part") or file.name.startswith("resume-")]
+        if len(left) != 1:
+            self.problems.append(f"files were left behind: {left}")
+        shutil.rmtree(path)
+
+    def at_random(self, seed: int, kills: int) -> dict[str, object]:
+        draw, done, runs, at, before = random.Random(seed), 0, 0, [], 0
+        scale = 0.1  # seconds until half of a run: longer where a kill came too soon, shorter where it came too late
+        while done < kills:
+            path = self.folder / str(runs)
+            pid, pipe = self.start(path)
+            time.sleep(draw.uniform(0.05, 1) * scale)
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            done += status == signal.SIGKILL
+            at.append(self.check(path, last_report(pipe)))
+            scale *= 0.8 if at[-1] == STEPS else 1.1 if at[-1] == before else 1.0
+            before = at[-1]
+            if at[-1] == STEPS or draw.random() < 0.05:
+                self.finish(path)
+                before, runs = 0, runs + 1
+        return {"kills": done, "runs": runs, "left_at": sorted(set(at)), "problems": self.problems}
+
+    def after_operations(self) -> dict[str, object]:
+        """Kill a recording after each file operation, or every second or third of them."""
+        path, kills = self.folder / "run", 0
+        for half in (False, True):
+            for count in range(0, 10_000, 3 * self.keep_every if half else self.keep_every):
+                pid, pipe = fork(lambda _, n=count, half=half: dying(n, half, lambda: self.record_quietly(path)))
+                _, status = os.waitpid(pid, 0)
+                os.close(pipe)
+                if status != signal.SIGKILL:
+                    break
+                kills += 1
+                self.check(path)
+                self.finish(path)
+            shutil.rmtree(path, ignore_errors=True)
+        return {"kills": kills, "problems": self.problems}
+
+    def record_quietly(self, path: Path) -> str:
+        return record(path, lambda recorder: None, self.keep_every)
+
+    def read(self, rounds: int) -> dict[str, object]:
+        seen = []
+        for number in range(rounds):
+            path, before = self.folder / str(number), 0
+            pid, pipe = self.start(path)
+            while os.waitpid(pid, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
+                seen.append(self.check(path))
+                if seen[-1] < before:
+                    self.problems.append(f"{before} steps were there, then {seen[-1]}")
+                before = seen[-1]
+            if self.check(path, last_report(pipe)) != STEPS:
+                self.problems.append("the run that was read did not come to its end")
             shutil.rmtree(path)
-            runs += 1
-            before, path = 0, folder / str(runs)
-    return {"kills": done, "runs": runs, "left_at": sorted(set(at)), "problems": problems}
+        return {"reads": len(seen), "seen": sorted(set(seen)), "problems": self.problems}
 
 
-def dying_after(count: int, half: bool) -> None:
-    """Make this process kill itself at its file operation number `count`; of a write, half is done before."""
-    left = [count]
+def dying(count: int, half: bool, work: Callable[[], object]) -> None:
+    """Work, and kill this process at its file operation number `count`; of a write, half is done before."""
+    left, os_write = [count], os.write
 
     def guarded(function: Callable[..., object]) -> Callable[..., object]:
         def wrapper(*arguments: object, **options: object) -> object:
@@ -157,76 +186,22 @@ def dying_after(count: int, half: bool) -> None:
 
         return wrapper
 
-    os_write = os.write
-    of_system, of_path = ("fsync", "write", "ftruncate", "mkdir"), ("replace", "unlink", "open", "mkdir")
-    for owner, names in ((os, of_system), (Path, of_path)):
-        for name in names:
+    for owner, names in ((os, "fsync write ftruncate mkdir"), (Path, "replace unlink open mkdir")):
+        for name in names.split():
             setattr(owner, name, guarded(getattr(owner, name)))
-
-
-def kill_after_operations(folder: Path, every: int) -> dict[str, object]:
-    """Kill a recording after each file operation, or every second or third of them."""
-    digests, problems = reference(folder), []
-    path, kills = folder / "run", 0
-    for half in (False, True):
-        count = 0
-        while True:
-
-            def work(pipe: int, count: int = count, half: bool = half) -> None:
-                dying_after(count, half)
-                record(path, lambda recorder: None)
-
-            pid, pipe = fork(work)
-            _, status = os.waitpid(pid, 0)
-            os.close(pipe)
-            if status != signal.SIGKILL:
-                break
-            kills += 1
-            check(path, 0, digests, problems)
-            finish(path, digests, problems)
-            shutil.rmtree(path)
-            count += every if not half else 3 * every
-        shutil.rmtree(path, ignore_errors=True)
-    return {"kills": kills, "problems": problems}
-
-
-def read_while_others_write(folder: Path, rounds: int) -> dict[str, object]:
-    digests, problems, seen = reference(folder), [], []
-    for number in range(rounds):
-        path = folder / str(number)
-        pid, pipe = fork(lambda pipe, path=path: record(path, reporter(pipe)) and None)
-        before = 0
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
-            now = check(path, 0, digests, problems)
-            if now < before:
-                problems.append(f"{before} steps were there, then {now}")
-            before = now
-            seen.append(now)
-        if check(path, last_report(pipe), digests, problems) != STEPS:
-            problems.append("the run that was read did not come to its end")
-        shutil.rmtree(path)
-    return {"reads": len(seen), "seen": sorted(set(seen)), "problems": problems}
-
-
-def warm_up() -> None:
-    """Import what torch imports with the first step of an optimizer, so that the forks do not."""
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    torch.optim.Adam([weight]).step()
+    work()
 
 
 def main(mode: str, folder: str, seed: str, keep_every: str = "1", kills: str = "200") -> None:
-    global KEEP_EVERY
-    KEEP_EVERY = int(keep_every)
     torch.set_num_threads(1)
-    warm_up()
-    path = Path(folder)
-    result = {
-        "random": lambda: kill_at_random(path, int(seed), int(kills)),
-        "operations": lambda: kill_after_operations(path, every=KEEP_EVERY),
-        "readers": lambda: read_while_others_write(path, 15),
-    }[mode]()
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.Adam([weight]).step()  # torch imports modules with the first step: not in each fork
+    crashes = Crashes(Path(folder), int(keep_every))
+    if mode == "random":
+        result = crashes.at_random(int(seed), int(kills))
+    else:
+        result = crashes.after_operations() if mode == "operations" else crashes.read(15)
     sys.stdout.write(json.dumps(result))
 
 

@@ -1,11 +1,14 @@
 """Small runs on disk that the tests of storage share."""
 
 import json
+import time
+import tracemalloc
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,12 +19,14 @@ from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.storage.files import checksum, checksummed_json, read_checksummed_json
 from epk_gp.storage.journal import Chunk, chain_hash, to_json_line
-from epk_gp.storage.run import RunStart, create_run
-from epk_gp.storage.schema import module_names, run_header
+from epk_gp.storage.run import create_run
+from epk_gp.storage.schema import run_header
 from epk_gp.storage.training_state import TrainingState
-from loops import data, file_hashes, mlp, sgd
+from epk_gp.storage.verify import check_run
+from loops import data, mlp, sgd
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
+CHUNK, DATA = "chunk-000001.safetensors", "data.safetensors"
 
 
 def record(path, steps=6, chunk_bytes=800, finish=True, **options):
@@ -59,12 +64,30 @@ def flip(file, position):
     file.write_bytes(bytes(content))
 
 
-def refused(run, error, match, net=None):
-    """Loading is refused, and nothing in the folder changes."""
-    before = file_hashes(run)
-    with pytest.raises(error, match=match):
-        epk.load_trajectory(run, mlp() if net is None else net)
-    assert file_hashes(run) == before
+def opened(run, net=None, **options):
+    """Open a run as a trajectory, and read its forward passes."""
+    trajectory = epk.load_trajectory(run, mlp() if net is None else net, **options)
+    for step in trajectory.steps:
+        list(step.passes)
+    return trajectory
+
+
+def refused(run, match, net=None, openings=(check_run, opened), seconds=4.0, mebibytes=24, **options):
+    """A run is refused in one line, soon, without taking much memory, and nothing in its folder changes."""
+    before = {file.name: file.stat().st_mtime_ns for file in run.iterdir()}
+    tracemalloc.start()
+    start = time.perf_counter()
+    for opening in openings:
+        given = {"net": net, **options} if opening is opened else {}
+        with pytest.raises((ValueError, FileNotFoundError), match=match) as error:
+            opening(run, **given)
+        assert len(str(error.value)) < 2000
+        assert "\n" not in str(error.value)
+    taken, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < seconds
+    assert peak < mebibytes << 20
+    assert {file.name: file.stat().st_mtime_ns for file in run.iterdir()} == before
 
 
 def resumed(path, net=None, optimizer=sgd, X=None, y=None, **options):
@@ -81,20 +104,53 @@ def step(recorder):
     recorder.optimizer.step()
 
 
-def replace_chunk(run, content, name="chunk-000001.safetensors"):
-    """Replace the content of a chunk, and every checksum in the journal that depends on it."""
-    (run / name).write_bytes(content)
+def read_journal_lines(run):
+    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
+
+
+def rewrite_journal(run, change):
+    """Edit the lines of a journal, and write all checksums anew as an insider would."""
     chunks, before = [], ""
-    for chunk in read_journal_lines(run):
-        if chunk["file"] == name:
-            chunk |= {"bytes": len(content), "blake2b": checksum(content, chunk["digest"])}
-        before = chain_hash(before, Chunk(**chunk))
-        chunks.append(Chunk(**(chunk | {"line": before})))
+    for number, line in enumerate(read_journal_lines(run)):
+        chunk = Chunk.model_construct(**(line | change(number, line)))
+        before = chain_hash(before, chunk)
+        chunks.append(chunk.model_copy(update={"line": before}))
     (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
 
 
-def read_journal_lines(run):
-    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
+def replace_chunk(run, content, name=CHUNK):
+    """Replace the content of a chunk, and every checksum in the journal that depends on it."""
+    (run / name).write_bytes(content)
+
+    def change(_, line):
+        own = {"bytes": len(content), "blake2b": checksum(content, line["digest"])}
+        return own if line["file"] == name else {}
+
+    rewrite_journal(run, change)
+
+
+def changed(change):
+    """Change the tensors of a chunk, with all checksums."""
+    return lambda run: replace_chunk(run, save(change(load_file(run / CHUNK))))
+
+
+def with_tensor(name, change):
+    return lambda tensors: tensors | {name: change(tensors[name]).clone()}
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def entry(name, position, value):
+    """Another number in a tensor."""
+
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[position] = value
+        return tensor
+
+    return with_tensor(name, change)
 
 
 def replace_header(run, **changes):
@@ -131,11 +187,10 @@ def record_kept(path, optimizer=adam, until=KEPT_STEPS, finish=True, resume=Fals
 STATISTICS = ("1.running_mean", "1.running_var")
 
 
-def norm_net(dropout=True, dtype=torch.float64):
+def norm_net():
     """Linear, batch normalisation with moving statistics, tanh, dropout, linear: 7 modules with the whole."""
     torch.manual_seed(3)
-    random = nn.Dropout(0.3) if dropout else nn.Identity()
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), random, nn.Linear(6, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).double()
 
 
 def random_rows(generator, num_rows, shape, dtype=torch.float64):
@@ -217,11 +272,11 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     outputs = fingerprint_outputs(model, start, X, moving)
     digest = fingerprint_start(header, model, outputs, start, moving)
     storage = epk.Storage(**options)
-    training = TrainingState(optimizer or sgd(net), {}, torch.zeros_like(start), net)
+    training = TrainingState(optimizer or [sgd(net)], {}, torch.zeros_like(start), net)
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
-    full = header | {"check_every": 1, "modules": module_names(net)}
-    writer = create_run(path, RunStart(full, tensors, start, digest, moving), training)
+    full = header | {"check_every": 1, "modules": [name for name, _ in net.named_modules()]}
+    writer = create_run(path, full, tensors, training, start, digest, statistics=moving)
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
     return Written(net, training, history, commits, [start], [moving], [])

@@ -59,7 +59,7 @@ def _listed() -> None:
     """Stand for a command in the list of --help."""
 
 
-_app = typer.Typer(
+app = typer.Typer(
     name="epk-gp",
     cls=_LazyGroup,
     help="Exact path kernels: which training points made a prediction, exactly, and how sure is it?",
@@ -68,7 +68,7 @@ _app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, (_, _help) in COMMANDS.items():
-    _app.command(_name, short_help=_help)(_listed)
+    app.command(_name, short_help=_help)(_listed)
 
 
 def _show_version(wanted: bool) -> bool:
@@ -78,7 +78,7 @@ def _show_version(wanted: bool) -> bool:
     return wanted
 
 
-@_app.callback()
+@app.callback()
 def _common(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     try:
         with _warnings_in_one_line():
-            status = _app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
+            status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
     except _UsageError as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
         message: str = error.format_message()  # type: ignore[attr-defined]  # of click

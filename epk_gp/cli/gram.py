@@ -1,9 +1,10 @@
 """`epk-gp gram` and `estimate`: a block of the exact path kernel, and what it or an attribution costs."""
 
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -33,6 +34,7 @@ RowsSide = Annotated[
 ]
 ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
 NumRows = Annotated[int | None, opt.count("Largest number of points along the rows.")]
+_NO_SIDE = "--points must have a side: got --rows train and --columns train. Make one of them test."
 NumColumns = Annotated[int | None, opt.count("Largest number of points along the columns.")]
 
 
@@ -62,15 +64,14 @@ def gram(
     options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
-    require_test_side(points, rows, columns)
+    if points is not None and rows == columns == "train":
+        raise ValueError(_NO_SIDE)
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    (a, rows_are), (b, columns_are) = (
-        read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
-        for side, size in ((rows, num_rows), (columns, num_columns))
-    )
+    sides = ((rows, num_rows), (columns, num_columns))
+    own: dict[str, Any] = {"dtype": opt.DTYPES.get(dtype), "seed": seed}
+    (a, rows_are), (b, columns_are) = _read_sides(trajectory, run, points, sides, **own)
     folder = opt.make_folder(out)
-    typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
     with computing(memory, workers, scheduler, quiet, folder / opt.PARTIAL) as settings:
         K = PathKernel(trajectory, resolved, quadrature, path=along).block(a, b, ComputeOptions(**settings))
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X, "row_is_train": a.mask, "column_is_train": b.mask}
@@ -86,27 +87,20 @@ def gram(
     shutil.rmtree(folder / opt.PARTIAL)
 
 
-def require_test_side(points: Path | None, rows: Side, columns: Side) -> None:
-    """Raise if --points has no side."""
-    if points is not None and rows == columns == "train":
-        raise ValueError("--points must have a side: got --rows train and --columns train. Make one of them test.")
-
-
-def read_side(
-    trajectory: Trajectory,
-    run: Path,
-    file: Path | None,
-    side: Side,
-    size: int | None,
-    dtype: torch.dtype | None,
-    seed: int | None,
-) -> tuple[Points, str]:
-    """Return the points of one side of a block, at most so many, and what they are in words."""
-    if side == "test":
-        chosen = read_points(trajectory, run, file, size, dtype=dtype, seed=seed)
-        return Points(chosen.X, is_train=False), f"test copies of {chosen}"
-    X = cast_points(trajectory.inputs[draw_rows(trajectory.num_points, size, seed)], trajectory, dtype)
-    return Points(X, is_train=True), f"training copies of {len(X)} of {trajectory.num_points} training inputs"
+def _read_sides(
+    trajectory: Trajectory, run: Path, file: Path | None, sides: Sequence[tuple[Side, int | None]], **options: Any
+) -> Iterator[tuple[Points, str]]:
+    """Give the points of rows and columns of a block, at most so many each, and say what they are."""
+    for name, (side, size) in zip(("rows", "columns"), sides, strict=True):
+        if side == "test":
+            chosen = read_points(trajectory, run, file, size, **options)
+            X, said = chosen.X, f"test copies of {chosen}"
+        else:
+            rows = draw_rows(trajectory.num_points, size, options["seed"])
+            X = cast_points(trajectory.inputs[rows], trajectory, options["dtype"])
+            said = f"training copies of {len(X)} of {trajectory.num_points} training inputs"
+        typer.echo(f"{name}: {said}")
+        yield Points(X, is_train=side == "train"), said
 
 
 _RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
@@ -151,20 +145,18 @@ def estimate(
     rule = rule or _RULES[what]
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     config, budget = options | {"rule": rule}, int(memory * 2**30)
-    if what == "gram":
-        require_test_side(points, rows, columns)
+    if what == "gram" and points is not None and rows == columns == "train":
+        raise ValueError(_NO_SIDE)
     trajectory = open_run(run, network)
+    own: dict[str, Any] = {"dtype": opt.DTYPES.get(dtype), "seed": seed}
     kernel = PathKernel(trajectory, resolve_head(head, trajectory.loss, trajectory.num_outputs), quadrature, path=along)
     if what == "gram":
-        (a, rows_are), (b, columns_are) = (
-            read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
-            for side, size in ((rows, num_rows), (columns, num_columns))
-        )
-        typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
+        sides = ((rows, num_rows), (columns, num_columns))
+        (a, rows_are), (b, columns_are) = _read_sides(trajectory, run, points, sides, **own)
         config |= {"row_points": rows_are, "column_points": columns_are}
         plan = plan_gram(kernel, a, b, seconds=seconds, memory_budget=budget)
     else:
-        chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+        chosen = read_points(trajectory, run, points, num_points, **own)
         typer.echo(f"explaining {chosen}")
         config["points"] = str(chosen)
         classes = network_outputs(trajectory, chosen.X).argmax(dim=1) if outputs == "predicted" else None

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.files import MAX_JSON_BYTES, read_bytes, read_checksummed_json, regular_file_size
 from epk_gp.storage.run import load_trajectory
-from epk_gp.storage.schema import Record, read_data, read_header, validated
+from epk_gp.storage.schema import Record, read_data, read_header, read_record
 
 MANIFEST = "network.json"
 _BUILT_IN = ("mlp", "cnn")
@@ -58,11 +57,8 @@ def read_manifest(run: Path) -> Manifest | None:
         ValueError: The manifest is damaged.
     """
     file = run / MANIFEST
-    if regular_file_size(file, str(file)) is None:
-        return None
     message = f"{file} must describe how the network is made, or be removed and --network be passed"
-    entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
-    return validated(Manifest, entries, message)
+    return read_record(Manifest, file, message)
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:

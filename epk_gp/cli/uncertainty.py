@@ -10,7 +10,7 @@ import typer
 from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors, label_errors
-from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane, principal_plane, uncertainty_on_plane
+from epk_gp.analysis.maps import coordinate_plane, principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
@@ -172,12 +172,27 @@ def uncertainty(
     write_arrays(folder / "map.safetensors", _cast(on_map, opt.DTYPES[dtype]), metadata)
     at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
     write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
-    results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
+    scale = gp.covar_module.outputscale.detach().reshape(-1).tolist()
+    noise = gp.likelihood.noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist()
+    largest, correlation = float(m.std.max()), m.distance_correlation
+    results = {
+        "kernel_scale": gp.kernel.scale,
+        "outputscale": scale,
+        "noise": noise,
+        "negative_log_likelihood": [losses[0], losses[-1]],
+        "largest_std": largest,
+        "largest_standard_error": m.standard_error,
+        "rank_correlation_of_std_with_distance": correlation,
+        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
+        "mean_std_at_points": float(u.std.mean()),
+    }
     config = options | {"num_condition": len(conditioned), "points": str(chosen)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
-    scale, noise = results["outputscale"], results["noise"]
     typer.echo(f"GP on {len(conditioned)} training points: outputscale {scale}, noise {noise}")
-    typer.echo(describe_map(m))
+    typer.echo(f"standard deviation of the class probability over the map: at most {largest:.3f}")
+    said = "none" if correlation is None else f"{correlation:+.2f}"
+    typer.echo(f"its rank correlation with the distance to the training data: {said}")
+    typer.echo(f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %")
     typer.echo(
         f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({timer.total:.1f} s)"
     )
@@ -187,37 +202,6 @@ def uncertainty(
 def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the arrays with floating-point ones cast to a type."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
-
-
-def fitted_numbers(gp: LogitGP, losses: list[float]) -> dict[str, object]:
-    """Return the fitted hyperparameters of a GP, and its loss before and after the fit."""
-    noise: Tensor = gp.likelihood.noise
-    return {
-        "kernel_scale": gp.kernel.scale,
-        "outputscale": gp.covar_module.outputscale.detach().reshape(-1).tolist(),
-        "noise": noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist(),
-        "negative_log_likelihood": [losses[0], losses[-1]],
-    }
-
-
-def map_numbers(m: UncertaintyMap) -> dict[str, object]:
-    """Return the summary numbers of a map."""
-    return {
-        "largest_std": float(m.std.max()),
-        "largest_standard_error": m.standard_error,
-        "rank_correlation_of_std_with_distance": m.distance_correlation,
-        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
-    }
-
-
-def describe_map(m: UncertaintyMap) -> str:
-    """Return the summary of a map as text."""
-    correlation = "none" if m.distance_correlation is None else f"{m.distance_correlation:+.2f}"
-    return (
-        f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
-        f"its rank correlation with the distance to the training data: {correlation}\n"
-        f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %"
-    )
 
 
 def describe_plane(name: Plane, num_entries: int) -> str:

@@ -14,7 +14,7 @@ from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.chunks import StoredStates, matrix_bytes, stored_run
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, matrix_bytes
 from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
 from epk_gp.storage.training_state import TrainingState
@@ -216,7 +216,7 @@ class CommitSchedule:
         """Return the states, coefficients and moving statistics on disk, as far as the run holds them."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
         statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
-        return *stored_run(path, schema, chunks), statistics
+        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""

@@ -26,8 +26,7 @@ from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
-from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
-from epk_gp.storage.schema import module_names
+from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
 
@@ -142,7 +141,12 @@ class Recorder:
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         self._setup = setup
         if folder is not None:
-            self._open(folder, header | {"check_every": check_every, "modules": module_names(net)}, storage, resume)
+            self._open(
+                folder,
+                header | {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]},
+                storage,
+                resume,
+            )
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
@@ -167,8 +171,8 @@ class Recorder:
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
         else:
             last = history.last
-            start = RunStart(header, setup.data(), last.end, history.digest(0), last.statistics)
-            writer = create_run(folder, start, training)
+            digest = history.digest(0)
+            writer = create_run(folder, header, setup.data(), training, last.end, digest, statistics=last.statistics)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
     @property

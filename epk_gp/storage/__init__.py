@@ -12,18 +12,16 @@ pickled, opening a run executes nothing, and nothing that stands in a file is us
 
 The files, from the lowest: `files` (atomic writes, checksums, tensors by name), `schema` (header and data), `journal`,
 `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `states` (weights and coefficients read by index), `verify`, `writer` (locks and commits), `compatibility`
-(is this the recorded network?), `run`, `export`. `partial_sums` stores unfinished sums of long computations. Start
-reading at `run`; the package imports `core` and `optimizers`.
+generators), `writer` (locks and commits), `verify` (checks and exports), `run`. `partial_sums` stores unfinished sums
+of long computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """
 
-from epk_gp.storage.run import RunStart, create_run, is_run, load_trajectory, resume_run
+from epk_gp.storage.run import create_run, is_run, load_trajectory, resume_run
 from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
 from epk_gp.storage.verify import RunSummary, check_run, export_run
 from epk_gp.storage.writer import RunWriter, Storage
 
 __all__ = [
-    "RunStart",
     "RunSummary",
     "RunWriter",
     "Stateful",

@@ -66,25 +66,21 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
     """Return the tensors that hold learning rates and batches of consecutive steps, without passes, by name on disk."""
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
     weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
-    return {
+    tensors = {
         "sizes": torch.tensor([step.lr for step in steps], dtype=torch.float64),
         "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
         "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
-        **_groups_tensor(steps),
     }
-
-
-def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
     changes = [
         {"step": k, "groups": [group.to_json() for group in step.groups]}
         for k, step in enumerate(steps)
         if step.groups is not None
     ]
-    text = json.dumps({"changes": changes}).encode()
-    return {GROUPS: torch.frombuffer(bytearray(text), dtype=torch.uint8)} if changes else {}
+    if changes:
+        tensors[GROUPS] = torch.frombuffer(bytearray(json.dumps({"changes": changes}).encode()), dtype=torch.uint8)
+    return tensors
 
 
 class _Change(Record):
@@ -169,24 +165,6 @@ def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
     """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
-
-
-def read_update(tensors: Any, schema: ChunkSchema, row: int, where: str) -> UpdateCoefficients:
-    """Read the coefficients of one step of an open chunk."""
-    stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
-    values = [
-        read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
-        for number, name in enumerate(FIELDS)
-    ]
-    matrices: Mapping[str, Any] = _read_matrices(tensors, schema, row, where) if MATRICES_NAME in stored else {}
-    return UpdateCoefficients(*values, **matrices)
-
-
-def read_places(tensors: Any, row: int) -> dict[str, Int64[Tensor, " L"]]:
-    """Read of which weight of each parameter an open chunk holds the coefficients that a preconditioner scales."""
-    stored = set(tensors.keys())
-    places = {name: read_row(tensors, f"update.{name}.at", row) for name in FIELDS if f"update.{name}.at" in stored}
-    return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
 def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
@@ -379,8 +357,16 @@ class StoredUpdates(_Stored):
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
         chunk = self._chunk(step + 1)
+        row, where = step - chunk.first_step, chunk_file(self.path, chunk)[1]
         with opened_chunk(self.path, chunk) as tensors:
-            return read_update(tensors, self.schema, step - chunk.first_step, chunk_file(self.path, chunk)[1])
+            stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
+            values = [
+                read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
+                for number, name in enumerate(FIELDS)
+            ]
+            has_matrices = MATRICES_NAME in stored
+            matrices: Mapping[str, Any] = _read_matrices(tensors, self.schema, row, where) if has_matrices else {}
+        return UpdateCoefficients(*values, **matrices)
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
         """Read of which weight of each parameter a step holds the scaled coefficients (`compact_update`)."""
@@ -388,18 +374,14 @@ class StoredUpdates(_Stored):
             return {}
         chunk = self._chunk(step + 1)
         with opened_chunk(self.path, chunk) as tensors:
-            return read_places(tensors, step - chunk.first_step)
-
-
-def stored_run(
-    path: str | os.PathLike[str], schema: ChunkSchema, chunks: tuple[Chunk, ...]
-) -> tuple[StoredStates, StoredUpdates]:
-    """Return the states and coefficients of a run on disk, as far as they are held."""
-    return StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
+            names = {name: f"update.{name}.at" for name in FIELDS}
+            stored = set(tensors.keys())
+            places = {n: read_row(tensors, at, step - chunk.first_step) for n, at in names.items() if at in stored}
+        return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:
-    """Return a run whose states and coefficients are those of `stored_run`, with those that are not held computed."""
+    """Return a run whose states and coefficients are read from disk, with those that are not held computed."""
     kept, updates = trajectory.states, trajectory.updates
     if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
         return trajectory

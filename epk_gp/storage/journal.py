@@ -22,10 +22,9 @@ from epk_gp.storage.files import (
     open_tensors,
     parse_json,
     read_bytes,
-    read_checksummed_json,
     regular_file_size,
 )
-from epk_gp.storage.schema import Count, Record, validated
+from epk_gp.storage.schema import Count, Record, read_record, validated
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
 MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
@@ -141,7 +140,8 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     folder = Path(path)
     # Listed before the journal is read, so that each file listed belongs to a line that is read.
     numbers = _resume_numbers(folder)
-    finished = _read_finished(folder)
+    file = folder / FINISHED
+    finished = read_record(Finished, file, f"{file} must be the closing record of a run", _FINISHED_BYTES)
     where = f"{folder / JOURNAL}"
     content = read_bytes(folder / JOURNAL, MAX_CHUNKS * MAX_LINE_BYTES, where)
     chunks, used = _parse_lines(content, where)
@@ -152,7 +152,11 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     if numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
         # A writer removes resume file N - 1 only after it committed line N.
         raise ValueError(f"{where} must have {max(numbers) + 1} lines: it ends after {len(chunks)}. {DAMAGED}")
-    _validate_sizes(folder, chunks)
+    for chunk in chunks:
+        name, chunk_where = chunk_file(folder, chunk)
+        if (size := regular_file_size(name, chunk_where)) != chunk.bytes:
+            got = "it is missing" if size is None else f"it has {size}"
+            raise ValueError(f"{chunk_where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")
     return Journal(tuple(chunks), used, finished == Finished(chunks=len(chunks)))
 
 
@@ -235,24 +239,3 @@ def _resume_numbers(folder: Path) -> set[int]:
         names = [entry.name for entry in entries if entry.name.startswith("resume-")]
     stems = [name.removeprefix("resume-").removesuffix(".safetensors") for name in names]
     return {int(stem) for stem, name in zip(stems, names, strict=True) if stem.isascii() and stem.isdecimal()}
-
-
-def _read_finished(folder: Path) -> Finished | None:
-    file = folder / FINISHED
-    if regular_file_size(file, str(file)) is None:
-        return None
-    message = f"{file} must be the closing record of a run"
-    try:
-        content = read_bytes(file, _FINISHED_BYTES, str(file))
-    except FileNotFoundError:  # a writer resumed the run a moment ago
-        return None
-    return validated(Finished, read_checksummed_json(content, message), message)
-
-
-def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        file, where = chunk_file(folder, chunk)
-        size = regular_file_size(file, where)
-        if size != chunk.bytes:
-            got = "it is missing" if size is None else f"it has {size}"
-            raise ValueError(f"{where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")

@@ -1,8 +1,8 @@
 """Create, resume and open a run on disk, with the network, loss, data and optimizer that are the recorded ones."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
-from epk_gp.storage.chunks import StoredStates, read_steps, stored_run, with_computed_states
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps, with_computed_states
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
@@ -45,20 +45,6 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
         before, now = (side.get(name, entry.default) for side in (recorded, header))
         if name not in _OF_FILES and before != now:
             raise ValueError(f"{name} must be the recorded one to resume {path}: {_difference(before, now)}.")
-
-
-def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
-    """Raise if a network has other modules than the recorded one, so that recorded modes of modules say nothing of it.
-
-    Args:
-        recorded: Names of the modules of the recorded network (`schema.module_names`).
-        given: Those of the network.
-
-    Raises:
-        ValueError: The names of the modules differ, or their order.
-    """
-    if recorded != given:
-        raise ValueError(f"the network must have the recorded modules: {_difference(recorded, given)}.")
 
 
 def recorded_model(
@@ -181,34 +167,33 @@ def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
         raise ValueError("the network must be the recorded one: its outputs at the initial state differ.")
 
 
-@dataclass(frozen=True, eq=False)
-class RunStart:
-    """A run before its first step.
-
-    Attributes:
-        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
-        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
-            `graph.KEY` for the tensors of a graph.
-        weights: The initial weights.
-        digest: Digest of the run of no steps.
-        statistics: The initial moving statistics; None for a network without them.
-    """
-
-    header: Mapping[str, Any]
-    data: Mapping[str, Tensor]
-    weights: Float[Tensor, " P"]
-    digest: str
-    statistics: Float[Tensor, " Q"] | None = None
-
-
 def is_run(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a run, damaged or not."""
     file = Path(folder) / HEADER
     return regular_file_size(file, str(file)) is not None
 
 
-def create_run(folder: str | os.PathLike[str], start: RunStart, training: TrainingState) -> RunWriter:
-    """Create a run with its initial weights in a new or empty folder.
+def create_run(
+    folder: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    training: TrainingState,
+    weights: Float[Tensor, " P"],
+    digest: str,
+    *,
+    statistics: Float[Tensor, " Q"] | None,
+) -> RunWriter:
+    """Create a run of no steps in a new or empty folder.
+
+    Args:
+        folder: The folder.
+        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
+        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
+            `graph.KEY` for the tensors of a graph.
+        training: The optimizers and other objects.
+        weights: The initial weights.
+        digest: Digest of the run.
+        statistics: The initial moving statistics; None for a network without them.
 
     Raises:
         FileExistsError: The folder already holds something.
@@ -217,11 +202,10 @@ def create_run(folder: str | os.PathLike[str], start: RunStart, training: Traini
         TypeError: The training state holds something that only a pickle could store.
     """
     tensors = training.state_dict()
-    writer, header = create_run_dir(folder, {**start.header, **training.header()}, start.data)
+    writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
     with writer.closed_on_error():
-        statistics = () if start.statistics is None else (start.statistics,)
-        writer.append([start.weights], [], [], start.digest, tensors, statistics)
-        write_header(writer, header)
+        writer.append([weights], [], [], digest, tensors, () if statistics is None else (statistics,))
+        write_header(writer, full_header)
     return writer
 
 
@@ -301,25 +285,26 @@ def load_trajectory(
     chunks = read_journal(folder).chunks
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
-    if any(step.passes for step in steps):
-        validate_modules(header["modules"], [name for name, _ in net.named_modules()])
+    modules = [name for name, _ in net.named_modules()]
+    if header["modules"] != modules and any(step.passes for step in steps):  # recorded modes would say nothing of them
+        raise ValueError(f"the network must have the recorded modules: {_difference(header['modules'], modules)}.")
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")
-    states, updates = stored_run(folder, schema, chunks)
+    path = Path(folder)
     trajectory = Trajectory(
         model=model,
         inputs=data["inputs"],
         targets=data["targets"],
         loss=recorded_loss(header, loss),
         update_rule=header["law"]["name"],
-        states=states,
-        updates=updates,
+        states=StoredStates(path, schema, chunks),
+        updates=StoredUpdates(path, schema, chunks),
         steps=steps,
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
         data_digest=header["data_digest"],
-        statistics=StoredStates(Path(folder), schema, chunks, "statistics") if schema.num_statistics else None,
+        statistics=StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
         clip=clip_from_json(header["clip"]),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -120,6 +120,21 @@ def validated(model: type[RecordType], entries: object, message: str) -> RecordT
         raise ValueError(f"{message}: {place[:80]!r}: {first['msg'][:200]}.") from error
 
 
+def read_record(model: type[RecordType], file: Path, message: str, limit: int = MAX_JSON_BYTES) -> RecordType | None:
+    """Return the record in a JSON file with a checksum; None if there is no such file.
+
+    Raises:
+        ValueError: The file is damaged, too large or no plain file, or holds something else.
+    """
+    if regular_file_size(file, str(file)) is None:
+        return None
+    try:
+        content = read_bytes(file, limit, str(file))
+    except FileNotFoundError:  # it was removed a moment ago
+        return None
+    return validated(model, read_checksummed_json(content, message), message)
+
+
 @dataclass(frozen=True)
 class ChunkSchema:
     """Shapes and dtypes of the tensors in the chunks of a run.
@@ -171,11 +186,6 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         keep_every=header["keep_every"],
         scaled=scaled_fields(groups, header["names"]) if header["keep_every"] > 1 else (),
     )
-
-
-def module_names(net: nn.Module) -> list[str]:
-    """Return the names of a network's modules in the order of `modules()`, in which a pass holds their modes."""
-    return [name for name, _ in net.named_modules()]
 
 
 def run_header(

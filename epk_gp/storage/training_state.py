@@ -79,7 +79,7 @@ def validate_stateful(stateful: StatefulObjects) -> None:
 
 
 def validate_resumable(
-    optimizer: Optimizer | Sequence[Optimizer], stateful: StatefulObjects, folder: str | os.PathLike[str] | None
+    optimizers: Sequence[Optimizer], stateful: StatefulObjects, folder: str | os.PathLike[str] | None
 ) -> None:
     """Raise if a run with these arguments could not be resumed to the same end.
 
@@ -88,7 +88,7 @@ def validate_resumable(
     """
     if folder is None:
         raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
-    is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
+    is_scheduled = any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError("resume=True must know the learning-rate schedule: pass stateful={'scheduler': scheduler}.")
 
@@ -98,14 +98,14 @@ class TrainingState:
     """The objects whose state the next step depends on, beside the weights.
 
     Attributes:
-        optimizer: The optimizer, or several in the order in which the header counts them.
+        optimizers: The optimizers, in the order in which the header counts them.
         stateful: Other objects, by name.
         momentum: The momentum buffer that the recorder follows, (P,).
         net: The network; its buffers that changed, and the random numbers of its device, belong to the state.
         groups: The optimizers' parameter groups, with the names of their parameters and rules.
     """
 
-    optimizer: Optimizer | Sequence[Optimizer]
+    optimizers: Sequence[Optimizer]
     stateful: StatefulObjects
     momentum: Float[Tensor, " P"]
     net: nn.Module | None = None
@@ -116,19 +116,23 @@ class TrainingState:
         """Remember the buffers as they are, so that those that change are known."""
         self._versions = {name: (value, _version(value)) for name, value in self._buffers().items()}
 
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers."""
-        return _as_tuple(self.optimizer)
-
     def header(self) -> dict[str, Any]:
         """Return what a run's header holds of the optimizers.
 
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
+        options = [
+            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        try:  # numbers of numpy and tensors of one number have `item`
+            options = json.loads(json.dumps(options, default=lambda value: value.item()))
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
         groups = [group.to_json() for group in self.groups]
-        return {"optimizer": self.options(), "num_optimizers": len(self.optimizers), "groups": groups}
+        return {"optimizer": options, "num_optimizers": len(self.optimizers), "groups": groups}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.
@@ -174,10 +178,15 @@ class TrainingState:
             ValueError: The tensors are not a training state, one of another shape, or one of other names in
                 `stateful`; or an object does not take its state; or the network has other buffers.
         """
-        state, momentum = _read_state(tensors, where), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
+        message = f"{where} must hold the state to resume from"
+        try:
+            entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+            raise ValueError(f"{message}: it does not ({error}).") from error
+        state, momentum = validated(_State, entries, message), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
         if len(recorded) != len(self.optimizers) or momentum.shape != self.momentum.shape:
-            raise ValueError(f"{where} must hold the state to resume from: it has that of {len(recorded)} optimizers.")
+            raise ValueError(f"{message}: it has that of {len(recorded)} optimizers.")
         if state.keep.keys() != self.stateful.keys():
             raise ValueError(f"stateful must have the names {sorted(state.keep)}: got {sorted(self.stateful)}.")
         buffers = self._buffers()
@@ -212,23 +221,6 @@ class TrainingState:
         first = None if self.net is None else next(self.net.parameters(), None)
         return None if first is None or first.device.type == "cpu" else first.device
 
-    def options(self) -> list[dict[str, Any]]:
-        """Return the options of each parameter group of all optimizers, for the run's header.
-
-        Raises:
-            TypeError: An option is neither a number nor a text nor a list of them.
-        """
-        groups = [
-            {"parameters": len(group["params"])} | {key: group[key] for key in sorted(group) if key != "params"}
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
-        try:  # numbers of numpy and tensors of one number have `item`
-            options: list[dict[str, Any]] = json.loads(json.dumps(groups, default=lambda value: value.item()))
-        except (AttributeError, RuntimeError, ValueError) as error:
-            raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
-        return options
-
 
 def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk) -> dict[str, Tensor]:
     """Read the training state after a chunk, checked against the journal's checksum.
@@ -241,20 +233,6 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     where = f"{file} (at state {chunk.last})"
     content = read_checked(file, chunk.resume_bytes, chunk.resume_blake2b, where, chunk.digest)
     return load_tensors(content, where)
-
-
-def _read_state(tensors: Mapping[str, Tensor], where: str) -> _State:
-    """Return the state of optimizers, other objects and buffers that `TrainingState.state_dict` stored."""
-    message = f"{where} must hold the state to resume from"
-    try:
-        entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
-    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{message}: it does not ({error}).") from error
-    return validated(_State, entries, message)
-
-
-def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
 
 
 def _version(value: Tensor) -> int:

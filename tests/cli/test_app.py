@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from commands import refused, run
-from epk_gp.cli.options import parse_rule
+from commands import run
+from epk_gp.cli.options import parse_path, parse_rule
 
 COMMANDS = (
     *("demo", "record", "info", "verify", "export", "estimate", "attribute", "influence", "report", "gram"),
@@ -24,30 +24,23 @@ NOT_MEANT = {(command, option) for command in ("info", "export") for option in (
 NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
 
-@pytest.mark.parametrize("command", ["", *(command for command in COMMANDS if command != "export")])
-def test_every_command_explains_itself(capsys, command):
-    assert run(*command.split(), "--help") == 0
-    assert "Usage: epk-gp" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("option", ["--help", "--out", "--seed", "--dtype", "--quiet"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_the_options_they_share(capsys, monkeypatch, command, option):
+def test_every_command_explains_itself_and_has_the_options_they_share(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert run(command, "--help") == 0
-    assert (f" {option}" in capsys.readouterr().out) == ((command, option) not in NOT_MEANT)
+    for command in COMMANDS:
+        assert run(command, "--help") == 0
+        out = capsys.readouterr().out
+        assert "Usage: epk-gp" in out
+        for option in ("--help", "--out", "--seed", "--dtype", "--quiet"):
+            assert (f" {option}" in out) == ((command, option) not in NOT_MEANT), (command, option)
 
 
-def test_without_a_command_the_commands_are_listed(capsys):
-    assert run() == 0
-    out = capsys.readouterr().out
-    assert all(command in out for command in COMMANDS)
-
-
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_an_option_in_front_of_the_command_is_answered(capsys, option):
-    assert run(option) == 0
-    assert ("epk-gp " + epk.__version__ in capsys.readouterr().out) == (option == "--version")
+def test_the_application_answers_for_itself(capsys):
+    for words in ((), ("--help",)):
+        assert run(*words) == 0
+        out = capsys.readouterr().out
+        assert all(command in out for command in COMMANDS)
+    assert run("--version") == 0
+    assert "epk-gp " + epk.__version__ in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -88,49 +81,21 @@ def test_progress_goes_to_stderr_and_not_where_it_is_to_be_quiet(recorded, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["verify", "attribute", "gram"])
-def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, command):
-    inputs = {}
-    for seed in (None, 1, 2, 1):
-        out = tmp_path / f"{seed}{len(inputs)}"
-        number = ("--num-rows", 3, "--num-columns", 2) if command == "gram" else ("--num-points", 3)
-        seeded = () if seed is None else ("--seed", seed)
-        assert run(command, recorded, "--out", out, *number, *seeded, "--quiet") == 0
-        assert json.loads(next(out.glob("*.json")).read_text())["config"]["seed"] == seed
-        if command != "verify":
-            file, name = {"gram": ("gram", "row_inputs"), "attribute": ("attribution", "inputs")}[command]
-            inputs[out] = load_file(out / f"{file}.safetensors")[name]
-    if command != "verify":
-        first, one, two, again = inputs.values()
-        assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
-        assert torch.equal(one, again)
-        assert not torch.equal(one, two)
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("teach",), "No such command 'teach'"),
-        (("--fast",), "No such option: --fast"),
-        (("verify",), "Missing argument 'RUN'"),
-        (("verify", "run", "--fast"), "No such option: --fast"),
-        (("verify", "run", "more"), "unexpected extra argument"),
-        (("verify", "run", "--head", "foo"), "'foo' is not one of 'both', 'logits', 'log_softmax'"),
-        (("verify", "run", "--rule"), "'--rule' requires an argument"),
-        (("gram", "run", "--head", "foo"), "'foo' is not one of 'logits', 'log_softmax'"),
-        (("uncertainty", "run", "--outputs", "foo"), "'foo' is not one of 'full', 'independent'"),
-        (("record", "--dtype", "float16"), "'float16' is not one of 'float32', 'float64'"),
-        (("record", "--steps", "abc"), "Invalid value for '--steps'"),
-        (("record", "--steps", "1e3"), "Invalid value for '--steps'"),
-        (("record", "--steps=2", "--steps=2.5"), "Invalid value for '--steps'"),
-        (("record", "--lr", "fast"), "Invalid value for '--lr'"),
-    ],
-    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
+    ("command", "file", "name"), [("attribute", "attribution", "inputs"), ("gram", "gram", "row_inputs")]
 )
-def test_words_that_mean_nothing_are_refused_in_one_line(capsys, words, message):
-    line = refused(capsys, *words)
-    assert message in line
-    assert line.endswith(" --help.")
+def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, command, file, name):
+    inputs = []
+    for number, seed in enumerate((None, 1, 2, 1)):
+        out, asked = tmp_path / str(number), () if seed is None else ("--seed", seed)
+        points = ("--num-rows", 3, "--num-columns", 2) if command == "gram" else ("--num-points", 3)
+        assert run(command, recorded, "--out", out, *points, *asked, "--quiet") == 0
+        assert json.loads((out / f"{file}.json").read_text())["config"]["seed"] == seed
+        inputs.append(load_file(out / f"{file}.safetensors")[name])
+    first, one, two, again = inputs
+    assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
 
 
 def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
@@ -142,17 +107,12 @@ def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 
 
-def test_rules_are_read_as_they_are_written():
+def test_rules_and_paths_are_read_as_they_are_written():
     assert parse_rule("adaptive:1e-6") == epk.adaptive(1e-6)
     assert parse_rule("left-riemann:7") == epk.left_riemann(7)
     assert parse_rule("midpoint:2") == epk.midpoint(2)
     assert parse_rule("left-endpoint") == epk.left_endpoint()
-
-
-@pytest.mark.parametrize(
-    "command", ["info", "verify", "export", "estimate", "attribute", "gram", "uncertainty", "audit"]
-)
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):
-    said = f"RUN must hold a recorded run: {tmp_path / 'run.json'} does not exist."
-    assert said in refused(capsys, command, tmp_path)
-    assert "RUN must hold a recorded run: nowhere" in refused(capsys, command, "nowhere")
+    assert parse_path("straight") == epk.straight()
+    assert parse_path("chords:20") == epk.chords(20)
+    assert parse_path("layerwise") == epk.layerwise()
+    assert parse_path("layerwise:20") == epk.layerwise(20)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from commands import refused, run
+from commands import run
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--rule", "gauss-legendre:2"),
@@ -42,27 +42,9 @@ def test_the_estimate_says_what_the_command_does(recorded, tmp_path, monkeypatch
     assert said["seconds_with_workers"] == said["seconds"] > 0
 
 
-def test_the_rule_is_the_command_s_own(recorded, tmp_path):
+def test_the_rule_is_the_command_s_own_and_the_path_as_asked_for(recorded, tmp_path):
     for what, rule in (("gram", "gauss-legendre:4"), ("attribute", "adaptive")):
-        out = tmp_path / what
-        assert run("estimate", recorded, "--what", what, "--out", out, "--seconds", 0.1, "--quiet") == 0
-        assert json.loads((out / "estimate.json").read_text())["config"]["rule"] == rule
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--num-points", 3), "--num-points would be ignored beside --what gram"),
-        (("--what", "attribute", "--rows", "train"), "--rows would be ignored beside --what attribute"),
-        (("--what", "verify"), "verify"),
-        (("--seconds", 0), "--seconds must be at least 0.1 and below 100000: got 0"),
-        (("--workers", 0), "Invalid value for '--workers'"),
-        (("--rows", "train", "--points", "points.npz"), "--points must have a side"),
-        (("--rule", "left-endpoint:3"), "--rule must be adaptive[:TOL], gauss-legendre:N"),
-    ],
-    ids=lambda value: "_".join(map(str, value)).replace("/", "_") if isinstance(value, tuple) else "",
-)
-def test_wrong_uses_end_with_one_line(recorded, tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, "estimate", recorded, *options)
-    assert list(tmp_path.iterdir()) == []
+        asked = ("--what", what, "--path", "chords:2", "--seconds", 0.1, "--quiet")
+        assert run("estimate", recorded, "--out", tmp_path / what, *asked) == 0
+        config = json.loads((tmp_path / what / "estimate.json").read_text())["config"]
+        assert (config["rule"], config["path"]) == (rule, "chords:2")

@@ -1,16 +1,16 @@
-"""Files that commands read: the user's data and networks, and damaged or hostile files."""
+"""Files that commands read: the user's data and networks, and damaged or hostile files of a run."""
 
 import math
+import os
 import shutil
-import zipfile
 
-import numpy as np
 import pytest
 import torch
 
 import epk_gp as epk
 from commands import refused, run, write_data
 from epk_gp.storage.files import checksummed_json, read_checksummed_json
+from stored_runs import flip
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -36,80 +36,44 @@ def test_runs_of_the_library_need_a_network_and_take_one(user_module, tmp_path, 
     assert "must be the recorded one" in refused(capsys, "verify", "run", "--network", "mlp", "--quiet")
 
 
+def manifest(**entries):
+    """Other entries of a part of the manifest, with its checksum."""
+
+    def change(folder):
+        content = read_checksummed_json((folder / "network.json").read_bytes(), "")
+        for part, values in entries.items():
+            content[part] |= values
+        (folder / "network.json").write_bytes(checksummed_json(content))
+
+    return change
+
+
+NO_NETWORK = "network.json must describe how the network is made"
+NO_OPTIONS = "must hold the options of the recording: seed is damaged"
+DAMAGE = {
+    "flipped manifest": (lambda folder: flip(folder / "network.json", 99), "network.json"),
+    "flipped points": (lambda folder: flip(folder / "held_out.safetensors", 999), "held_out.safetensors"),
+    "empty manifest": (lambda folder: (folder / "network.json").write_text("{}"), NO_NETWORK),
+    **{f"width {width}": (manifest(network={"width": width}), NO_NETWORK) for width in (math.inf, 1e308, -1, "8")},
+    "large points": (lambda folder: os.truncate(folder / "held_out.safetensors", 1 << 40), "held_out.safetensors must"),
+    "no points": (lambda folder: (folder / "held_out.safetensors").unlink(), "must hold the held-out points of the"),
+    **{f"seed {seed}": (manifest(recorded_with={"seed": seed}), NO_OPTIONS) for seed in ("many", None, 1.5)},
+    "no manifest": (lambda folder: (folder / "network.json").unlink(), "must hold the network.json that epk-gp record"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_in_the_command_line_s_own_files_is_found(recorded, tmp_path, capsys, damage, message):
+    folder = shutil.copytree(recorded, tmp_path / "damaged")
+    damage(folder)
+    resumes = message == NO_OPTIONS or "epk-gp record" in message
+    command = ("record", "--resume", "--out", folder) if resumes else ("verify", folder)
+    assert message in refused(capsys, *command, "--quiet")
+
+
 def test_verify_checks_files(recorded, tmp_path, capsys):
     assert run("verify", recorded, "--checksums") == 0
     assert "4 steps" in capsys.readouterr().out
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for file in recorded.iterdir():
-        (damaged / file.name).write_bytes(file.read_bytes())
-    chunk = damaged / "chunk-000000.safetensors"
-    content = bytearray(chunk.read_bytes())
-    content[-9] ^= 1
-    chunk.write_bytes(content)
-    assert "checksum" in refused(capsys, "verify", damaged, "--checksums", "--quiet")
-
-
-@pytest.mark.parametrize("name", ["network.json", "held_out.safetensors"])
-def test_damage_in_the_command_line_s_own_files_is_found(recorded, tmp_path, capsys, name):
     damaged = shutil.copytree(recorded, tmp_path / "damaged")
-    content = bytearray((damaged / name).read_bytes())
-    content[len(content) // 2] ^= 2
-    (damaged / name).write_bytes(content)
-    assert name in refused(capsys, "verify", damaged, "--quiet")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("bad.npz", b"PK\x03\x04 not a zip", "must be a whole .npz file"),
-        ("bad.safetensors", b"\x00" * 20, "must be a whole .safetensors file"),
-        ("bad.txt", b"1 2 3", "must be a .safetensors or .npz file"),
-    ],
-)
-def test_damaged_points_are_refused(recorded, tmp_path, capsys, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    assert message in refused(capsys, "verify", recorded, "--points", tmp_path / name, "--quiet")
-
-
-def test_pickles_are_refused(recorded, tmp_path, capsys):
-    np.savez(tmp_path / "objects.npz", inputs=np.array([{"a": 1}], dtype=object))
-    assert "must be a whole .npz file of numbers" in refused(
-        capsys, "verify", recorded, "--points", tmp_path / "objects.npz", "--quiet"
-    )
-
-
-def test_a_damaged_manifest_is_refused(recorded, tmp_path, capsys):
-    for file in recorded.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "network.json").write_text("{}")
-    assert "network.json must describe how the network is made" in refused(capsys, "verify", tmp_path, "--quiet")
-
-
-@pytest.mark.parametrize("width", [math.inf, 1e308, -1, "8", None], ids=repr)
-def test_a_manifest_whose_numbers_are_no_sizes_is_refused(recorded, tmp_path, capsys, width):
-    for file in recorded.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    manifest = read_checksummed_json((tmp_path / "network.json").read_bytes(), "")
-    manifest["network"]["width"] = width
-    (tmp_path / "network.json").write_bytes(checksummed_json(manifest))
-    assert "network.json must describe how the network is made" in refused(capsys, "verify", tmp_path, "--quiet")
-
-
-def test_held_out_points_without_measure_are_refused_unread(recorded, tmp_path, capsys):
-    """A sparse file of 1 TB would be hashed without end."""
-    run_folder = shutil.copytree(recorded, tmp_path / "sparse")
-    file = run_folder / "held_out.safetensors"
-    size = file.stat().st_size
-    with file.open("r+b") as stream:
-        stream.truncate(1 << 40)
-    assert f"held_out.safetensors must have {size} bytes" in refused(capsys, "verify", run_folder, "--quiet")
-
-
-def test_an_array_that_claims_more_than_memory_is_refused(recorded, tmp_path, capsys):
-    """numpy allocates what the header of an array claims before it reads the array."""
-    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776000, 3), }".ljust(117) + b"\n"
-    with zipfile.ZipFile(tmp_path / "large.npz", "w") as archive:
-        archive.writestr("inputs.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    said = refused(capsys, "verify", recorded, "--points", tmp_path / "large.npz", "--quiet")
-    assert "large.npz must be a whole .npz file of numbers" in said
+    flip(damaged / "chunk-000000.safetensors", -9)
+    assert "checksum" in refused(capsys, "verify", damaged, "--checksums", "--quiet")

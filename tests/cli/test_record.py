@@ -13,6 +13,7 @@ from commands import SMALL, refused, run
 from epk_gp.cli.networks import NetworkSpec, build_network, open_run
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.journal import read_journal
+from epk_gp.storage.schema import read_header
 
 
 def test_a_recorded_run_is_the_library_s(recorded):
@@ -31,15 +32,13 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
     assert digests["a"] == digests["b"] != digests["c"]
 
 
-@pytest.mark.parametrize("options", [("--loss", "mse"), ("--dtype", "float32"), ("--zero-final-layer",)], ids=str)
+CNN = ("--data", "digits", "--network", "cnn", "--num-train", 8, "--num-test", 2, "--steps", 2, "--quiet")
+MIXED = (*SMALL, "--loss", "mse", "--dtype", "float32", "--zero-final-layer")
+
+
+@pytest.mark.parametrize("options", [CNN, MIXED], ids=["cnn", "mixed"])
 def test_variants_record_and_verify(tmp_path, options):
-    assert run("record", "--out", tmp_path / "run", *options, *SMALL) == 0
-    assert run("verify", tmp_path / "run", "--quiet") == 0
-
-
-def test_a_cnn_learns_digits(tmp_path):
-    arguments = ("--data", "digits", "--network", "cnn", "--num-train", 8, "--num-test", 2, "--steps", 2, "--quiet")
-    assert run("record", "--out", tmp_path / "run", *arguments) == 0
+    assert run("record", "--out", tmp_path / "run", *options) == 0
     assert run("verify", tmp_path / "run", "--quiet") == 0
 
 
@@ -89,22 +88,11 @@ def test_a_named_data_set_says_how_many_of_its_points_are_held_out(tmp_path, cap
     assert "held out: 102 of 360 points (--num-test N keeps N of them)\n" in capsys.readouterr().out
 
 
-def test_a_run_is_never_overwritten(recorded, capsys):
-    assert "already holds something" in refused(capsys, "record", "--out", recorded, *SMALL)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("missing", "it raised AttributeError"),
-        ("broken", "it raised KeyError"),
-        ("no_module", "must return a torch.nn.Module: got int"),
-        ("number", "it raised TypeError"),
-        ("tanh_net", "must take inputs of shape (100,)"),
-    ],
-)
-def test_record_refuses_factories_that_make_no_network(user_module, capsys, function, message):
-    assert message in refused(capsys, "record", "--network", f"{user_module}:{function}", "--quiet")
+def test_record_refuses_factories_that_make_no_network(user_module, capsys):
+    wrong = {"missing": "it raised AttributeError", "broken": "it raised KeyError", "number": "it raised TypeError"}
+    wrong |= {"no_module": "must return a torch.nn.Module: got int", "tanh_net": "must take inputs of shape (100,)"}
+    for function, message in wrong.items():
+        assert message in refused(capsys, "record", "--network", f"{user_module}:{function}", "--quiet")
 
 
 def test_info_names_what_a_run_holds(recorded, capsys):
@@ -136,14 +124,22 @@ def test_info_writes_what_it_says(recorded, tmp_path, capsys):
 
 
 def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
-    assert run("export", recorded, "--out", tmp_path / "run.safetensors", "--quiet") == 0
-    found = load_file(tmp_path / "run.safetensors")
+    asked = ("export", recorded, "--out", tmp_path / "run.safetensors", "--quiet")
+    assert run(*asked) == 0
     trajectory = open_run(recorded, None)
-    assert torch.equal(found["states"], torch.stack(list(trajectory.states)))
-    assert torch.equal(found["inputs"], trajectory.inputs)
-    assert torch.equal(found["sizes"], trajectory.step_sizes)
-    assert (found["update"][:, 0] == 0.1).all()
+    assert torch.equal(load_file(tmp_path / "run.safetensors")["states"], torch.stack(list(trajectory.states)))
     with safe_open(tmp_path / "run.safetensors", framework="pt") as file:
         assert file.metadata()["digest"] == trajectory.digest
-        assert json.loads(file.metadata()["header"])["num_points"] == 24
-    assert "must be a new file" in refused(capsys, "export", recorded, "--out", tmp_path / "run.safetensors")
+    assert "must be a new file" in refused(capsys, *asked)
+
+
+def test_a_run_is_recorded_with_fewer_states(tmp_path, capsys):
+    folder, steps = tmp_path / "run", ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
+    assert run("record", "--out", folder, "--keep-every", 3, *steps) == 0
+    assert read_header(folder)["keep_every"] == 3
+    assert run("verify", folder, "--quiet", "--num-points", 1) == 0
+    assert run("info", folder, "--quiet") == 0
+    assert "one in 3 is kept" in capsys.readouterr().out
+    assert run("record", "--resume", "--out", folder, "--steps", 7, "--quiet") == 0  # as it was recorded
+    capsys.readouterr()
+    assert "must hold every state" in refused(capsys, "export", folder, "--quiet", "--out", tmp_path / "x.safetensors")

@@ -89,35 +89,3 @@ def test_a_fixed_rule_is_not_expected_to_be_certified(recorded, tmp_path, capsys
     assert run("report", recorded, "--out", out, *asked) == 0
     assert "warning" not in capsys.readouterr().err
     assert embedded(out)["certificate"]["certified"] is False
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--out", "report.pdf"), "--out must be an HTML file, as in report.html: got report.pdf"),
-        (("--outputs", "most"), "--outputs must be predicted, all, or a number of classes from 1: got 'most'"),
-        (("--outputs", "0"), "--outputs must be predicted, all, or a number of classes from 1: got '0'"),
-        (("--outputs", "4"), "a number of the 3 classes of a classifier: got 4"),
-        (("--outside", "far.npz"), "--outside must stand beside --validation"),
-        (("--top", 0), "Invalid value for '--top'"),
-        (("--num-points", 0), "Invalid value for '--num-points'"),
-        (("--kernel-points", 501), "Invalid value for '--kernel-points'"),
-        (("--class-names", "a,b"), "class_names must name each of the 3 outputs"),
-        (("--feature-names", "a,b"), "names must name each of the"),
-        (("--path", "layerwise:0"), "--path must be straight, chords:K or layerwise[:K]"),
-        (("--validation", "held-out"), "there must be at least 20 validation points: got 3"),
-        (("--rule", "simpson"), "--rule must be adaptive"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else None,
-)
-def test_wrong_options_are_refused(recorded, tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, "report", recorded, *options, "--quiet")
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_file_must_lie_outside_the_run_and_be_none_of_a_folder(recorded, tmp_path, capsys):
-    said = refused(capsys, "report", recorded, "--out", recorded / "report.html")
-    assert "--out must lie outside the folder of the run" in said
-    (tmp_path / "report.html").mkdir()
-    assert "is a folder" in refused(capsys, "report", recorded, "--out", tmp_path / "report.html")

@@ -1,6 +1,7 @@
-"""`epk-gp verify`, `attribute`, `gram`, `uncertainty` and `demo`: their results are the library's."""
+"""`epk-gp verify`, `attribute`, `influence`, `gram`, `uncertainty` and `demo`: their results are the library's."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +11,43 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run, write_data
-from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.cli.data import draw_rows
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.options import parse_path
 from epk_gp.kernel_machine.attribute import attribute_many
+from helpers import assert_close
 from report_cases import embedded
-from written_files import described, names
+from written_files import described
+
+SMALL_MAP = ("--num-condition", 8, "--num-samples", 8, "--fit-steps", 2, "--quiet")
 
 
-def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys):
-    assert run("verify", recorded, "--out", tmp_path, "--quiet") == 0
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They take seconds."""
+    for name in ("attribution_figure", "influence_figure", "save_figure"):
+        monkeypatch.setattr(f"epk_gp.cli.attribute.{name}", lambda *args, **options: None)
+
+
+def results(file):
+    return json.loads(file.read_text())["results"]
+
+
+def config(file):
+    return json.loads(file.read_text())["config"]
+
+
+@pytest.mark.parametrize("path", ["straight", "chords:3"])
+def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys, path):
+    assert run("verify", recorded, "--path", path, "--num-points", 2, "--out", tmp_path, "--quiet") == 0
     assert "verified" in capsys.readouterr().out
-    results = json.loads((tmp_path / "verify.json").read_text())
-    assert results["results"]["passed"]
+    said = json.loads((tmp_path / "verify.json").read_text())
+    assert said["results"]["passed"]
+    assert said["config"]["path"] == path
     for head in ("logits", "log_softmax"):
-        assert results["results"][head]["max_error"] < 1e-12
-    assert {"epk_gp", "torch", "python"} <= results["versions"].keys()
-    assert results["seconds"]["total"] > 0
+        assert said["results"][head]["max_error"] < 1e-12
+    assert {"epk_gp", "torch", "python"} <= said["versions"].keys()
+    assert said["seconds"]["total"] > 0
 
 
 def test_verify_fails_where_the_rule_is_not_good_enough(recorded, capsys):
@@ -41,15 +64,14 @@ def test_attribute_writes_terms_that_sum_to_the_network(recorded, tmp_path):
     total = arrays["initial"] + arrays["samples"].sum(2) + arrays["decay"]
     assert (total - arrays["network"]).abs().max() < 1e-12
     assert (arrays["initial"] - arrays["network"]).abs().max() > 1e-2  # the negative control: the samples say something
-    summary = json.loads((tmp_path / "attribution.json").read_text())["results"]
-    assert len(summary["points"]) == 4
-    strongest = summary["points"][0]["most_raising"][0]
-    c = summary["points"][0]["output"]
-    assert strongest["contribution"] == arrays["samples"][0, c].max().item()
+    points = results(tmp_path / "attribution.json")["points"]
+    assert len(points) == 4
+    largest = arrays["samples"][0, points[0]["output"]].max().item()
+    assert points[0]["most_raising"][0]["contribution"] == largest
     assert (tmp_path / "attribution.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_path):
+def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_path, no_pictures):
     file, network = write_data(tmp_path / "mine.npz"), f"{user_module}:normed_net"
     options = ("--network", network, "--steps", 3, "--batch-size", 4, "--num-test", 2, "--quiet")
     assert run("record", "--data", file, "--out", tmp_path / "run", *options) == 0
@@ -59,15 +81,14 @@ def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_pat
     total = arrays["initial"] + arrays["samples"].sum(2) + arrays["decay"] + arrays["unexplained"]
     assert (total + arrays["statistics"] - arrays["network"]).abs().max() < 1e-12
     assert (total - arrays["network"]).abs().max() > 1e-4  # the negative control: the statistics are no rounding
-    for point in json.loads((out / "attribution.json").read_text())["results"]["points"]:
+    for point in results(out / "attribution.json")["points"]:
         terms = ("initial", "raised_by", "lowered_by", "decay", "statistics", "unexplained")
         assert sum(point[name] for name in terms) == pytest.approx(point["network"], abs=1e-12)
 
 
-def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch):
+def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch, no_pictures):
     def wrong(*args, **kwargs):
-        told = {"max_error": 1.0}
-        return tuple(replace(p, values=1.001 * p.values, **told) for p in attribute_many(*args, **kwargs))
+        return tuple(replace(p, values=1.001 * p.values, max_error=1.0) for p in attribute_many(*args, **kwargs))
 
     monkeypatch.setattr("epk_gp.cli.attribute.attribute_many", wrong)
     asked = ("attribute", recorded, "--out", tmp_path, "--num-points", 2, "--quiet")
@@ -75,11 +96,29 @@ def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, 
     assert run(*asked, "--rule", "gauss-legendre:2") == 0  # it promises nothing
 
 
+@pytest.mark.parametrize("path", ["chords:3", "layerwise:2"])
+def test_attribute_follows_the_path_and_explains_the_predicted_output_alone(recorded, tmp_path, no_pictures, path):
+    trajectory = open_run(recorded, None)
+    asked = ("--num-points", 4, "--head", "logits", "--outputs", "predicted", "--path", path, "--quiet")
+    assert run("attribute", recorded, "--out", tmp_path, *asked) == 0
+    arrays = load_file(tmp_path / "attribution.safetensors")
+    assert arrays["samples"].shape == (4, 1, 24)
+    assert not (tmp_path / "partial").exists()
+    assert (arrays["total"] - arrays["network"]).abs().max() < 1e-12
+    parts, straight = (
+        epk.attribute(trajectory, arrays["inputs"], head="logits", path=own).samples
+        for own in (parse_path(path), epk.straight())
+    )
+    n = torch.arange(4)
+    assert_close(arrays["samples"][:, 0], parts[n, arrays["predicted"]])
+    assert not torch.allclose(parts, straight, rtol=1e-4)  # the control
+    assert config(tmp_path / "attribution.json")["path"] == path
+
+
 def test_influence_writes_the_library_s_derivatives(recorded, tmp_path):
     assert run("influence", recorded, "--out", tmp_path, "--num-points", 3, "--top", 2, "--quiet") == 0
     arrays = load_file(tmp_path / "influence.safetensors")
-    trajectory = open_run(recorded, None)
-    effect = epk.influence(trajectory, arrays["inputs"], classes=arrays["predicted"])
+    effect = epk.influence(open_run(recorded, None), arrays["inputs"], classes=arrays["predicted"])
     assert torch.equal(arrays["values"], effect.values)
     assert torch.equal(arrays["std"], effect.std)
     lines = (tmp_path / "influence.csv").read_text().splitlines()
@@ -87,96 +126,101 @@ def test_influence_writes_the_library_s_derivatives(recorded, tmp_path):
     first = lines[1].split(",")
     assert float(first[5]) == float(effect.values[0, 0].max())
     assert float(first[6]) == pytest.approx(float(effect.outputs[0, 0]) - float(first[5]))
-    saved = json.loads((tmp_path / "influence.json").read_text())["results"]
+    saved = results(tmp_path / "influence.json")
     assert saved["certified"]
     assert saved["points"][0]["std"] == pytest.approx(float(effect.std[0, 0]))
     assert (tmp_path / "influence.png").stat().st_size > 10_000
     assert not (tmp_path / "partial").exists()
 
 
-def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path):
+def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path, no_pictures):
     options = ("--num-points", 2, "--smoothing", 2, "--outputs", "all", "--quiet")
     assert run("influence", recorded, "--out", tmp_path, *options) == 0
     arrays = load_file(tmp_path / "influence.safetensors")
-    trajectory = open_run(recorded, None)
-    expected = epk.influence(trajectory, arrays["inputs"], smoothing=epk.Smoothing(2)).values
+    expected = epk.influence(open_run(recorded, None), arrays["inputs"], smoothing=epk.Smoothing(2)).values
     assert torch.equal(arrays["values"], expected)
 
 
-def test_a_predicted_output_is_explained_alone(recorded, tmp_path):
-    asked = ("--num-points", 4, "--head", "logits", "--outputs", "predicted", "--quiet")
-    assert run("attribute", recorded, "--out", tmp_path, *asked) == 0
-    arrays = load_file(tmp_path / "attribution.safetensors")
-    assert arrays["samples"].shape == (4, 1, 24)
-    assert not (tmp_path / "partial").exists()
-    assert (arrays["total"] - arrays["network"]).abs().max() < 1e-12
-
-
-def test_gram_writes_the_library_s_block(recorded, tmp_path):
-    arguments = ("--head", "logits", "--rule", "gauss-legendre:2", "--num-rows", 3, "--num-columns", 5, "--quiet")
-    assert run("gram", recorded, "--out", tmp_path, *arguments) == 0
-    arrays = load_file(tmp_path / "gram.safetensors")
-    trajectory = epk.load_trajectory(
-        recorded, build_network(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5)).double()
+def test_gram_writes_the_library_s_block_along_the_path(recorded, tmp_path):
+    asked = (
+        "--head",
+        "logits",
+        "--rule",
+        "gauss-legendre:2",
+        "--num-rows",
+        3,
+        "--num-columns",
+        5,
+        "--path",
+        "chords:3",
     )
-    a = epk.Points(arrays["row_inputs"], is_train=False)
-    b = epk.Points(trajectory.inputs[:5], is_train=True)
-    expected = epk.gram_block(trajectory, a, b, head="logits", rule=epk.gauss_legendre(2))
-    torch.testing.assert_close(arrays["gram"], expected, rtol=0, atol=0)
+    assert run("gram", recorded, "--out", tmp_path, *asked, "--quiet") == 0
+    arrays, trajectory = load_file(tmp_path / "gram.safetensors"), open_run(recorded, None)
+    a, b = epk.Points(arrays["row_inputs"], is_train=False), epk.Points(trajectory.inputs[:5], is_train=True)
+    K, straight = (
+        epk.gram_block(trajectory, a, b, head="logits", rule=epk.gauss_legendre(2), path=path)
+        for path in (epk.chords(3), epk.straight())
+    )
+    assert torch.equal(arrays["gram"], K)
+    assert (K - straight).abs().max() > 1e-4 * K.abs().max()  # the control
     assert not arrays["row_is_train"].any()
     assert arrays["column_is_train"].all()
+    assert config(tmp_path / "gram.json")["path"] == "chords:3"
 
 
-@pytest.mark.parametrize("plane", ["principal", "coordinates"])
-def test_uncertainty_writes_numbers_and_a_map(recorded, tmp_path, plane):
-    arguments = ("--num-condition", 8, "--grid", 5, "--num-samples", 32, "--fit-steps", 3, "--plane", plane, "--quiet")
-    assert run("uncertainty", recorded, "--out", tmp_path, *arguments) == 0
+def test_uncertainty_writes_numbers_and_a_map_in_the_type_asked_for(recorded, tmp_path):
+    asked = ("--grid", 5, "--plane", "coordinates", "--dtype", "float32", *SMALL_MAP)
+    assert run("uncertainty", recorded, "--out", tmp_path, *asked) == 0
     arrays = load_file(tmp_path / "map.safetensors")
     assert arrays["std"].shape == arrays["kernel"].shape == arrays["entropy"].shape == (5, 5)
+    assert arrays["std"].dtype == torch.float32
     assert (arrays["std"] > 0).all()
-    assert torch.allclose(arrays["axes"] @ arrays["axes"].T, torch.eye(2, dtype=torch.float64))
+    assert torch.allclose(arrays["axes"] @ arrays["axes"].T, torch.eye(2))
     with np.load(tmp_path / "points.npz") as points:
         assert points["mean"].shape == points["std"].shape == (6, 3)
-        np.testing.assert_allclose(points["mean"].sum(1), 1)
-    results = json.loads((tmp_path / "uncertainty.json").read_text())
-    assert -1 <= results["results"]["rank_correlation_of_std_with_distance"] <= 1
-    assert results["config"]["num_condition"] == 8
+        assert points["mean"].dtype == np.float32
+        np.testing.assert_allclose(points["mean"].sum(1), 1, rtol=1e-6)
+    assert -1 <= results(tmp_path / "uncertainty.json")["rank_correlation_of_std_with_distance"] <= 1
+    assert config(tmp_path / "uncertainty.json")["num_condition"] == 8
     assert (tmp_path / "uncertainty.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_uncertainty_writes_arrays_in_the_type_asked_for(recorded, tmp_path):
-    small = ("--num-condition", 8, "--grid", 3, "--num-samples", 8, "--fit-steps", 1)
-    arguments = (*small, "--dtype", "float32", "--quiet")
-    assert run("uncertainty", recorded, "--out", tmp_path, *arguments) == 0
-    assert load_file(tmp_path / "map.safetensors")["std"].dtype == torch.float32
-    with np.load(tmp_path / "points.npz") as points:
-        assert points["mean"].dtype == np.float32
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("options", [("--nodes", 3, "--path", "chords:2"), ("--nodes", 4), ("--path", "chords:2")])
+def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options, capsys):
+    assert run("uncertainty", recorded, "--grid", 3, *SMALL_MAP, *options, "--out", tmp_path) == 0
+    assert "add --validation held-out, or a file of labelled points" in capsys.readouterr().out.splitlines()[-1]
+    given, trajectory = dict(zip(options[::2], options[1::2], strict=True)), open_run(recorded, None)
+    nodes, path = given.get("--nodes"), given.get("--path", "straight")
+    said = config(tmp_path / "uncertainty.json")
+    assert (said["nodes"], said["path"]) == (nodes, path)
+    with np.load(tmp_path / "points.npz") as arrays:
+        X, std = torch.from_numpy(arrays["inputs"]), torch.from_numpy(arrays["std"])
+    expected = []
+    for asked in ({"nodes": nodes, "path": parse_path(path)}, {}):
+        gp = epk.LogitGP(trajectory, points=draw_rows(24, 8, 0).tolist(), **asked)
+        gp.fit(2)
+        u = epk.softmax_uncertainty(gp.logit_posterior(X), 8, torch.Generator().manual_seed(0))
+        expected.append(u.std)
+    assert_close(std, expected[0], rounding=1e6)
+    assert (std - expected[1]).abs().max() > 1e-8  # the control: the map of all straight steps
 
 
 def test_uncertainty_refuses_outputs_that_are_no_logits(tmp_path, capsys):
     assert run("record", "--out", tmp_path / "run", "--loss", "mse", *SMALL) == 0
     line = refused(capsys, "uncertainty", tmp_path / "run", "--out", tmp_path / "out", "--quiet")
-    assert "the network's outputs must be logits" in line
     assert "the run's loss is MeanSquaredError." in line
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
-    assert run("demo", "--smoke", "--out", tmp_path, "--quiet") == 0
-    results = json.loads((tmp_path / "results.json").read_text())["results"]
-    errors = {row["rule"]: row["max_error"] for row in results["reconstruction"]}
-    assert errors["adaptive Gauss-Legendre 4, tol 1e-12"] < 1e-12
-    assert errors["left Riemann 1"] > 1e-3  # the negative control
-    assert results["attribution"]["max_error"] < 1e-12
-    out = capsys.readouterr().out
-    page = described("demo")
-    assert sorted(page.files) == sorted(file.name for file in tmp_path.iterdir())
-    assert {key for row in page.tables["results.json"] for key in names(row[0])} == results.keys()
-    for picture in ("reconstruction", "attribution", "uncertainty"):
-        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-        assert picture in out
-    report = embedded(tmp_path / "report.html")
-    assert [point["name"] for point in report["points"]] == [f"point {n}" for n in results["held_out_points_explained"]]
-    assert report["overview"]["accuracy"] == results["held_out_accuracy"]
-    assert report["overview"]["map"] is not None
+    for _ in range(2):  # the second goes on from the run of the first
+        assert run("demo", "--smoke", "--out", tmp_path, "--quiet") == 0
+        out = capsys.readouterr().out
+        assert out.count("\nepk-gp ") == 6
+    assert results(tmp_path / "verify.json")["logits"]["max_error"] < 1e-12
+    assert re.search(r"left Riemann 1\n.*\nlogits +[0-9.]+e-0[0-6]", out)  # the negative control
+    assert sorted(described("demo").files) == sorted(file.name for file in tmp_path.iterdir())
+    assert len(embedded(tmp_path / "report.html")["points"]) == 3
+    assert "--seed must be the recorded one" in refused(capsys, "demo", "--smoke", "--seed", 1, "--out", tmp_path)

@@ -34,12 +34,6 @@ def judged(tmp_path_factory):
     X, y = held_out["inputs"].numpy(), held_out["labels"].numpy()
     np.savez(folder / "labelled.npz", inputs=X, labels=y)
     np.savez(folder / "points.npz", inputs=X[:9] + 30)
-    np.savez(folder / "few.npz", inputs=X[:19], labels=y[:19])
-    np.savez(folder / "wrong.npz", inputs=X, labels=y + 1)
-    np.savez(folder / "real.npz", inputs=X, labels=y + 0.5)
-    np.savez(folder / "wide.npz", inputs=X[:, :2], labels=y)
-    trained = open_run(folder / "run", None)
-    np.savez(folder / "seen.npz", inputs=trained.inputs.numpy(), labels=trained.targets.numpy())
     return folder
 
 
@@ -84,80 +78,26 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 
 
-def test_halves_share_no_point(judged):
-    source = read_labelled("held-out", judged / "run", open_run(judged / "run", None))
+def test_halves_share_no_point_and_training_points_are_recognised(judged):
+    trajectory = open_run(judged / "run", None)
+    source = read_labelled("held-out", judged / "run", trajectory)
     first, second = source.halves(0)
     assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
     assert torch.equal(source.X[second.rows], second.X)
     assert not torch.equal(source.halves(1)[0].rows, first.rows)
-
-
-def test_training_points_are_recognised(judged):
-    trajectory = open_run(judged / "run", None)
     X = trajectory.inputs[5:9]
     assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
     with pytest.raises(ValueError, match="has not seen: 4 of 7 are training points"):
         count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 
 
-def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
-    options = ("--num-condition", 4, "--grid", 2, "--num-samples", 2, "--fit-steps", 1, "--quiet")
-    assert run("uncertainty", judged / "run", "--out", tmp_path, *options) == 0
-    assert "add --validation held-out, or a file of labelled points" in capsys.readouterr().out.splitlines()[-1]
-    assert not (tmp_path / "scores.npz").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--validation", "few.npz", "--points", "points.npz"), "at least 20 validation points: got 19"),
-        (("--validation", "few.npz"), "validation points: got 10"),
-        (("--validation", "points.npz"), "validation points must have labels: points.npz has no `labels`."),
-        (("--validation", "wrong.npz"), "`labels` in wrong.npz must lie in 0..2, the run's classes."),
-        (("--validation", "real.npz"), "real.npz must hold `labels`, a whole number 0..C-1 for each of 60 points"),
-        (("--validation", "wide.npz"), "must be points of the run's shape, (100,) each: got shape (60, 2)"),
-        (("--validation", "nowhere.npz"), "nowhere.npz must be a .safetensors or .npz file: it does not exist"),
-        (("--validation", "seen.npz"), "20 of 20 are training points. Hold others out"),
-        (("--validation", "."), "t10k-images"),
-        (("--validation", "held-out", "--alpha", 0), "--alpha must be positive and below 1: got 0"),
-        (("--validation", "held-out", "--alpha", 1), "--alpha must be positive and below 1: got 1"),
-        (("--validation", "held-out", "--features", "many"), "--features must be exact, or a whole number"),
-        (("--validation", "held-out", "--features", "0"), "--features must be exact, or a whole number"),
-        (("--validation", "held-out", "--nodes", "0"), "Invalid value for '--nodes'"),
-        (("--validation", "held-out", "--memory", "0"), "--memory must be at least 0.001"),
-        (("--validation", "held-out", "--save-model", "full"), "--save-model must be a new or empty folder: full"),
-        (("--validation", "held-out", "--save-model", "run/x"), "--save-model must lie outside the folder of the run"),
-        (("--validation", "held-out", "--grid", 3), "--grid would be ignored beside --validation"),
-        (("--alpha", 0.1), "--alpha would be ignored without --validation"),
-        (("--save-model", "x"), "--save-model would be ignored without --validation"),
-    ],
-    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
-)
-def test_what_scores_cannot_use_ends_with_one_line(judged, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(judged)
-    (judged / "full").mkdir(exist_ok=True)
-    (judged / "full" / "file").write_bytes(b"")
-    before = sorted(judged.rglob("*"))
-    assert message in refused(capsys, "uncertainty", "run", *options, "--quiet")
-    assert sorted(judged.rglob("*")) == before
-
-
-def test_a_run_without_held_out_points_says_so(tmp_path, capsys):
-    X = np.random.default_rng(0).normal(size=(12, 3))
-    np.savez(tmp_path / "all.npz", inputs=X, labels=np.arange(12) % 2)
-    record = ("record", "--data", tmp_path / "all.npz", "--width", 3, "--steps", 2, "--out", tmp_path / "run")
-    assert run(*record, "--quiet") == 0
-    line = refused(capsys, "uncertainty", tmp_path / "run", "--validation", "held-out", "--quiet")
-    assert "has none. Name a file." in line
-
-
-@pytest.mark.parametrize("command", [("uncertainty", "--validation", "held-out"), ("audit",)])
-def test_only_classifiers_are_judged(tmp_path, capsys, command):
+def test_only_classifiers_are_judged(tmp_path, capsys):
     options = ("--num-train", 24, "--num-test", 60, "--width", 5, "--steps", 2, "--loss", "mse", "--quiet")
     assert run("record", "--out", tmp_path / "run", *options) == 0
-    line = refused(capsys, command[0], tmp_path / "run", *command[1:], "--out", tmp_path / "out", "--quiet")
-    assert "needs the run of a classifier" in line
-    assert not (tmp_path / "out").exists()
+    for command, *asked in (("uncertainty", "--validation", "held-out"), ("audit",)):
+        line = refused(capsys, command, tmp_path / "run", *asked, "--out", tmp_path / "out", "--quiet")
+        assert "needs the run of a classifier" in line
+        assert not (tmp_path / "out").exists()
 
 
 def write_idx(folder, images, labels):

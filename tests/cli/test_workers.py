@@ -107,30 +107,7 @@ def test_the_pool_is_spawned_and_closed():
         assert settings == {"memory_budget": 1 << 30, "progress": False, "executor": None}
 
 
-@pytest.mark.parametrize("command", ASKED)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--workers", 0), "Invalid value for '--workers'"),
-        (("--workers", 5000), "Invalid value for '--workers'"),
-        (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together"),
-        (("--scheduler", "nowhere.json"), "nowhere.json does not exist"),
-        (("--scheduler", "local"), "must be an address, as tcp://host:8786, or a scheduler file"),
-        (("--scheduler", "http://h:1"), "as tcp://host:8786, or a scheduler file: got 'http://h:1'."),
-        (("--scheduler", "empty.json"), "as tcp://host:8786, or a scheduler file: got 'None'."),
-        (("--scheduler", "list.json"), "as tcp://host:8786, or a scheduler file: got 'none'."),
-        (("--scheduler", "text.json"), "a scheduler file that dask scheduler --scheduler-file wrote: text.json: "),
-    ],
-    ids=lambda value: str(value[-1]).replace("/", "_") if isinstance(value, tuple) else "",
-)
-def test_workers_that_cannot_be_had_are_refused(recorded, tmp_path, monkeypatch, capsys, command, options, message):
-    monkeypatch.chdir(tmp_path)
-    for name, content in (("empty", "{}"), ("list", "[1]"), ("text", "tcp://h:1")):
-        Path(f"{name}.json").write_text(content)
-    assert message in refused(capsys, command, recorded, "--out", "out", *ASKED[command], *options)
-
-
-def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkeypatch, capsys):
+def test_a_scheduler_that_does_not_answer_or_has_no_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):
     distributed = pytest.importorskip("distributed")
 
     def silent(address, **options):
@@ -139,9 +116,6 @@ def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkey
     monkeypatch.setattr(distributed, "Client", silent)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
     assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer." in line
-
-
-def test_a_scheduler_without_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "distributed", None)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
     assert line.endswith("--scheduler needs Dask: pip install epk-gp[distributed].")
@@ -160,21 +134,20 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
     assert not (tmp_path / "partial").exists()
 
 
-def test_workers_that_write_elsewhere_end_the_command_with_one_line(recorded, tmp_path, threads, monkeypatch, capsys):
+def test_other_errors_of_workers_are_named_and_a_defect_keeps_its_traceback(
+    recorded, tmp_path, threads, monkeypatch, capsys
+):
+    asked = ("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     monkeypatch.setattr(of_job, "compute_piece", lambda *arguments: None)
-    line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+    line = refused(capsys, *asked)
     assert "workers must compute all pieces: workers must write into the folder that this process reads" in line
-
-
-def test_other_errors_of_workers_are_as_without_them(recorded, tmp_path, threads, monkeypatch):
-    """The negative control: a defect keeps its traceback."""
 
     def fail(*arguments):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(of_job, "compute_piece", fail)
     with pytest.raises(RuntimeError, match="a defect"):
-        run("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+        run(*asked)
 
 
 def _die(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of storage: one run of six steps, finished or not."""
+"""Fixtures of the tests of storage: one run of six steps in chunks of two, finished or not."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import pytest
 from stored_runs import record
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pristine(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "run"
     record(path)
@@ -20,7 +20,7 @@ def run(pristine, tmp_path):
 
 
 @pytest.fixture
-def crashed(tmp_path):
+def crashed(run):
     """A run that was not finished."""
-    record(tmp_path / "crashed", finish=False)
-    return tmp_path / "crashed"
+    (run / "finished.json").unlink()
+    return run

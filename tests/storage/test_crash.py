@@ -14,22 +14,16 @@ import epk_gp
 CRASHES = Path(__file__).parents[1] / "crashes.py"
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder in memory where there is one: SIGKILL leaves what was written there as on a disk, only faster."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as name:
-        yield Path(name)
+def run(mode, keep_every=1, kills=200):
+    """A process of its own, for it forks.
 
-
-def run(mode, folder, keep_every=1, kills=200):
-    """A process of its own, for it forks."""
+    It works in memory where it can: SIGKILL leaves what was written there as on a disk, only faster.
+    """
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(epk_gp.__file__).parents[1])}
-    command = [sys.executable, str(CRASHES), mode, str(folder), "7", str(keep_every), str(kills)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        command = [sys.executable, str(CRASHES), mode, folder, "7", str(keep_every), str(kills)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["problems"] == [], done.stderr
@@ -37,21 +31,16 @@ def run(mode, folder, keep_every=1, kills=200):
 
 
 @pytest.mark.slow
-def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been(folder):
-    result = run("random", folder, kills=100)
+def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been():
+    result = run("random", kills=100)
     assert result["kills"] == 100
     assert {0, 2, 4, 6} <= set(result["left_at"])  # the kills were spread over the run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_every", [1, 3])
-def test_a_recording_killed_after_each_file_operation_is_resumed(folder, keep_every):
-    assert run("operations", folder, keep_every)["kills"] > 60 // keep_every
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep_every", [1, 3])
-def test_readers_see_a_consistent_prefix_of_a_run_that_is_being_written(folder, keep_every):
-    result = run("readers", folder, keep_every)
+def test_a_recording_killed_after_each_file_operation_is_resumed_and_readers_see_a_prefix(keep_every):
+    assert run("operations", keep_every)["kills"] > 60 // keep_every
+    result = run("readers", keep_every)
     assert result["reads"] > 40
     assert len(result["seen"]) > 2

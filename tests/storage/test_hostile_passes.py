@@ -1,4 +1,4 @@
-"""Chunks whose forward passes or moving statistics are not those of a run: refused by one message."""
+"""Chunks whose forward passes, moving statistics or matrices are not those of a run: refused by one message."""
 
 import math
 
@@ -7,15 +7,35 @@ import torch
 from safetensors.torch import load, load_file, save
 
 import epk_gp as epk
-from epk_gp.core.step import ForwardPass, SeenRows
+from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.storage import export_run
 from epk_gp.storage.files import SAFETENSORS_DTYPES, pack
 from epk_gp.storage.passes import PARTS
+from epk_gp.storage.schema import read_header
 from epk_gp.storage.verify import check_run
+from epk_gp.storage.writer import open_for_writing
 from loops import mlp
-from stored_runs import add, begin, finish, norm_net, replace_chunk, replace_header
+from stored_runs import (
+    CHUNK,
+    add,
+    begin,
+    changed,
+    entry,
+    finish,
+    flip,
+    norm_net,
+    opened,
+    refused,
+    replace_chunk,
+    replace_header,
+    resumed,
+    with_tensor,
+    without,
+)
 
-CHUNK = "chunk-000001.safetensors"
 STATE = torch.Generator().manual_seed(3).get_state()
+HOLDS = rf"{CHUNK} \(states 1..2\)"
 
 
 @pytest.fixture
@@ -30,34 +50,7 @@ def run(tmp_path):
     add(made, (whole, ForwardPass(2, modes)), torch.tensor([3, 5, 3, 1]))
     add(made, ())
     finish(made)
-    (tmp_path / "run" / "finished.json").unlink()
     return tmp_path / "run"
-
-
-def opened(run):
-    """Open a run, and read all of its passes."""
-    return [list(step.passes) for step in epk.load_trajectory(run, norm_net()).steps]
-
-
-def refused(run, message):
-    for opening in (check_run, opened):
-        with pytest.raises(ValueError, match=message) as error:
-            opening(run)
-        assert len(str(error.value)) < 2000
-        assert "\n" not in str(error.value)
-
-
-def entry(name, position, value):
-    def change(tensors):
-        tensor = tensors[name].clone()
-        tensor.view(-1)[position] = value
-        return tensors | {name: tensor}
-
-    return change
-
-
-def without(name):
-    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
 
 
 def first_pass(**parts):
@@ -72,25 +65,26 @@ def first_pass(**parts):
 
 
 DTYPES, NAN = list(SAFETENSORS_DTYPES), torch.full((2, 4), math.nan).double()
+OF_STEPS, OUTSIDE = "the forward passes of its steps", "a row lies outside"
 CHANGES = {
     "missing": (without("passes.rows"), "'passes.rows' is not in both"),
     "more": (lambda t: t | {"passes.evil": torch.zeros(1)}, "'passes.evil' is not in both"),
-    "counts_floats": (lambda t: t | {"passes.counts": t["passes.counts"].double()}, "'passes.counts' of shape"),
-    "places_flat": (lambda t: t | {"passes.at": t["passes.at"].view(-1)}, "'passes.at' of shape"),
-    "counts_fewer": (lambda t: t | {"passes.counts": t["passes.counts"][1:].clone()}, "the forward passes of its"),
-    "count_negative": (entry("passes.counts", 0, -1), "the forward passes of its steps"),
-    "count_huge": (entry("passes.counts", 0, 1 << 62), "the forward passes of its steps"),
-    "count_moved": (lambda t: t | {"passes.counts": t["passes.counts"].flip(0)}, "the forward passes of its steps"),
-    "rows_none": (entry("passes.rows", 0, 0), "the forward passes of its steps"),
-    "rows_huge": (entry("passes.rows", 0, 1 << 62), "the forward passes of its steps"),
-    "rows_others": (entry("passes.rows", 0, 3), "the forward passes of its steps"),
-    "first_beyond": (entry("passes.at", 0, 1 << 40), "a row lies outside"),
-    "first_negative": (entry("passes.at", 0, -1), "a row lies outside"),
-    "first_huge": (entry("passes.at", 0, (1 << 63) - 1), "a row lies outside"),
-    "length_negative": (entry("passes.at", 1, -1), "a row lies outside"),
-    "length_huge": (entry("passes.at", 1, (1 << 63) - 1), "a row lies outside"),
+    "counts_floats": (with_tensor("passes.counts", torch.Tensor.double), "'passes.counts' of shape"),
+    "places_flat": (with_tensor("passes.at", torch.Tensor.ravel), "'passes.at' of shape"),
+    "counts_fewer": (with_tensor("passes.counts", lambda counts: counts[1:]), "the forward passes of its"),
+    "count_negative": (entry("passes.counts", 0, -1), OF_STEPS),
+    "count_huge": (entry("passes.counts", 0, 1 << 62), OF_STEPS),
+    "count_moved": (with_tensor("passes.counts", lambda counts: counts.flip(0)), OF_STEPS),
+    "rows_none": (entry("passes.rows", 0, 0), OF_STEPS),
+    "rows_huge": (entry("passes.rows", 0, 1 << 62), OF_STEPS),
+    "rows_others": (entry("passes.rows", 0, 3), OF_STEPS),
+    "first_beyond": (entry("passes.at", 0, 1 << 40), OUTSIDE),
+    "first_negative": (entry("passes.at", 0, -1), OUTSIDE),
+    "first_huge": (entry("passes.at", 0, (1 << 63) - 1), OUTSIDE),
+    "length_negative": (entry("passes.at", 1, -1), OUTSIDE),
+    "length_huge": (entry("passes.at", 1, (1 << 63) - 1), OUTSIDE),
     "no_file": (entry("passes.at", 1, 9), "must be a safetensors file"),
-    "other_bytes": (lambda t: t | {"passes": t["passes"] ^ 255}, "must be a safetensors file"),
+    "other_bytes": (with_tensor("passes", lambda content: content ^ 255), "must be a safetensors file"),
     "evil": (first_pass(evil=torch.zeros(1)), "a pass has no 'evil'"),
     "autocast_integer": (first_pass(autocast=torch.tensor(DTYPES.index(torch.int8))), "autocast must be"),
     "autocast_beyond": (first_pass(autocast=torch.tensor(99)), "99"),
@@ -103,6 +97,7 @@ CHANGES = {
     "random_without": (first_pass(random_state=STATE[:0].clone()), "random_state must have 1 to 65536 entries"),
     "random_none": (first_pass(random_state=torch.zeros_like(STATE)), "random_state must be one of torch's"),
     "random_matrix": (first_pass(random_state=STATE.reshape(2, -1)), "random_state must be a vector"),
+    "order_twice": (first_pass(memory_order=torch.tensor([1, 1])), "memory_order must hold each dimension once"),
     "index_floats": (first_pass(**{"inputs.index": torch.zeros(2)}), "inputs must have one row per index"),
     "index_fewer": (first_pass(**{"inputs.index": torch.tensor([1])}), "inputs must have one row per index"),
     "index_missing": (first_pass(**{"targets.index": None}), "targets.index"),
@@ -111,57 +106,50 @@ CHANGES = {
     "index_before": (first_pass(**{"inputs.index": torch.tensor([-1, 0])}), "inputs must be different rows"),
     "index_twice": (first_pass(**{"inputs.index": torch.tensor([1, 1])}), "inputs must be different rows"),
     "rows_nan": (first_pass(**{"inputs.values": NAN}), "inputs must hold finite"),
+    "moving_nan": (entry("statistics", 0, float("nan")), "'statistics' holds NaN or infinity"),
+    "moving_fewer": (with_tensor("statistics", lambda value: value[:, 1:]), r"'statistics' of shape \(2, 12\)"),
+    "moving_missing": (without("statistics"), "'statistics' is not in both"),
+    "moving_half": (with_tensor("statistics", torch.Tensor.half), "'statistics' of shape .* and type F32 F64"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
-def test_passes_that_are_none_are_refused_with_their_states(run, change, message):
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_passes_and_statistics_that_are_none_are_refused_with_their_states(run, change, message):
     """Before they are read where the tables say so, and when they are read at the latest."""
-    replace_chunk(run, save(change(load_file(run / CHUNK))))
-    refused(run, rf"{CHUNK} \(states 1..2\).*{message}")
+    changed(change)(run)
+    refused(run, f"{HOLDS}.*{message}", norm_net())
 
 
-STATISTICS = {
-    "nan": (entry("statistics", 0, float("nan")), "'statistics' holds NaN or infinity"),
-    "fewer": (lambda t: t | {"statistics": t["statistics"][:, 1:].clone()}, r"'statistics' of shape \(2, 12\)"),
-    "missing": (lambda t: {k: v for k, v in t.items() if k != "statistics"}, "'statistics' is not in both"),
-    "half": (lambda t: t | {"statistics": t["statistics"].half()}, "'statistics' of shape .* and type F32 F64"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), STATISTICS.values(), ids=STATISTICS.keys())
-def test_statistics_that_are_none_are_refused_with_their_states(run, change, message):
-    replace_chunk(run, save(change(load_file(run / CHUNK))))
-    refused(run, rf"{CHUNK} \(states 1..2\) .*{message}")
+@pytest.mark.parametrize("name", [*PARTS, "after the step"])
+def test_an_edited_part_of_a_pass_is_found_by_the_checksum_of_its_chunk(run, name):
+    """Every random state, row, target and statistic on disk, by a change of one bit."""
+    tensors, content = load_file(run / CHUNK), (run / CHUNK).read_bytes()
+    start, length = tensors["passes.at"][0].tolist()
+    parts = load(bytes(tensors["passes"][start : start + length].tolist())) | {"after the step": tensors["statistics"]}
+    place = content.find(parts[name].numpy().tobytes())
+    assert place > 0
+    flip(run / CHUNK, place)
+    refused(run, f"{HOLDS} must have the checksum it was written with. The file is damaged", norm_net())
 
 
 HEADERS = {
-    "statistics_names": {"statistics": ["1.running_mean"]},
-    "statistics_twice": {"statistics": ["1.running_mean", "1.running_mean"]},
-    "statistics_numbers": {"statistics": [1, 2]},
-    "statistics_shapes": {"statistic_shapes": [[6], [-6]]},
-    "unexplained": {"unexplained": True},
-    "unexplained_negative": {"unexplained": -0.1},
-    "modules": {"modules": "0"},
-    "num_optimizers": {"num_optimizers": 0},
+    "statistics": ["1.running_mean", "1.running_mean"],
+    "statistic_shapes": [[6], [-6]],
+    "unexplained": True,
 }
 
 
-@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
-def test_a_header_that_describes_no_run_is_refused(run, change):
-    replace_header(run, **change)
-    refused(run, "run.json must be the header of an epk_gp run of version 1")
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_describes_no_run_is_refused(run, name):
+    replace_header(run, **{name: HEADERS[name]})
+    refused(run, "run.json must be the header of an epk_gp run of version 1", norm_net())
 
 
 def test_another_network_is_refused_in_words(run):
     more = torch.nn.Sequential(*norm_net(), torch.nn.Identity())
-    others = {
-        "must have the recorded modules: it has 6, got 7": more,
-        r"moving statistic 1.running_mean has shape None, in the run \[6\]": mlp(),
-    }
-    for message, net in others.items():
-        with pytest.raises(ValueError, match=message):
-            epk.load_trajectory(run, net)
+    refused(run, "must have the recorded modules: it has 6, got 7", more, openings=[opened])
+    message = r"moving statistic 1.running_mean has shape None, in the run \[6\]"
+    refused(run, message, mlp(), openings=[opened])
 
 
 def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
@@ -169,19 +157,80 @@ def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
     whole = epk.load_trajectory(run, norm_net()).digest
     replace_chunk(run, save(load_file(run / CHUNK)))
     replace_header(run)
-    assert epk.load_trajectory(run, norm_net()).digest == whole
-    assert [len(passes) for passes in opened(run)] == [2, 0]
+    trajectory = opened(run, norm_net())
+    assert trajectory.digest == whole
+    assert [len(step.passes) for step in trajectory.steps] == [2, 0]
     assert check_run(run).num_passes == 2
 
 
-@pytest.mark.parametrize("name", [*PARTS, "after the step"])
-def test_an_edited_part_of_a_pass_is_found_by_the_checksum_of_its_chunk(run, name):
-    """Every random state, row, target and statistic on disk, by a change of one bit."""
-    tensors, content = load_file(run / CHUNK), bytearray((run / CHUNK).read_bytes())
-    start, length = tensors["passes.at"][0].tolist()
-    parts = load(bytes(tensors["passes"][start : start + length].tolist())) | {"after the step": tensors["statistics"]}
-    place = content.find(parts[name].numpy().tobytes())
-    assert place > 0
-    content[place] ^= 1
-    (run / CHUNK).write_bytes(bytes(content))
-    refused(run, rf"{CHUNK} \(states 1..2\) must have the checksum it was written with. The file is damaged")
+# --- Matrices of matrix preconditioners (Muon) ----------------------------------------------------------------------
+
+SIZES = (24, 6, 18, 3)  # parameters of shapes (6, 4), (6,), (3, 6), (3,)
+
+
+def coefficients(number):
+    """The weight of the first layer has a matrix on either side in turn, that of the last in all steps but one."""
+    generator = torch.Generator().manual_seed(number)
+    first = {"left": torch.randn(6, 6, generator=generator).double()}
+    if number % 2:
+        first = {"right": torch.randn(4, 4, generator=generator).double()}
+    last = {} if number == 3 else {"left": torch.randn(3, 3, generator=generator)}
+    rules = [LinearStep(lr=0.1, **first), LinearStep(lr=0.1), LinearStep(lr=0.2, **last), LinearStep(lr=0.1)]
+    return stack_coefficients(rules, SIZES)
+
+
+@pytest.fixture
+def matrices(tmp_path):
+    """Six steps in chunks of two."""
+    path = tmp_path / "matrices"
+    resumed(path)._commits.writer.close()
+    writer = open_for_writing(path, read_header(path))
+    for first in range(0, 6, 2):
+        steps = [Step(number, 0.1, None) for number in (first, first + 1)]
+        updates = [coefficients(number) for number in (first, first + 1)]
+        states = [torch.randn(51).double() for _ in steps]
+        writer.append(states, steps, updates, "digest", {"state": torch.zeros(1)})
+    writer.close()
+    return path
+
+
+def test_matrices_are_read_and_exported_as_they_were_written(matrices, tmp_path):
+    trajectory = epk.load_trajectory(matrices, mlp())
+    export_run(matrices, tmp_path / "file")
+    tensors = load_file(tmp_path / "file")
+    for number in torch.randperm(6).tolist():
+        read, expected = trajectory.updates[number], coefficients(number)
+        assert all(torch.equal(a, b) for a, b in zip(read.tensors(), expected.tensors(), strict=True))
+        assert (read.left.keys(), read.right.keys()) == (expected.left.keys(), expected.right.keys())
+        start, length = tensors["matrices.at"][number].tolist()
+        exported = load(bytes(tensors["matrices"][start : start + length].tolist()))
+        written = {f"{side}.{k}": Q for side in ("left", "right") for k, Q in getattr(expected, side).items()}
+        assert exported.keys() == written.keys()
+        assert all(torch.equal(exported[name], Q) for name, Q in written.items())
+
+
+def packed(name, matrix):
+    return lambda tensors: tensors | pack("matrices", [{name: matrix}, {}])
+
+
+MATRICES = {
+    "nan": packed("left.0", torch.full((6, 6), torch.nan)),
+    "not_square": packed("left.0", torch.ones(6, 3)),
+    "no_divisor": packed("left.0", torch.ones(5, 5)),
+    "whole_numbers": packed("left.0", torch.ones(6, 6).long()),
+    "of_no_parameter": packed("left.4", torch.ones(1, 1)),
+    "no_side": packed("middle.0", torch.ones(1, 1)),
+    "no_places": without("matrices.at"),
+    "fewer_places": with_tensor("matrices.at", lambda at: at[:1]),
+    "start_beyond": entry("matrices.at", 0, 1 << 40),
+    "start_negative": entry("matrices.at", 0, -1),
+    "length_huge": entry("matrices.at", 1, (1 << 63) - 1),
+    "no_file": entry("matrices.at", 1, 7),
+    "another_file": with_tensor("matrices", lambda content: content ^ 255),
+}
+
+
+@pytest.mark.parametrize("change", MATRICES.values(), ids=MATRICES)
+def test_matrices_that_are_none_are_refused_with_their_states(matrices, change):
+    changed(change)(matrices)
+    refused(matrices, f"{HOLDS} must ")

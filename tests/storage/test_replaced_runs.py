@@ -12,8 +12,6 @@ import epk_gp as epk
 from loops import data, mlp
 from stored_runs import adam, chunk_files, norm_net
 
-OTHER = "Or another run was recorded there"
-
 
 def record(path, seed, *, net=mlp, optimizer=adam, unexplained=None, **storage):
     """A run of four steps on other data for each seed; its files have the sizes of those of any other seed."""
@@ -50,73 +48,46 @@ def copied(copy):
     return replace
 
 
-REPLACED = {
-    "trained_again": trained_again,
-    "renamed": renamed,
-    "copied": copied(shutil.copyfile),
-    "copied_with_times": copied(shutil.copy2),
+def muon(net):
+    return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.02)
+
+
+READS = (
+    lambda run: run.states[3],
+    lambda run: run.updates[2],
+    lambda run: epk.gram_block(run, *[epk.Points(run.inputs[:2], is_train=True)] * 2),
+    lambda run: epk.attribute(run, run.inputs[:2]),
+    lambda run: pickle.loads(pickle.dumps(run)).states[2],
+    lambda run: copy.deepcopy(run).updates[1],
+)
+OF_NET = (lambda run: run.statistics[2], lambda run: run.steps[1].passes[0])
+COPY = copied(shutil.copyfile)
+CASES = {
+    "trained_again": (trained_again, {}, READS),
+    "renamed": (renamed, {}, READS),
+    "copied": (COPY, {}, READS),
+    "copied_with_times": (copied(shutil.copy2), {}, READS),
+    "kept_states": (COPY, {"keep_every": 2}, READS[:2]),
+    "passes_and_statistics": (COPY, {"net": norm_net}, OF_NET),
+    "matrices": (COPY, {"optimizer": muon, "unexplained": 0.5}, READS[1:2]),
 }
 
 
-@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
-def test_what_is_read_after_a_replacement_is_refused(tmp_path, replace):
+@pytest.mark.parametrize(("replace", "options", "reads"), CASES.values(), ids=CASES)
+def test_what_is_read_after_a_replacement_is_refused(tmp_path, replace, options, reads):
     run, other = tmp_path / "run", tmp_path / "other"
-    trajectory = record(run, 0)
-    record(other, 1)
-    held, before = trajectory.states[3], trajectory.states[3].clone()
+    trajectory = record(run, 0, **options)
+    record(other, 1, **options)
+    held, before = trajectory.states[0], trajectory.states[0].clone()
     replace(run, other)
-    points = epk.Points(trajectory.inputs[:2], is_train=True)
-    reads = [
-        lambda: trajectory.states[3],
-        lambda: trajectory.updates[2],
-        lambda: epk.gram_block(trajectory, points, points),
-        lambda: epk.attribute(trajectory, trajectory.inputs[:2]),
-        lambda: pickle.loads(pickle.dumps(trajectory)).states[2],
-        lambda: copy.deepcopy(trajectory).updates[1],
-    ]
+    message = r"chunk-00000\d.* must have the checksum it was written with.* Or another run was recorded there"
     for read in reads:
-        with pytest.raises(ValueError, match=rf"chunk-00000\d.* must have the checksum it was written with.* {OTHER}"):
-            read()
+        with pytest.raises(ValueError, match=message):
+            read(trajectory)
     assert torch.equal(held, before)  # what was read before stays as it was
 
 
-@pytest.mark.parametrize("storage", [{}, {"keep_every": 2}], ids=["all", "keep_every"])
-def test_packed_and_kept_states_are_refused_too(tmp_path, storage):
-    run, other = tmp_path / "run", tmp_path / "other"
-    trajectory = record(run, 0, **storage)
-    record(other, 1, **storage)
-    copied(shutil.copyfile)(run, other)
-    for read in (lambda: trajectory.states[2], lambda: trajectory.updates[1]):
-        with pytest.raises(ValueError, match=OTHER):
-            read()
-
-
-def test_passes_and_moving_statistics_are_refused_too(tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    trajectory = record(run, 0, net=norm_net)
-    record(other, 1, net=norm_net)
-    assert trajectory.steps[1].passes[0].random_state is not None
-    copied(shutil.copyfile)(run, other)
-    for read in (lambda: trajectory.statistics[2], lambda: trajectory.steps[1].passes[0]):
-        with pytest.raises(ValueError, match=OTHER):
-            read()
-
-
-def test_matrices_of_preconditioners_are_refused_too(tmp_path):
-    def muon(net):
-        matrices = [p for p in net.parameters() if p.ndim == 2]
-        return torch.optim.Muon(matrices, lr=0.02)
-
-    run, other = tmp_path / "run", tmp_path / "other"
-    trajectory = record(run, 0, optimizer=muon, unexplained=0.5)
-    record(other, 1, optimizer=muon, unexplained=0.5)
-    assert trajectory.updates[1].left or trajectory.updates[1].right
-    copied(shutil.copyfile)(run, other)
-    with pytest.raises(ValueError, match=OTHER):
-        _ = trajectory.updates[1]
-
-
-def test_a_copy_of_the_same_run_is_read(tmp_path):
+def test_a_copy_of_the_same_run_is_read_and_unchanged_files_are_not_hashed_again(tmp_path, monkeypatch):
     """Other files, the same content: compared once, and used."""
     run = tmp_path / "run"
     trajectory = record(run, 0)
@@ -125,9 +96,5 @@ def test_a_copy_of_the_same_run_is_read(tmp_path):
     shutil.rmtree(run)
     shutil.copytree(tmp_path / "copy", run)
     assert all(torch.equal(a, b) for a, b in zip(trajectory.states, expected, strict=True))
-
-
-def test_unchanged_files_are_not_hashed_again(tmp_path, monkeypatch):
-    trajectory = record(tmp_path / "run", 0)
     monkeypatch.setattr("epk_gp.storage.journal.checksum_file", pytest.fail)
     epk.attribute(trajectory, trajectory.inputs[:2])

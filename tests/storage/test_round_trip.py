@@ -1,15 +1,10 @@
 """What is written is what is read, whatever the run."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional as F
 
-import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps
@@ -17,7 +12,6 @@ from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import WEIGHT_DTYPES, read_data, read_header
 from epk_gp.storage.training_state import read_training_state
 from epk_gp.storage.writer import create_run_dir, write_header
-from loops import data, sgd
 
 
 @pytest.mark.slow
@@ -86,41 +80,3 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
         for state in range(chunk.first, chunk.last + 1):
             assert torch.equal(in_order[state], states[state])
             assert in_order[state].dtype == dtype
-
-
-@pytest.mark.slow
-@settings(max_examples=15, deadline=None)
-@given(
-    widths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    steps=st.integers(1, 5),
-    chunk_bytes=st.integers(1, 2000),
-    batch_size=st.one_of(st.none(), st.integers(1, 10)),
-)
-def test_a_recorded_run_is_the_run_in_memory(tmp_path_factory, widths, dtype, steps, chunk_bytes, batch_size):
-    def make_net():
-        torch.manual_seed(4)
-        sizes = [4, *widths, 3]
-        layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
-        return nn.Sequential(*layers).to(dtype)
-
-    def loop(path):
-        net, (X, y) = make_net(), data(dtype=dtype)
-        optimizer = sgd(net)
-        storage = epk.Storage(chunk_bytes=chunk_bytes)
-        with epk.Recorder(net, optimizer, X, y, folder=path, storage=storage) as recorder:
-            for step in range(steps):
-                batch = None if batch_size is None else (torch.arange(batch_size) + step) % len(X)
-                rows = slice(None) if batch is None else batch
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[rows]), y[rows]).backward()
-                recorder.batch(batch)
-                optimizer.step()
-        return recorder.trajectory
-
-    path = tmp_path_factory.mktemp("property") / "run"
-    written, memory, loaded = loop(path), loop(None), epk.load_trajectory(path, make_net())
-    for trajectory in (written, loaded):
-        assert trajectory.digest == memory.digest
-        assert trajectory.dtype == dtype
-        assert all(torch.equal(trajectory.states[s], memory.states[s]) for s in range(steps + 1))
