@@ -26,13 +26,10 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-PLANTED = 540  # the property test's draws
-SOUND = 200
-ODD = 400  # programs in each of the five rows of `odd_themes`
+ODD = 400  # programs in each of the rows of `odd_themes`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
 FLIPS = 400  # on each of three runs
@@ -69,9 +66,6 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     sys.path.insert(0, str(TESTS))
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
-        "trainings with one planted fault: index, label, weight, reduction, order, precision, buffer, left-over "
-        "gradient, weights replaced after the last step": planted_faults,
-        "sound trainings (the control: nothing may be found)": sound_trainings,
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
@@ -102,21 +96,6 @@ def table(rows: list[Row]) -> str:
     lines = ["| tried | how many | found | without effect | silently wrong |", "|---|---|---|---|---|"]
     lines += [f"| {row.kind} | {row.tried} | {row.found} | {row.harmless} | {row.silent} |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def planted_faults() -> tuple[int, int, int, int]:
-    """Count the outcomes of trainings with a fault."""
-    return _outcomes(_tests_module("random_faults").count_outcomes(0, PLANTED))
-
-
-def sound_trainings() -> tuple[int, int, int, int]:
-    """Count the outcomes of trainings without one."""
-    return _outcomes(_tests_module("random_faults").count_outcomes(10_000, SOUND, planted=False))
-
-
-def _outcomes(counts: Any) -> tuple[int, int, int, int]:
-    tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
-    return tried, found, counts["exact"], tried - found - counts["exact"]
 
 
 def odd_rows() -> dict[str, tuple[str, ...]]:

@@ -39,23 +39,13 @@ class StopGradient(Base):
         return self.c(self.activation(self.b(h)) + 0.3 * h.detach())
 
 
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
-
-
 class GradientReversal(Base):
     """One output whose gradient has the other sign below the last layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.hidden(x)
         z = self.c(self.activation(self.b(h)))
-        return torch.cat([z[:, :2], self.c(_Reversed.apply(h))[:, :1]], dim=1)
+        return torch.cat([z[:, :2], self.c(2 * h.detach() - h)[:, :1]], dim=1)
 
 
 class TopOneExperts(Base):
@@ -107,17 +97,6 @@ class Attentive(nn.Module):
         return self.out(self.layer(x[:, None] * torch.linspace(0.5, 1.5, 3).to(x)[:, None])[:, 0])
 
 
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)),
-        nn.Conv2d(1, 6, 2, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(6, 3),
-    )
-
-
 def zero_last_layer() -> nn.Module:
     net = Base(torch.relu)
     nn.init.zeros_(net.c.weight)
@@ -135,10 +114,13 @@ SOUND = {
     "tanh": Base,
     "relu": lambda: Base(torch.relu),
     "gelu": lambda: Base(F.gelu),
-    "convolutional": convolutional,
+    "convolutional": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 6, 2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(6, 3),
+    ),
     "attentive": Attentive,
     "zero_last_layer": zero_last_layer,
     "weight_norm": lambda: nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.ELU(), nn.Linear(8, 3)
     ),
-}
+}  # fmt: skip

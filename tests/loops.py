@@ -1,7 +1,7 @@
 """Training loops without the package, and the small runs that the tests of recording share."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,35 @@ def file_hashes(folder: Path) -> dict[str, str]:
     """Name and content of every file below a folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def record(
+    net: nn.Module,
+    optimizer: Any,
+    X: Any,
+    y: Tensor,
+    batches: Iterable[Any],
+    *,
+    value: Losses = F.cross_entropy,
+    call: Callable[[Any, Any], Any] = lambda net, x: net(x),
+    before: Callable[[int], object] = id,
+    weight: Any = 1.0,
+    clear: bool = True,
+    **options: Any,
+) -> epk.Recorder:
+    """Record one's own loop over batches, None for all rows; `before` is called before each step with its number."""
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for step, batch in enumerate(batches):
+            before(step)
+            rows = slice(None) if batch is None else batch
+            for each in optimizers if clear else ():
+                each.zero_grad()
+            value(call(net, X[rows]), y[rows]).backward()
+            recorder.batch(batch, weight=weight)
+            for each in optimizers:
+                each.step()
+    return recorder
 
 
 class Tokens(nn.Module):

@@ -5,13 +5,15 @@ a batch stays. Central differences in these weights are the brute force of `odd_
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from odd_parts import CLASSES, OPTIMIZERS, POINTS, Clipping, make_net
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+FAULTS = ("index", "label", "weight", "reduction", "order", "precision", "buffer", "left_over", "replaced")
 
 
 @dataclass
@@ -25,86 +27,47 @@ class Ended:
 
 @dataclass
 class OddLoop:
-    """A training loop, the same in every run but for the weights of the samples.
+    """A training loop, the same in every run but for the weights of the samples."""
 
-    Attributes:
-        seed: Of the initial weights, data, batches and random numbers.
-        net_kind: Of `make_net`.
-        activation: Class of the activation.
-        inputs: Numbers of an input.
-        loss: "cross_entropy", "smoothed", "weighted" or "squares".
-        reduction: "mean" or "sum".
-        optimizers: Names in `OPTIMIZERS`, one or two: the second one has the last layer.
-        options: Options of each of them.
-        decay: Weight decay.
-        steps: Number of steps.
-        batch: Samples of a batch; None for all.
-        rate: Factor of the learning rates.
-        accumulated: Batches of a step.
-        schedule: Factors of the learning rate.
-        change: Option, value and step of a change in the loop.
-        changes_one_group: Whether the change is in the first parameter group alone.
-        changes_back: Whether every second step has the old value again.
-        group_added: Step at which the first layer is unfrozen and given to the optimizer; None if it has it.
-        added_options: Of the added group.
-        frozen_from: Step from which the first layer gets no gradients.
-        steps_before: Steps before the recording.
-        clipping: Of the gradients.
-        clips_part: Whether the last layer alone is clipped.
-        passes: Forward passes without a loss: "no_grad", "evaluation", "unused" or "reset", at one step.
-        passes_at: That step.
-        seen: What the network sees of a row: "same", "normalised" or "noise".
-        announced: Which indices are announced: "right", or another kind.
-        dtype: Of everything.
-        momentum: Of batch normalisation.
-        sets_to_none: Whether gradients are None after `zero_grad`.
-        init: Number of the initial weights.
-        splits_groups: Whether biases have a group with options of their own.
-        repeats: Whether a batch may hold a sample twice.
-        row_weights: Whether each row of a batch has a weight of its own, which is announced.
-        ignored: Whether samples without a label are left out of the loss by its `ignore_index`.
-    """
-
-    seed: int
-    net_kind: str = "mlp"
-    activation: type[nn.Module] = nn.Tanh
-    inputs: int = 3
-    loss: str = "cross_entropy"
-    reduction: str = "mean"
-    optimizers: tuple[str, ...] = ("SGD",)
-    options: tuple[dict[str, Any], ...] = ({},)
-    decay: float = 0.0
-    rate: float = 1.0
-    steps: int = 6
-    batch: int | None = 4
-    accumulated: int = 1
-    schedule: tuple[float, ...] = ()
-    change: tuple[str, Any, int] | None = None
-    changes_one_group: bool = False
-    changes_back: bool = False
-    group_added: int | None = None
-    added_options: dict[str, Any] = field(default_factory=dict)
-    frozen_from: int | None = None
-    steps_before: int = 0
-    clipping: Clipping | None = None
-    clips_part: bool = False
-    passes: str | None = None
-    passes_at: int = 2
-    seen: str = "same"
-    announced: str = "right"
-    momentum: float | None = 0.1
-    dtype: torch.dtype = torch.float64
-    sets_to_none: bool = True
-    init: int = 0
-    splits_groups: bool = False
-    repeats: bool = False
-    row_weights: bool = False
-    ignored: bool = False
-
-    def __str__(self) -> str:
-        """Name what differs from the default."""
-        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        return ", ".join(f"{name}={value}" for name, value, default in values if value not in (default, {}))
+    seed: int  # of the initial weights, data, batches and random numbers
+    net_kind: str = "mlp"  # of `make_net`
+    activation: type[nn.Module] = nn.Tanh  # class of the activation
+    inputs: int = 3  # numbers of an input
+    loss: str = "cross_entropy"  # "cross_entropy", "smoothed", "weighted" or "squares"
+    reduction: str = "mean"  # "mean" or "sum"
+    optimizers: tuple[str, ...] = ("SGD",)  # names in `OPTIMIZERS`, one or two: the second one has the last layer
+    options: tuple[dict[str, Any], ...] = ({},)  # options of each of them
+    decay: float = 0.0  # weight decay
+    rate: float = 1.0  # factor of the learning rates
+    steps: int = 6  # number of steps
+    batch: int | None = 4  # samples of a batch; None for all
+    accumulated: int = 1  # batches of a step
+    schedule: tuple[float, ...] = ()  # factors of the learning rate
+    change: tuple[str, Any, int] | None = None  # option, value and step of a change in the loop
+    changes_one_group: bool = False  # whether the change is in the first parameter group alone
+    changes_back: bool = False  # whether every second step has the old value again
+    group_added: int | None = None  # step at which the optimizer gets the first layer, frozen before; None if it has it
+    added_options: dict[str, Any] = field(default_factory=dict)  # of the added group
+    frozen_from: int | None = None  # step from which the first layer gets no gradients
+    steps_before: int = 0  # steps before the recording
+    clipping: Clipping | None = None  # of the gradients
+    clips_part: bool = False  # whether the last layer alone is clipped
+    passes: str | None = (
+        None  # forward passes without a loss: "no_grad", "evaluation", "unused" or "reset", at one step
+    )
+    passes_at: int = 2  # that step
+    seen: str = "same"  # what the network sees of a row: "same", "normalised" or "noise"
+    announced: str = "right"  # which indices are announced: "right", or another kind
+    momentum: float | None = 0.1  # of batch normalisation
+    dtype: torch.dtype = torch.float64  # of everything
+    sets_to_none: bool = True  # whether gradients are None after `zero_grad`
+    init: int = 0  # number of the initial weights
+    splits_groups: bool = False  # whether biases have a group with options of their own
+    repeats: bool = False  # whether a batch may hold a sample twice
+    row_weights: bool = False  # whether each row of a batch has a weight of its own, which is announced
+    fault: str | None = None  # what one step does without saying so: a name in `FAULTS`
+    fault_at: int = 0  # that step
+    ignored: bool = False  # whether samples without a label are left out of the loss by its `ignore_index`
 
     @property
     def data(self) -> tuple[Tensor, Tensor]:
@@ -191,6 +154,22 @@ class OddLoop:
             return X + 0.1 * torch.randn(X.shape, generator=torch.Generator().manual_seed(step), dtype=X.dtype)
         return X
 
+    def used(self, fault: str | None, step: int, y: Tensor) -> tuple[list[Tensor], Tensor, float]:
+        """Return the rows of each batch of a step, all targets and a factor of the loss, as the loop takes them."""
+        batches, size = self.batches[step], len(self.batches[step][0])
+        match fault:
+            case "index":
+                return [(rows + 3) % POINTS for rows in batches], y, 1.0
+            case "order":
+                return self.batches[step - 1], y, 1.0
+            case "label":
+                return batches, y.roll(1, 0), 1.0
+            case "weight":
+                return batches, y, 1.001
+            case "reduction":
+                return batches, y, size if self.reduction == "mean" else 1 / size
+        return batches, y, 1.0
+
     def announce(self, rows: Tensor, count: int) -> Tensor:
         """Return the indices that are announced."""
         match self.announced:
@@ -233,23 +212,24 @@ class OddLoop:
             watch.begin(net)
         if recorder is not None:
             recorder.__enter__()
-        all_batches = self.batches
         steps = range(self.steps) if until is None else recorder.until(until)
         for step in steps:
-            batches = all_batches[step]
+            fault = self.fault if step == self.fault_at else None
+            batches, targets, factor = self.used(fault, step, y)
             self._change(step, net, optimizers)
             for optimizer, own in zip(optimizers, rates, strict=True):
                 for k, group in enumerate(optimizer.param_groups):
                     group["lr"] = own[min(k, len(own) - 1)] * (self.schedule[step] if self.schedule else 1.0)
             if step == self.passes_at:
                 self._pass_without_loss(net, X)
-            announced = [self.announce(batch, count) for batch in batches]
+            announced = [self.announce(batch, count) for batch in self.batches[step]]
             count += sum(map(len, batches))
             own = None if weights is None else weights[step]
-            norms.append(
-                self._step(net, optimizers, (self.rows_seen(X, step), y), batches, own, recorder, watch, announced)
-            )
+            data = (self.rows_seen(X, step), targets)
+            norms.append(self._step(net, optimizers, data, batches, own, recorder, watch, announced, fault, factor))
         if recorder is not None:
+            if self.fault == "replaced":
+                nn.utils.vector_to_parameters(0.99 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
             recorder.__exit__(None, None, None)
         return Ended(net, recorder, norms)
 
@@ -263,14 +243,23 @@ class OddLoop:
         recorder: Any = None,
         watch: Any = None,
         announced: Sequence[Tensor] = (),
+        fault: str | None = None,
+        factor: float = 1.0,
     ) -> tuple[float, ...]:
         """Make a step; return the sizes of its gradient: its largest entry, and its norms for p = 1, 2 and 3."""
         X, y = data
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=self.sets_to_none)
+        if fault == "left_over":
+            self.losses(net(X[::2]), y[::2]).sum().backward()
+        for buffer in net.buffers():
+            if fault == "buffer" and buffer.is_floating_point():
+                buffer += 0.1
         for number, batch in enumerate(batches):
             factors = torch.linspace(0.5, 1.5, len(batch), dtype=self.dtype) if self.row_weights else 1.0
-            terms = self.losses(net(X[batch]), y[batch]) / self.divisor(y[batch]) / len(batches) * factors
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fault == "precision"):
+                z = net(X[batch]).to(self.dtype)
+            terms = factor * self.losses(z, y[batch]) / self.divisor(y[batch]) / len(batches) * factors
             if watch is not None:
                 watch.gradients(net, batch, terms)
             (terms if weights is None else terms * weights[batch]).sum().backward()

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -38,52 +38,27 @@ Numbers = Callable[[nn.Module], Tensor]
 
 @dataclass
 class Program:
-    """A loop and a question.
+    """A loop and a question."""
 
-    Attributes:
-        theme: What is odd.
-        loop: The loop.
-        question: What is asked: a name in `QUESTIONS`.
-        function: Name of a function of the outputs, of influence.
-        chosen: Whether one class per point is asked about.
-        by: "label", "step" or "both": by what influence is split.
-        truncate: Number of steps that influence goes through.
-        sample_weights: Of `retrain`: "ones", "random", "zeros", "threes" or "huge".
-        stored: How the run is kept: None (in memory), "disk" or "thinned".
-        files: What happens to them: None, "trained_again", "partial_sums", "pieces" or "other_momentum".
-        executor: Whether a thread computes.
-        checkpoint: Whether there is a checkpoint, from which the same question is asked again.
-        path: Of attribution: "straight", "chords" or "layerwise".
-        head: Of the outputs.
-        resumes: Whether the recording is interrupted and resumed.
-        of_average: Whether influence and retraining are those of the averaged weights.
-        draw: Source of the rest.
-    """
-
-    theme: str
-    loop: OddLoop
-    question: str
-    draw: random.Random
-    function: str | None = None
-    chosen: bool = False
-    by: str | None = None
-    truncate: int | None = None
-    sample_weights: str = "random"
-    stored: str | None = None
-    files: str | None = None
-    executor: bool = False
-    checkpoint: bool = False
-    path: str = "straight"
-    head: str | None = None
-    resumes: bool = False
-    of_average: bool = False
-
-    def __str__(self) -> str:
-        left_out = ("theme", "loop", "question", "draw", "sample_weights")
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
-        own = ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, False, "straight"))
-        weights = f" weights={self.sample_weights}" if self.question == "retrain" else ""
-        return f"[{self.theme}] {self.question}{weights} ({own}) of {self.loop}"
+    theme: str  # what is odd
+    loop: OddLoop  # the loop
+    question: str  # what is asked: a name in `QUESTIONS`
+    draw: random.Random  # source of the rest
+    function: str | None = None  # name of a function of the outputs, of influence
+    chosen: bool = False  # whether one class per point is asked about
+    by: str | None = None  # "label", "step" or "both": by what influence is split
+    truncate: int | None = None  # number of steps that influence goes through
+    sample_weights: str = "random"  # of `retrain`: "ones", "random", "zeros", "threes" or "huge"
+    stored: str | None = None  # how the run is kept: None (in memory), "disk" or "thinned"
+    files: str | None = (
+        None  # what happens to them: None, "trained_again", "partial_sums", "pieces" or "other_momentum"
+    )
+    executor: bool = False  # whether a thread computes
+    checkpoint: bool = False  # whether there is a checkpoint, from which the same question is asked again
+    path: str = "straight"  # of attribution: "straight", "chords" or "layerwise"
+    head: str | None = None  # of the outputs
+    resumes: bool = False  # whether the recording is interrupted and resumed
+    of_average: bool = False  # whether influence and retraining are those of the averaged weights
 
     # ---- the package -------------------------------------------------------------------------------------------
 
@@ -368,6 +343,3 @@ def is_clear(error: BaseException) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_own = "epk_gp" in Path(last.filename).parts and (last.line or "").lstrip().startswith("raise")
     return is_own and isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
-
-
-# Which programs stand in one row of the table of docs/reliability.md.

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from odd_loops import OddLoop
+from odd_loops import FAULTS, OddLoop
 from odd_parts import BY_ROW, CHANGES, MIXING, OPTIMIZERS, Clipping
 from odd_programs import Program, outcome
 from torch import nn
@@ -152,12 +152,7 @@ def plant_parametrization(program: Program) -> None:
 
 
 def plant_swapped(program: Program) -> None:
-    program.stored = program.draw.choice(["disk", "disk", "thinned"])
-    program.files = "trained_again"
-
-
-def plant_partial_sums(program: Program) -> None:
-    program.files = program.draw.choice(["partial_sums", "partial_sums", "pieces"])
+    program.stored, program.files = program.draw.choice(["disk", "disk", "thinned"]), "trained_again"
 
 
 def plant_function(program: Program) -> None:
@@ -180,12 +175,7 @@ def plant_indices(program: Program) -> None:
     program.question = draw.choice([*DERIVATIVES, *SUMS[:-2]])
 
 
-def plant_estimator(program: Program) -> None:
-    program.loop.net_kind = program.draw.choice(["straight_through", "stop_gradient", "fake_quant", "embedding"])
-
-
-def plant_thinned(program: Program) -> None:
-    program.stored = "thinned"
+ESTIMATORS = ("straight_through", "stop_gradient", "fake_quant", "embedding")
 
 
 def plant_loaded(program: Program) -> None:
@@ -226,6 +216,15 @@ def plant_mixture(program: Program) -> None:
         loop.group_added = None
 
 
+def plant_fault(program: Program) -> None:
+    """One step that is not what the loop says."""
+    draw, loop = program.draw, program.loop
+    loop.fault, loop.fault_at = draw.choice(FAULTS), draw.randrange(loop.steps)
+    loop.net_kind = draw.choice(["mlp", "layer_norm", "batch_norm", "convolution"])
+    loop.dtype = torch.float32 if loop.fault == "precision" else torch.float64
+    program.question = draw.choice(["attribute", "reconstruct"])
+
+
 PLANT: dict[str, Callable[[Program], None]] = {
     "options": plant_options,
     "groups": plant_groups,
@@ -235,19 +234,22 @@ PLANT: dict[str, Callable[[Program], None]] = {
     "parametrization": plant_parametrization,
     "swapped": plant_swapped,
     "function": plant_function,
-    "partial_sums": plant_partial_sums,
+    "partial_sums": lambda p: setattr(p, "files", p.draw.choice(["partial_sums", "partial_sums", "pieces"])),
     "divergence": plant_divergence,
     "indices": plant_indices,
-    "estimator": plant_estimator,
-    "thinned": plant_thinned,
+    "estimator": lambda p: setattr(p.loop, "net_kind", p.draw.choice(ESTIMATORS)),
+    "thinned": lambda p: setattr(p, "stored", "thinned"),
     "loaded": plant_loaded,
     "rarities": plant_rarities,
     "mixture": plant_mixture,
     "sound": plant_nothing,
+    "fault": plant_fault,
 }
 THEMES = tuple(PLANT)
 
 ROWS: dict[str, tuple[str, ...]] = {
+    "one fault: index, label, weight, reduction, order, precision, buffer, left-over gradient, replaced weights":
+        ("fault",),
     "options changed in the loop, groups added, steps before the recording, clipping":
         ("options", "groups", "before", "clipping"),
     "forward passes without a loss, parametrizations, straight-through estimators, mixtures of all":

@@ -206,6 +206,8 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
+        if self._is_closed:
+            return
         self._is_recording, self._is_closed = False, True
         try:
             if kind is None:

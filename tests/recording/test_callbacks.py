@@ -1,4 +1,4 @@
-"""Training loops that belong to others: Lightning's automatic and manual optimization, Hugging Face's trainer."""
+"""Batches that say which rows they hold, and loops that belong to others: Lightning's and Hugging Face's trainers."""
 
 import sys
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import epk_gp as epk
 from epk_gp import callbacks
 from epk_gp.callbacks import IndexedDataset
 from epk_gp.optimizers.update_rules import ClipNorm
+from loops import data as points
+from loops import mlp
 
 M, C = 23, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -23,18 +25,46 @@ pytestmark = [
 
 @pytest.fixture
 def data():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(M, 4, dtype=torch.float64, generator=generator), torch.arange(M) % C
+    return points(M)
 
 
 @pytest.fixture
 def net():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, C)).double()
+    return mlp()
 
 
-def is_exact(trajectory, X):
+def assert_exact(trajectory, X, tolerance=1e-12):
     parts = epk.attribute(trajectory, X[:3] + 0.1)
-    return float((parts.total - parts.network).abs().max()) < 1e-12
+    assert parts.certified
+    assert float((parts.total - parts.network).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01])
+def test_batches_of_a_shuffled_loader_say_their_rows_and_augmentation_hidden_in_the_dataset_is_recorded(
+    data, net, shift
+):
+    X, y = data
+    dataset = IndexedDataset(TensorDataset(X + shift, y))
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9), []
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for indices, (inputs, labels) in DataLoader(dataset, batch_size=10, shuffle=True):
+            assert torch.equal(inputs, X[indices] + shift)
+            assert torch.equal(labels, y[indices])
+            seen.append(indices)
+            optimizer.zero_grad()
+            F.cross_entropy(net(inputs), labels).backward()
+            recorder.batch(indices)
+            optimizer.step()
+    assert dataset[-1][0] == M - 1
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(M))
+    assert_exact(recorder.trajectory, X)
+    passes = recorder.trajectory.steps[0].passes
+    assert torch.equal(passes[0].inputs.values, X[seen[0]] + shift) if shift else not passes
+
+
+def test_a_dataset_without_numbers_is_refused():
+    with pytest.raises(TypeError, match="items by index: got IterableDataset"):
+        IndexedDataset(IterableDataset())
 
 
 def test_callbacks_are_found_and_others_are_not():
@@ -54,13 +84,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
 def test_dictionaries_hold_their_index_under_the_key(data):
     X, y = data
-    items = IndexedDataset(Rows(X, y), key="index")
+    rows = [{"x": x, "labels": int(label)} for x, label in zip(X, y, strict=True)]
+    items = IndexedDataset(rows, key="index")
     assert items[-1]["index"] == M - 1
     assert torch.equal(items[3]["x"], X[3])
     with pytest.raises(TypeError, match="items must be dictionaries if there is a key: got tuple"):
         IndexedDataset(TensorDataset(X, y), key="index")[0]
     with pytest.raises(ValueError, match="must not have an entry 'x'"):
-        IndexedDataset(Rows(X, y), key="x")[0]
+        IndexedDataset(rows, key="x")[0]
 
 
 def lightning_module(lightning, net, step, make_optimizers, scale):
@@ -116,16 +147,18 @@ def plain_backward(module, loss, number):
     optimizer.step()
 
 
-def Adam(net):
-    return torch.optim.Adam(net.parameters(), lr=0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
         ({"options": {"val_check_interval": 0.5}}, 8),
-        ({"options": {"gradient_clip_val": 0.05}, "make_optimizers": Adam}, 8),
+        (
+            {
+                "options": {"gradient_clip_val": 0.05},
+                "make_optimizers": lambda net: torch.optim.Adam(net.parameters(), lr=0.01),
+            },
+            8,
+        ),
         ({"options": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}}, 4),
         ({"step": accumulate_by_hand, "weight": 0.5, "clip": ClipNorm(0.1)}, 4),
         ({"step": plain_backward, "weight": lambda batch: 1.0}, 8),
@@ -135,8 +168,8 @@ def Adam(net):
 def test_a_lightning_run_is_exact(data, net, options, steps, tmp_path):
     trajectory = fit_lightning(data, net, **options, folder=tmp_path / "run")
     assert trajectory.num_steps == steps
-    assert is_exact(trajectory, data[0])
-    assert is_exact(epk.load_trajectory(tmp_path / "run", net), data[0])
+    assert_exact(trajectory, data[0])
+    assert_exact(epk.load_trajectory(tmp_path / "run", net), data[0])
 
 
 @pytest.mark.slow
@@ -166,20 +199,8 @@ def test_a_lightning_run_with_dropout_batch_norm_and_two_optimizers_is_exact(dat
 
     trajectory = fit_lightning(data, net, step=alternate, make_optimizers=make_optimizers)
     assert trajectory.num_steps == 8
-    parts = epk.attribute(trajectory, data[0][:3] + 0.1)
-    assert float((parts.total - parts.network).abs().max()) < 1e-10
-    assert parts.statistics.any()
-
-
-class Rows(Dataset):
-    def __init__(self, X, y):
-        self.X, self.y = X, y
-
-    def __len__(self):
-        return len(self.X)
-
-    def __getitem__(self, i):
-        return {"x": self.X[i], "labels": int(self.y[i])}
+    assert_exact(trajectory, data[0], 1e-10)
+    assert epk.attribute(trajectory, data[0][:3]).statistics.any()
 
 
 class Classifier(nn.Module):
@@ -190,30 +211,29 @@ class Classifier(nn.Module):
         self.net = net
 
     def forward(self, x, labels=None):
-        logits = self.net(x)
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        return self.returned(self.net(x), labels, None)
+
+    @staticmethod
+    def returned(logits, labels, total):
+        if labels is None:
+            return {"logits": logits}
+        total = len(labels) if total is None else total
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / total, "logits": logits}
 
 
 class CountingClassifier(Classifier):
     """A model that divides by the number of labels of all batches of a step, as language models do."""
 
     def forward(self, x, labels=None, num_items_in_batch=None, **options):
-        logits = self.net(x)
-        if labels is None:
-            return {"logits": logits}
-        total = len(labels) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / total, "logits": logits}
-
-
-def logits_entry(returned):
-    return returned["logits"]
+        return self.returned(self.net(x), labels, num_items_in_batch)
 
 
 def fit_huggingface(data, net, folder, *, wrapped=True, model=Classifier, **arguments):
     transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
     X, y = data
-    dataset = IndexedDataset(Rows(X, y), key="index") if wrapped else Rows(X, y)
-    callback = callbacks.HuggingFaceRecorderCallback(X, y, output=logits_entry)
+    rows = [{"x": x, "labels": int(label)} for x, label in zip(X, y, strict=True)]
+    dataset = IndexedDataset(rows, key="index") if wrapped else rows
+    callback = callbacks.HuggingFaceRecorderCallback(X, y, output=lambda returned: returned["logits"])
     train_huggingface(transformers, model(net), dataset, callback, folder, **arguments)
     return callback.trajectory
 
@@ -238,8 +258,7 @@ def train_huggingface(transformers, model, dataset, callback, folder, **argument
 def test_a_hugging_face_run_is_exact(data, net, tmp_path, arguments, steps):
     trajectory = fit_huggingface(data, net, tmp_path, **arguments)
     assert trajectory.num_steps == steps
-    parts = epk.attribute(trajectory, data[0][:3] + 0.1)
-    assert float((parts.total - parts.network).abs().max()) < 1e-12
+    assert_exact(trajectory, data[0])
 
 
 def bert(transformers):

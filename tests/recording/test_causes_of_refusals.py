@@ -1,144 +1,70 @@
-"""A loop that cannot be recorded is told what of it cannot."""
+"""A loop that cannot be recorded is told what of it cannot, before its first step where that shows."""
 
 import pytest
 import torch
+from captured_loops import Odd
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
+from loops import data, mlp, record, sgd
 
 
-class Noisy(nn.Module):
-    """Adds noise whose size, or whose source, is the network's own affair."""
+class Mixing(nn.Module):
+    """Mixes rows or draws random numbers, in evaluation mode too."""
 
-    def __init__(self, kind):
+    def __init__(self, change):
         super().__init__()
-        self.first, self.last, self.kind, self.count = nn.Linear(4, 5), nn.Linear(5, 3), kind, 0
-        self.generator = torch.Generator().manual_seed(0) if kind == "generator" else None
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.inner, self.change = mlp(), change
 
     def forward(self, x):
-        h = torch.tanh(self.first(x))
-        if self.training:
-            self.count += self.kind == "attribute"
-            self.passes += self.kind == "buffer"
-            noise = torch.randn(h.shape, dtype=h.dtype, generator=self.generator)
-            h = h + noise / (1 + self.count + int(self.passes))
-        return self.last(h)
+        return self.inner(self.change(x))
 
 
-def layers(norm):
-    return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 3))
+def centred(x):
+    return x - x.mean(0)
 
 
-def train(net, call=lambda net, x: net(x), change=lambda net, step: None):
-    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
-    optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        net.train()
-        for step, batch in enumerate(torch.arange(12).split(4)):
-            change(net, step)
-            optimizer.zero_grad()
-            F.cross_entropy(call(net, X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return recorder.trajectory, X
+NETWORKS = {
+    "no_running_statistics": (
+        lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3, track_running_stats=False)).eval(),
+        r"'1' \(BatchNorm1d\) uses the statistics of the batch",
+    ),
+    "centred": (lambda: Mixing(centred), "must depend on its own input alone: evaluated together, 8 inputs"),
+    "zero_last_layer": (lambda: zero_final_layer(Mixing(centred)), "must depend on its own input alone"),
+    "dropout": (lambda: Mixing(lambda x: F.dropout(x, 0.3)), "deterministic network: two evaluations .* differ"),
+}
 
 
-def layer_by_layer(net, x):
-    for layer in net:
-        x = layer(x)
-    return x
+@pytest.mark.parametrize(("make", "message"), NETWORKS.values(), ids=NETWORKS.keys())
+def test_a_random_or_coupled_network_is_refused(make, message):
+    net, (X, y) = make().double(), data()
+    with pytest.raises(ValueError, match=message):
+        epk.Recorder(net, sgd(net), X, y)
 
 
-def rate(net, step):
-    net[1].p = 0.5 / (1 + step)
+def test_a_second_output_in_training_mode_is_named():
+    net, (X, y) = Odd("auxiliary").double(), data()
+    with pytest.raises(epk.StepMismatchError, match="step 0: .* returns tuple in training mode. Say with output="):
+        record(net, sgd(net), X, y, [None], value=lambda z, y: F.cross_entropy(z[0], y) + F.cross_entropy(z[1], y))
 
 
-def momentum(net, step):
-    net[1].momentum = 0.5 / (1 + step)
+LOSSES = {
+    "mixing": (
+        lambda z, t: F.cross_entropy(z, t.long(), reduction="none") / z.detach().std(), 3,
+        "must depend on its own row alone",
+    ),
+    "broadcast_rows": (lambda z, t: (z - t).square().clone(), 1, r"let it compare outputs\[:, 0\] with them"),
+    "broadcast_mean": (lambda z, t: (z - t).square().mean(), 1, r"let it compare outputs\[:, 0\] with them"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("net", "options", "message"),
-    [
-        pytest.param(
-            lambda: layers(nn.Dropout()), {"change": rate}, r"'1' \(Dropout\) has p=0.25 and had p=0.5", id="p"
-        ),
-        pytest.param(
-            lambda: layers(nn.BatchNorm1d(5)),
-            {"change": momentum},
-            "has momentum=0.5 and had momentum=0.1",
-            id="momentum",
-        ),
-        pytest.param(lambda: Noisy("attribute"), {}, "has count=2 and had count=", id="attribute"),
-        pytest.param(lambda: Noisy("buffer"), {}, "has passes=2 and had passes=", id="buffer"),
-        pytest.param(lambda: Noisy("generator"), {}, "a torch.Generator of its own", id="generator"),
-        pytest.param(
-            lambda: layers(nn.Dropout()), {"call": layer_by_layer}, "call the network itself, net", id="parts"
-        ),
-        pytest.param(
-            lambda: layers(nn.BatchNorm1d(5)),
-            {"call": layer_by_layer},
-            "call the network itself, net",
-            id="norm_of_parts",
-        ),
-    ],
-)
-def test_a_refusal_names_its_cause(net, options, message):
-    with pytest.raises(epk.StepMismatchError, match=message):
-        train(net(), **options)
-
-
-def test_gradients_that_are_clipped_one_by_one_are_named():
-    net = layers(nn.BatchNorm1d(5)).double()
-    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net.train()
-    F.cross_entropy(net(X), y).backward()
-    half = 0.5 * float(net[0].weight.grad.norm())
-    optimizer.zero_grad()
-
-    def train_clipped():
-        with epk.Recorder(net, optimizer, X, y) as recorder:
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch(None)
-            nn.utils.clip_grad_norm_([net[0].weight], half)
-            optimizer.step()
-
-    with pytest.raises(epk.StepMismatchError, match="gradients of single parameters that were clipped"):
-        train_clipped()
-
-
-@pytest.mark.parametrize("reduce", [torch.Tensor.clone, torch.Tensor.mean], ids=["rows", "mean"])
-def test_a_loss_that_broadcasts_its_targets_is_told_so(reduce):
-    net = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).double()
-    X, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
-    loss = epk.PerSampleLoss(lambda z, t: reduce((z - t).square()))
-    with pytest.raises(ValueError, match=r"let it compare outputs\[:, 0\] with them"):
-        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y, loss=loss)
-
-
-class Centred(nn.Module):
-    """Takes a moving mean off, as most people write one: the buffer is another tensor after each pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * h.mean(dim=0).detach()
-        return self.last(h - self.mean)
-
-
-def test_a_pass_may_put_another_tensor_in_the_place_of_a_buffer():
-    trajectory, X = train(Centred())
-    parts = epk.attribute(trajectory, X[:2])
-    assert parts.certified
-    assert parts.statistics.norm() > 1e-3 * parts.samples.norm()
+@pytest.mark.parametrize(("loss", "outputs", "message"), LOSSES.values(), ids=LOSSES.keys())
+def test_a_loss_that_mixes_rows_or_broadcasts_targets_is_refused(loss, outputs, message):
+    net, (X, y) = nn.Sequential(nn.Linear(4, outputs), nn.Flatten(0 if outputs == 1 else 1)).double(), data()
+    with pytest.raises(ValueError, match=message):
+        epk.Recorder(net, sgd(net), X, y.double(), loss=epk.PerSampleLoss(loss))
 
 
 class Bag(nn.Module):
@@ -161,12 +87,11 @@ class Bag(nn.Module):
     ids=["cut to the longest", "gathered from two processes"],
 )
 def test_rows_that_the_network_saw_otherwise_under_dropout_are_named(rows, length, cause):
-    torch.manual_seed(0)
     X = {"ids": torch.randint(1, 9, (24, 6)), "mask": torch.ones(24, 6).double()}
     y, net = torch.arange(24) % 3, Bag().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     with epk.Recorder(net, optimizer, X, y) as recorder:
-        nn.functional.cross_entropy(net(X["ids"][:rows, :length], X["mask"][:rows, :length]), y[:rows]).backward()
+        F.cross_entropy(net(X["ids"][:rows, :length], X["mask"][:rows, :length]), y[:rows]).backward()
         recorder.batch(torch.arange(8))
         with pytest.raises(epk.StepMismatchError, match=cause):
             optimizer.step()
@@ -183,33 +108,24 @@ class NextToken(nn.Module):
         return {"logits": self.out(torch.tanh(self.embed(ids)))}
 
 
-def train_on_tokens(targets):
-    torch.manual_seed(0)
-    net, ids = NextToken().double(), torch.randint(0, 7, (12, 5))
-    y = targets(ids)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, ids, y, output=lambda returned: returned["logits"][:, -1]) as recorder:
-        for batch in torch.arange(12).split(4):
-            optimizer.zero_grad()
-            scores = net(ids[batch])["logits"][:, :-1]
-            F.cross_entropy(scores.flatten(0, 1), ids[batch, 1:].flatten()).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return epk.attribute(recorder.trajectory, ids[:2])
-
-
-def shifted(ids):
-    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
-
-
 def test_a_language_model_is_told_to_shift_its_labels():
+    ids = torch.randint(0, 7, (12, 5))
+    shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+
+    def train(y):
+        net = NextToken().double()
+        return record(
+            net, sgd(net), ids, y, torch.arange(12).split(4), output=lambda returned: returned["logits"][:, -1],
+            value=lambda z, t: F.cross_entropy(z["logits"][:, :4].flatten(0, 1), (t[:, :4] if y is shifted else
+                                                                                 t[:, 1:]).flatten()),
+        )  # fmt: skip
+
     with pytest.raises(epk.StepMismatchError, match=r"label of the next one, as causal language models do: pass"):
-        train_on_tokens(lambda ids: ids)
-    assert train_on_tokens(shifted).certified
+        train(ids)
+    assert epk.attribute(train(shifted).trajectory, ids[:2]).certified
 
 
 def test_labels_of_positions_need_scores_of_positions():
-    X, y = torch.randn(12, 4, dtype=torch.float64), torch.zeros(12, 5, dtype=torch.int64)
-    net = nn.Linear(4, 3).double()
-    with pytest.raises(ValueError, match=r"got \(12, 5\). Several need scores \(n, T, V\)"):
-        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y)
+    X, net = data()[0], nn.Linear(4, 3).double()
+    with pytest.raises(ValueError, match=r"got \(10, 5\). Several need scores \(n, T, V\)"):
+        epk.Recorder(net, sgd(net), X, torch.zeros(10, 5, dtype=torch.int64))

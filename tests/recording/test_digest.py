@@ -12,46 +12,31 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 
-X = torch.tensor([[1.0], [2.0], [-1.0], [0.5]], dtype=torch.float64)
-Y = torch.tensor([[0.5], [1.0], [0.25], [-1.0]], dtype=torch.float64)
 STATES = [0.5, 0.4140625, 0.306396484375, 0.11346435546875, 0.08205127716064453]
-DIGESTS = {torch.float64: "a2a494c892ade4f8981b3f70f5bab250", torch.float32: "c7cdc224b3a0131b42b96e1c59479e03"}
-DATA_DIGESTS = {torch.float64: "3b57ef645b377f9462d291512ffef46d", torch.float32: "c5441667318a6bbe2f69d6e44e2a9b8c"}
+DIGESTS = {  # of the run and of its data
+    torch.float64: ("a2a494c892ade4f8981b3f70f5bab250", "3b57ef645b377f9462d291512ffef46d"),
+    torch.float32: ("c7cdc224b3a0131b42b96e1c59479e03", "c5441667318a6bbe2f69d6e44e2a9b8c"),
+}
 
 
-def record(path=None, dtype=torch.float64, **options):
+@pytest.mark.parametrize("dtype", DIGESTS, ids=str)
+def test_a_recorded_and_a_stored_run_have_the_digest_they_always_had_and_few_tensors(dtype, tmp_path):
     """One weight, momentum, a full batch, two small ones, and a step of two accumulated batches."""
     net = nn.Linear(1, 1, bias=False).to(dtype)
     with torch.no_grad():
         net.weight.fill_(0.5)
-    inputs, targets = X.to(dtype), Y.to(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
-    with epk.Recorder(net, optimizer, inputs, targets, loss=epk.MeanSquaredError(), folder=path, **options) as recorder:
-        for batch in (None, torch.tensor([0, 3]), torch.tensor([2])):
-            rows = slice(None) if batch is None else batch
+    X, y = torch.tensor([[[1.0], [2.0], [-1.0], [0.5]], [[0.5], [1.0], [0.25], [-1.0]]]).to(dtype)
+    optimizer, path = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5), tmp_path / "run"
+    with epk.Recorder(net, optimizer, X, y, loss=epk.MeanSquaredError(), folder=path) as recorder:
+        for batches in ([None], [[0, 3]], [[2]], [[0, 1], [2, 3]]):
             optimizer.zero_grad()
-            F.mse_loss(net(inputs[rows]), targets[rows]).backward()
-            recorder.batch(batch)
+            for batch in batches:
+                rows = slice(None) if batch is None else batch
+                (F.mse_loss(net(X[rows]), y[rows]) / len(batches)).backward()
+                recorder.batch(batch, weight=1 / len(batches))
             optimizer.step()
-        optimizer.zero_grad()
-        for rows in (torch.tensor([0, 1]), torch.tensor([2, 3])):
-            (0.5 * F.mse_loss(net(inputs[rows]), targets[rows])).backward()
-            recorder.batch(rows, weight=0.5)
-        optimizer.step()
-    return recorder.trajectory
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("dtype", DIGESTS, ids=str)
-def test_a_recorded_run_has_the_digest_it_always_had(dtype):
-    trajectory = record(dtype=dtype)
-    assert [float(state) for state in trajectory.states] == STATES
-    assert trajectory.digest == DIGESTS[dtype]
-    assert trajectory.data_digest == DATA_DIGESTS[dtype]
-
-
-def test_a_stored_run_has_that_digest_and_few_tensors(tmp_path):
-    record(tmp_path / "run")
-    assert epk.load_trajectory(tmp_path / "run", nn.Linear(1, 1, bias=False)).digest == DIGESTS[torch.float64]
-    chunk = load_file(tmp_path / "run" / "chunk-000001.safetensors")
+    for trajectory in (recorder.trajectory, epk.load_trajectory(path, nn.Linear(1, 1, bias=False).to(dtype))):
+        assert [float(trajectory.states[s]) for s in range(5)] == STATES
+        assert (trajectory.digest, trajectory.data_digest) == DIGESTS[dtype]
+    chunk = load_file(path / "chunk-000001.safetensors")
     assert chunk.keys() == {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.graphs import RecordedGraph
 from epk_gp.storage.files import checksum_file
+from loops import sgd
 from stored_runs import replace_header
 
 ALL = torch.arange(7)
-SGD = torch.optim.SGD
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +58,16 @@ def test_a_node_s_output_does_not_depend_on_which_others_are_asked_for(run):
     assert torch.equal(shares[0], shares[2])
 
 
-def test_the_recorded_tensors_are_copies():
-    x, edges, y = make_graph()
-    trajectory = record(make_net(), (x, edges, y))
-    before = epk.network_outputs(trajectory, ALL)
-    x.zero_()
-    assert torch.equal(epk.network_outputs(trajectory, ALL), before)
-
-
-def test_positions_and_keywords_are_one_call():
+def test_positions_and_keywords_are_one_call_and_the_recorded_tensors_are_copies():
     x, edges, y = make_graph()
     net = make_net(dropout=0.4)
-    optimizer = SGD(net.parameters(), lr=0.3)
-    with epk.Recorder(net, optimizer, epk.Graph(x, edge_index=edges), y) as recorder:
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(edge_index=edges, x=x)[LABELLED], y[LABELLED]).backward()
-            recorder.batch(LABELLED)
-            optimizer.step()
+    with epk.Recorder(net, sgd(net, 0.3), epk.Graph(x, edge_index=edges), y) as recorder:
+        F.cross_entropy(net(edge_index=edges, x=x)[LABELLED], y[LABELLED]).backward()
+        recorder.batch(LABELLED)
+        recorder.optimizer.step()
+    before = epk.network_outputs(recorder.trajectory, ALL)
+    x.zero_()
+    assert torch.equal(epk.network_outputs(recorder.trajectory, ALL), before)
     assert epk.reconstruct(recorder.trajectory, ALL).certified
 
 
@@ -83,7 +75,7 @@ def test_positions_and_keywords_are_one_call():
 def test_train_takes_a_graph():
     x, edges, y = make_graph()
     net = make_net()
-    trajectory = epk.train(net, epk.Graph(x, edges), y, optimizer=SGD(net.parameters(), lr=0.3), steps=4, batch_size=3)
+    trajectory = epk.train(net, epk.Graph(x, edges), y, optimizer=sgd(net, 0.3), steps=4, batch_size=3)
     assert len(trajectory.steps[0].batch) == 3
     machine = epk.reconstruct(trajectory, ALL)
     assert relative(machine.outputs - machine.network, machine.network) < 1e-12
@@ -109,54 +101,45 @@ def test_labels_that_the_loop_changed_are_found():
     assert epk.reconstruct(trajectory, ALL).certified
 
 
-@pytest.mark.slow
-def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
-    def loss(z, labels):
-        assert len(z) == len(labels)
-        return F.cross_entropy(z, labels, reduction="none")
-
-    trajectory = record(make_net(dropout=0.4), loss=epk.PerSampleLoss(loss))
-    expected = record(make_net(dropout=0.4))
-    shares, others = (epk.attribute(run, ALL[:2], head="logits").samples for run in (trajectory, expected))
-    assert relative(shares - others, others) < 1e-12
+def own_loss(z, labels):
+    assert len(z) == len(labels)
+    return F.cross_entropy(z, labels, reduction="none")
 
 
-@pytest.mark.slow
-def test_a_node_that_occurs_twice_has_both_shares():
-    twice = torch.tensor([5, 0, 5])
-    trajectory = record(
-        make_net(dropout=0.4), batch=twice, loss_of=lambda out, y: F.cross_entropy(out[twice], y[twice])
-    )
-    assert trajectory.steps[0].sample_weights is None
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("options", [{"batch": None}, {"loss": epk.PerSampleLoss(own_loss)}], ids=["all", "own_loss"])
+def test_a_loss_of_one_s_own_gets_the_batch_s_nodes_and_nodes_that_no_loss_reads_weigh_nothing(run, options):
+    """Weights of samples are read from the gradient in the outputs."""
+    shares = epk.attribute(record(make_net(dropout=0.4), **options), ALL[:2], head="logits").samples
+    expected = epk.attribute(run, ALL[:2], head="logits").samples
+    assert relative(shares - expected, expected) < 1e-9
+
+
+TWICE = torch.tensor([5, 0, 5])
+WEIGHT = 5 * torch.tensor([1 / 2, 1 / 2, 0.3 / 3, 0.3 / 3, 0.3 / 3], dtype=torch.float64)  # beside the mean's 1/5
+LOOPS = {
+    "a_node_twice": {"batch": TWICE, "loss_of": lambda out, y: F.cross_entropy(out[TWICE], y[TWICE])},
+    "two_losses_as_one_batch": {
+        "batch": torch.arange(5),
+        "weight": WEIGHT,
+        "loss_of": lambda out, y: F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5]),
+    },
+}
+
+
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_nodes_may_occur_twice_and_in_several_losses(options):
+    trajectory = record(make_net(dropout=0.4), **options)
+    assert (trajectory.steps[0].sample_weights is None) == ("weight" not in options)
     assert epk.attribute(trajectory, ALL).certified
-
-
-def test_several_losses_of_one_pass_are_one_batch_with_weights():
-    def two_losses(out, y):
-        return F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5])
-
-    weight = 5 * torch.tensor([1 / 2, 1 / 2, 0.3 / 3, 0.3 / 3, 0.3 / 3], dtype=torch.float64)  # beside the mean's 1/5
-    trajectory = record(make_net(dropout=0.4), steps=1, batch=torch.arange(5), weight=weight, loss_of=two_losses)
-    assert epk.reconstruct(trajectory, ALL).certified
 
 
 @pytest.mark.slow
 def test_a_network_may_normalise_over_its_nodes():
     """Statistics of the batch in evaluation mode mix points; of a graph they are part of the function."""
-    x, edges, y = make_graph()
     net = make_net()
     net.norm = nn.BatchNorm1d(5, track_running_stats=False).double()
-    machine = epk.reconstruct(record(net, (x, edges, y)), ALL)
-    assert machine.certified
-
-
-@pytest.mark.slow
-def test_nodes_that_the_loss_does_not_read_weigh_nothing():
-    """Weights of samples are read from the gradient in the outputs."""
-    trajectory = record(make_net(dropout=0.4), batch=None)
-    parts = epk.attribute(trajectory, ALL[:2], head="logits")
-    expected = epk.attribute(record(make_net(dropout=0.4)), ALL[:2], head="logits")
-    assert relative(parts.samples - expected.samples, expected.samples) < 1e-9
+    assert epk.reconstruct(record(net), ALL).certified
 
 
 @pytest.mark.mostly_slow
@@ -224,32 +207,22 @@ def edit_data(folder, change):
     replace_header(folder, data_blake2b=checksum_file(file, size, str(file)), data_bytes=size)
 
 
-def add_to_last_node(data):
-    data["graph.0"][-1, 0] += 1e-9
+MISSING = "must hold the tensor of its graph that the header describes by .*'key': 1"
+EDITS = {
+    "features": (
+        lambda data: data["graph.0"][-1, 0].add_(1e-9),
+        "the training data must have the digest in the header",
+    ),
+    "missing": (lambda data: data.pop("graph.1"), MISSING),
+    "shape": (lambda data: data.update({"graph.1": data["graph.1"][:, :-1].contiguous()}), MISSING),
+    "nodes": (
+        lambda data: data.update(inputs=data["inputs"].flip(0).contiguous()),
+        "inputs of a run on a graph must be the numbers of all nodes",
+    ),
+}
 
 
-def remove_edges(data):
-    del data["graph.1"]
-
-
-def shorten(data):
-    data["graph.1"] = data["graph.1"][:, :-1].contiguous()
-
-
-def reorder(data):
-    data["inputs"] = data["inputs"].flip(0).contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (add_to_last_node, "the training data must have the digest in the header"),
-        (remove_edges, "must hold the tensor of its graph that the header describes by .*'key': 1"),
-        (shorten, "must hold the tensor of its graph that the header describes by .*'key': 1"),
-        (reorder, "inputs of a run on a graph must be the numbers of all nodes"),
-    ],
-    ids=["features", "missing", "shape", "nodes"],
-)
+@pytest.mark.parametrize(("change", "message"), EDITS.values(), ids=EDITS)
 def test_an_edited_graph_is_found_on_disk(folder, change, message):
     edit_data(folder, change)
     with pytest.raises(ValueError, match=message):
@@ -278,38 +251,24 @@ def with_features(change):
     return faulty
 
 
-def with_step(change):
-    def faulty(run):
-        steps = list(run.steps)
-        steps[1] = change(steps[1])
-        return replace(run, steps=tuple(steps))
-
-    return faulty
+def with_step(**changes):
+    return lambda run: replace(run, steps=(run.steps[0], replace(run.steps[1], **changes), *run.steps[2:]))
 
 
 def with_pass(**changes):
-    return with_step(lambda step: replace(step, passes=(replace(step.passes[0], **changes),)))
+    return lambda run: with_step(passes=(replace(run.steps[1].passes[0], **changes),))(run)
 
 
-def move_feature(tensors):
-    tensors[0][2, 1] += 1e-4
+FAULTS = {
+    "feature": with_features(lambda tensors: tensors[0][2, 1].add_(1e-4)),
+    "edge": with_features(lambda tensors: tensors[1][:, 3].copy_(tensors[1][:, 3].flip(0))),
+    "mask": with_step(batch=torch.tensor([0, 2, 3, 6])),
+    "random_state": with_pass(random_state=torch.Generator().manual_seed(7).get_state()),
+    "modes": with_pass(modes=torch.zeros(4, dtype=torch.bool), random_state=None),
+}
 
 
-def turn_edge(tensors):
-    tensors[1][:, 3] = tensors[1][:, 3].flip(0)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        with_features(move_feature),
-        with_features(turn_edge),
-        with_step(lambda step: replace(step, batch=torch.tensor([0, 2, 3, 6]))),
-        with_pass(random_state=torch.Generator().manual_seed(7).get_state()),
-        with_pass(modes=torch.zeros(4, dtype=torch.bool), random_state=None),
-    ],
-    ids=["feature", "edge", "mask", "random_state", "modes"],
-)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_found(run, fault):
     assert epk.reconstruct(run, ALL).certified
     with pytest.warns(epk.CertificateWarning, match=r"not certified|step"):

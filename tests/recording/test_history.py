@@ -17,6 +17,7 @@ from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording import history as history_module
 from epk_gp.recording.history import RunHistory, TensorArena
+from loops import data, mlp, sgd
 
 P = 3
 
@@ -27,15 +28,20 @@ def in_background(monkeypatch):
     return monkeypatch
 
 
+def add(history, **seen):
+    step = Step(history.num_steps, 0.1, torch.arange(10), None, (ForwardPass(10, **seen),))
+    history.append(step, torch.full((P,), 0.5 * history.num_steps), stack_coefficients([LinearStep(lr=0.1)], [P]))
+
+
+def rows(values):
+    return SeenRows(torch.arange(10), values)
+
+
 def recorded(num_steps=4):
     """A history of random steps, made anew from the same numbers."""
-    generator = torch.Generator().manual_seed(0)
-    history = RunHistory(torch.zeros(P), "start")
-    update = stack_coefficients([LinearStep(lr=0.1)], [P])
-    for index in range(num_steps):
-        seen = SeenRows(torch.arange(10), torch.randn(10, 4, generator=generator))
-        step = Step(index, 0.1, torch.arange(10), None, (ForwardPass(10, inputs=seen),))
-        history.append(step, torch.randn(P, generator=generator), update)
+    generator, history = torch.Generator().manual_seed(0), RunHistory(torch.zeros(P), "start")
+    for _ in range(num_steps):
+        add(history, inputs=rows(torch.randn(10, 4, generator=generator)))
     return history
 
 
@@ -82,8 +88,7 @@ def test_an_error_while_hashing_is_not_lost(in_background):
         raise MemoryError("no memory")
 
     in_background.setattr(history_module, "fingerprint_step", fails)
-    step = Step(2, 0.1, None, None, (ForwardPass(10, inputs=SeenRows(torch.arange(10), torch.randn(10, 4))),))
-    history.append(step, torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
+    add(history, inputs=rows(torch.randn(10, 4)))
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory"):
             history.digest(3)
@@ -91,9 +96,8 @@ def test_an_error_while_hashing_is_not_lost(in_background):
 
 def test_a_pass_that_cannot_be_stored_is_refused_at_once(in_background):
     history = recorded(1)
-    bad = ForwardPass(10, inputs=SeenRows(torch.arange(10), torch.full((10, 4), float("nan"))))
     with pytest.raises(ValueError, match="finite"):
-        history.append(Step(1, 0.1, None, None, (bad,)), torch.zeros(P), stack_coefficients([LinearStep(lr=0.1)], [P]))
+        add(history, inputs=rows(torch.full((10, 4), torch.nan)))
     assert history.num_steps == 1
 
 
@@ -101,9 +105,8 @@ def test_the_random_state_of_a_recorded_pass_can_be_set_by_its_clone():
     """It lies in the arena: torch reads the state of a view of a larger tensor at another place."""
     state = torch.Generator().manual_seed(7).get_state()
     history = RunHistory(torch.zeros(P), "start")
-    update = stack_coefficients([LinearStep(lr=0.1)], [P])
-    for index in range(3):
-        history.append(Step(index, 0.1, None, None, (ForwardPass(10, random_state=state),)), torch.zeros(P), update)
+    for _ in range(3):
+        add(history, random_state=state)
     for step in history.steps:
         generator = torch.Generator()
         generator.set_state(step.passes[0].random_state.clone())
@@ -163,10 +166,8 @@ def test_recording_grows_by_its_states_only():
 
 @pytest.mark.slow
 def test_a_pickled_run_holds_its_own_numbers_only():
-    net = torch.nn.Linear(4, 3).double()
-    X = torch.randn(20, 4, dtype=torch.float64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = epk.train(net, X, torch.arange(20) % 3, optimizer=optimizer, steps=30, batch_size=5)
+    net, (X, y) = mlp(), data()
+    run = epk.train(net, X, y, optimizer=sgd(net), steps=30, batch_size=5)
     content = pickle.dumps(run)
     assert len(content) < 1 << 20  # blocks are 4 MiB each
     again = pickle.loads(content)

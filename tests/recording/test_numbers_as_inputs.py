@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
 from helpers import assert_close
+from loops import record, sgd
 
 X = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 1, 3])
 Y = torch.arange(10) % 3
@@ -20,23 +20,16 @@ def make_net(dropout=0.0):
     return nn.Sequential(*layers).double()
 
 
-def record(net, **options):
+def recorded(net, **options):
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, Y, **options) as recorder:
-        net.train()
-        for batch in torch.arange(10).split(4):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), Y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return recorder.trajectory
+    return record(net.train(), optimizer, X, Y, torch.arange(10).split(4), **options).trajectory
 
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_contributions_sum_to_the_network(dropout, tmp_path):
     net = make_net(dropout)
-    trajectory = record(net, folder=tmp_path / "run")
+    trajectory = recorded(net, folder=tmp_path / "run")
     asked = torch.tensor([7, 0, 0])
     parts = epk.attribute(trajectory, asked, head="logits")
     assert parts.certified
@@ -45,33 +38,20 @@ def test_contributions_sum_to_the_network(dropout, tmp_path):
     assert torch.equal(epk.attribute(loaded, asked, head="logits").samples, parts.samples)
 
 
-@pytest.mark.slow
-def test_a_block_is_that_of_the_definitions():
-    trajectory = record(make_net())
+def test_a_block_is_that_of_the_definitions_and_a_kernel_takes_columns():
+    trajectory = recorded(make_net())
     a, b = epk.Points(torch.arange(3), is_train=False), epk.Points(torch.arange(2, 6), is_train=True)
     block = epk.gram_block(trajectory, a, b, head="logits", rule=RULE)
     assert_close(block, reference.gram_block(trajectory, a, b, "logits", RULE))
-
-
-def test_a_kernel_takes_them_as_columns():
-    trajectory = record(make_net())
     K = epk.EPKKernel(trajectory, rule=RULE)(epk.train_copy(X[:, None]), epk.test_copy(X[:2, None])).to_dense()
     train, test = epk.Points(X, is_train=True), epk.Points(X[:2], is_train=False)
     assert_close(K, epk.gram_block(trajectory, train, test, rule=RULE).reshape(30, 6))
 
 
-def test_rows_of_other_points_are_refused():
+def test_rows_of_other_points_and_numbers_that_are_no_integers_are_refused():
     net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, Y) as recorder:
-        F.cross_entropy(net(X[:4]), Y[:4]).backward()
-        recorder.batch(torch.arange(4, 8))
-        with pytest.raises(epk.StepMismatchError, match=r"row 0 was X\[0\], the batch says X\[4\]"):
-            optimizer.step()
-
-
-def test_floating_point_numbers_need_a_column():
+    with pytest.raises(epk.StepMismatchError, match=r"row 0 was X\[0\], the batch says X\[4\]"):
+        record(net, sgd(net), X, Y, [torch.arange(4, 8)], call=lambda net, x: net(X[:4]))
     net = nn.Linear(1, 3).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"\(M,\) is for integers alone, .*: got \(10,\). Points .* X\[:, None\]"):
-        epk.Recorder(net, optimizer, X.double(), Y)
+        epk.Recorder(net, sgd(net), X.double(), Y)

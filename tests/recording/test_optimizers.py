@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.recording.setup import make_setup, trained_names
+from loops import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -20,17 +21,15 @@ EXPLAINED = [
 ]
 
 
-def recorded_by(net, optimizer, X, y, epochs=2, **actions) -> epk.Trajectory:
+def recorded_by(net, optimizer, X, y, epochs=2, trained=(), set_to_none=True, **actions) -> epk.Trajectory:
     """Record a loop; `actions` are called with network and optimizer before the step of their number."""
-    with epk.Recorder(net, optimizer, X, y, trained=actions.get("trained", ())) as recorder:
-        for s, batch in enumerate(batches(epochs)):
-            if f"at_{s}" in actions:
-                actions[f"at_{s}"](net, optimizer)
-            optimizer.zero_grad(set_to_none=actions.get("set_to_none", True))
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return recorder.trajectory
+
+    def before(step):
+        actions.get(f"at_{step}", lambda *_: None)(net, optimizer)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    options = {"trained": trained, "clear": False}
+    return record(net, optimizer, X, y, batches(epochs), before=before, **options).trajectory
 
 
 def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
@@ -40,38 +39,18 @@ def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
     assert result.certified
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [CASES[case] for case in EXPLAINED],
-    ids=EXPLAINED,
-)
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("name", "options"), [("Adadelta", {}), *(CASES[case] for case in EXPLAINED)])
 def test_a_recorded_run_is_explained(name, options):
     """`test_optimizer_rules` compares the steps of all options with torch's."""
     net, X, y = problem(name)
-    run = recorded_by(net, optimizer_for(name, options, net), X, y)
-    if not options:
-        assert_explained(run, X)
-    parts = epk.attribute(run, X[:2], head="logits")
-    assert parts.max_error <= 1e-10
-    assert parts.certified
+    assert_explained(recorded_by(net, optimizer_for(name, options, net), X, y), X)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["Adadelta", "ASGD", "NAdam", "Rprop", "SparseAdam"])
-def test_a_recorded_run_of_one_s_own_loop_is_explained(name):
-    net, X, y = problem(name)
-    assert_explained(recorded_by(net, optimizer_for(name, {}, net), X, y), X)
-
-
-def test_muon_asks_for_a_share_that_may_be_left():
+def test_muon_asks_for_a_share_that_may_be_left_and_lbfgs_is_refused():
     net, X, y = problem("Muon")
     with pytest.raises(ValueError, match="unexplained must be given for Muon"):
         epk.Recorder(net, optimizer_for("Muon", {}, net), X, y)
-
-
-def test_lbfgs_is_refused_when_recording_begins():
-    net, X, y = problem("SGD")
     with pytest.raises(ValueError, match="must take one gradient a step: LBFGS evaluates the loss several times"):
         epk.Recorder(net, torch.optim.LBFGS(net.parameters()), X, y)
 
@@ -84,10 +63,6 @@ def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net[0].requires_grad_(True)
 
 
-def stop_second_group(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = 0.0
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adadelta", "Rprop", "Adafactor"])
@@ -97,9 +72,8 @@ def test_parameters_may_freeze_and_thaw(name, set_to_none):
     net, X, y = problem(name)
     optimizer = optimizer_for(name, options, net)
     run = recorded_by(net, optimizer, X, y, epochs=3, at_2=freeze, at_6=thaw, set_to_none=set_to_none)
-    moves = [not torch.equal(run.weights(s)["0.weight"], run.weights(s + 1)["0.weight"]) for s in range(9)]
     momentum_goes_on = not set_to_none and name in ("SGD", "AdamW")
-    assert moves == [True, True, *4 * [momentum_goes_on], *3 * [True]]
+    assert moves(run) == [True, True, *4 * [momentum_goes_on], *3 * [True]]
     assert_explained(run, X)
 
 
@@ -110,46 +84,37 @@ def test_a_parameter_whose_state_is_empty_for_some_steps_is_explained(name):
     net, X, y = problem(name)
     optimizer = optimizer_for(name, {}, net)
     run = recorded_by(net, optimizer, X, y, at_0=freeze, at_3=thaw)
-    assert torch.equal(run.weights(0)["0.weight"], run.weights(3)["0.weight"])
-    assert not torch.equal(run.weights(0)["0.weight"], run.weights(4)["0.weight"])
+    assert moves(run) == [False, False, False, True, True, True]
     assert_explained(run, X)
+
+
+def moves(run, name="0.weight"):
+    return [not torch.equal(run.weights(s)[name], run.weights(s + 1)[name]) for s in range(run.num_steps)]
 
 
 @pytest.mark.slow
 def test_a_learning_rate_of_zero_is_a_step_of_nothing():
     net, X, y = problem("SGD")
     optimizer = torch.optim.Adam([{"params": net[0].parameters()}, {"params": net[2].parameters()}], lr=0.01)
-    run = recorded_by(net, optimizer, X, y, at_2=stop_second_group)
-    assert torch.equal(run.weights(2)["0.weight"], run.weights(6)["0.weight"])
+    run = recorded_by(net, optimizer, X, y, at_2=lambda *_: optimizer.param_groups[0].update(lr=0.0))
+    assert moves(run) == [True, True, False, False, False, False]
     assert_explained(run, X)
 
 
-def add_first_layer(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.05})
-
-
-def test_a_group_that_comes_later_is_named():
+def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated_and_named_elsewhere():
     net, X, y = problem("SGD")
-    net[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
 
     def grow(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        thaw(net, optimizer)
-        add_first_layer(net, optimizer)
+        optimizer.add_param_group({"params": net[0].requires_grad_(True).parameters(), "lr": 0.05})
 
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+    run = recorded_by(net, optimizer, X, y, at_2=grow, trained=["0.weight", "0.bias"])
+    assert moves(run) == [False, False, True, True, True, True]
+    assert_explained(run, X)
+    net[0].requires_grad_(False)
     says = r"a parameter that is in no optimizer when recording begins must stay untrained: '0\.weight' .*trained=\['0"
     with pytest.raises(epk.StepMismatchError, match=says):
-        recorded_by(net, optimizer, X, y, at_2=grow)
-
-
-@pytest.mark.slow
-def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated():
-    net, X, y = problem("SGD")
-    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
-    run = recorded_by(net, optimizer, X, y, at_2=add_first_layer, trained=["0.weight", "0.bias"])
-    moves = [not torch.equal(run.weights(s)["0.weight"], run.weights(s + 1)["0.weight"]) for s in range(6)]
-    assert moves == [False, False, True, True, True, True]
-    assert_explained(run, X)
+        recorded_by(net, torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9), X, y, at_2=grow)
 
 
 def test_names_of_parameters_that_are_trained_later_are_recorded():
@@ -159,6 +124,8 @@ def test_names_of_parameters_that_are_trained_later_are_recorded():
     assert setup.model.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     net[0].requires_grad_(False)
     assert trained_names(net, optimizer, ["0.bias"]) == ("0.bias", "2.weight", "2.bias")
+    both = [optimizer, torch.optim.Adam([net[0].bias.requires_grad_(True)])]
+    assert trained_names(net, both) == ("0.bias", "2.weight", "2.bias")
     with pytest.raises(ValueError, match="trained must hold names of the network's parameters: got 'no'"):
         trained_names(net, optimizer, ["no"])
 
@@ -196,13 +163,8 @@ def test_muon_beside_another_optimizer_is_explained_up_to_its_own_term(tmp_path,
     matrices, rest = ([p for p in net.parameters() if p.ndim == k] for k in (2, 1))
     optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.NAdam(rest, lr=0.01)]
     path = tmp_path / "run" if on_disk else None
-    with epk.Recorder(net, optimizers, X, y, unexplained=0.5, folder=path, check_every=3) as recorder:
-        for batch in batches(2):
-            net.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            for optimizer in optimizers:
-                optimizer.step()
+    options = {"unexplained": 0.5, "folder": path, "check_every": 3}
+    recorder = record(net, optimizers, X, y, batches(2), **options)
     run = recorder.trajectory
     assert run.update_rule == "Muon + NAdam"
     assert sorted(run.updates[3].left | run.updates[3].right) == [0, 2]
@@ -210,9 +172,3 @@ def test_muon_beside_another_optimizer_is_explained_up_to_its_own_term(tmp_path,
     assert parts.max_error <= 1e-12
     size = parts.unexplained.abs().max() / (parts.network - parts.initial).abs().max()
     assert 1e-5 < size < 0.1
-
-
-def test_several_optimizers_train_what_each_of_them_holds():
-    net, _, _ = problem("SGD")
-    optimizers = [torch.optim.SGD(net[2].parameters(), lr=0.1), torch.optim.Adam([net[0].bias])]
-    assert trained_names(net, optimizers) == ("0.bias", "2.weight", "2.bias")
