@@ -29,7 +29,7 @@ def images():
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2)).double()
     trajectory = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
     axes = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    parts = attribute_many(trajectory, X[:1], axes, rule=epk.gauss_legendre(2))
+    parts = attribute_many(trajectory, X[:1], axes, rule=epk.gauss_legendre(8))
     return trajectory, X[:1], prediction_breakdown(*parts, parts[0].network.argmax(1))
 
 
