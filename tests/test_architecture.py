@@ -46,15 +46,16 @@ def layer(module):
     return module.split(".")[0]
 
 
-def test_every_module_has_a_layer():
-    assert {layer(name) for name in MODULES} <= RANK.keys()
-
-
 def test_imports_point_from_later_layers_to_earlier_ones():
     for name, file in MODULES.items():
         for imported in imported_by(file) - {"epk_gp"}:  # the package itself: its version
             same_folder, earlier = layer(imported) == layer(name), RANK[layer(imported)] < RANK[layer(name)]
             assert same_folder or earlier, f"{name} imports {imported}"
+    assert {layer(name) for name in MODULES} <= RANK.keys()
+    assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
+    of_commands = [file.name for folder in ("experiments", "benchmarks") for file in own_files(folder)
+                   if "cli" in {layer(name) for name in imported_by(file)}]  # fmt: skip
+    assert of_commands == ["result_bytes.py"]  # it calls the commands, whose results are compared
 
 
 def test_imports_stand_at_the_top_of_their_file():
@@ -75,25 +76,6 @@ def test_modules_do_not_import_each_other_in_a_circle():
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"circle: {error.args[1]}")
-
-
-def test_the_command_line_and_plots_are_not_part_of_importing_the_package():
-    assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
-
-
-def test_experiments_and_benchmarks_do_not_import_the_command_line():
-    importing = {
-        file.name
-        for file in (*own_files("experiments"), *own_files("benchmarks"))
-        if "cli" in {layer(name) for name in imported_by(file)}
-    }
-    assert importing == {"result_bytes.py"}  # it calls the commands, whose results are compared
-
-
-def test_the_package_names_what_it_exports():
-    assert sorted(set(epk_gp.__all__)) == sorted(epk_gp.__all__)
-    for name in epk_gp.__all__:
-        assert hasattr(epk_gp, name)
 
 
 def test_no_file_is_longer_than_600_lines():
