@@ -23,30 +23,17 @@ WORDS = tuple("the film was slow but its end is a joy and nobody in the room cou
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a report holds.
+    """How much a report holds; views name `shown` samples of either sign."""
 
-    Attributes:
-        kind: Kind of the inputs: "image", "text", "values" or "position".
-        points: Explained test points.
-        classes: Names of the outputs, as a number.
-        explained: Classes that are explained for each point.
-        samples: Training samples.
-        shown: Samples that a view shows on each side.
-        layers: Names of layers, as a number.
-        ranges: Ranges of steps.
-        pairs: Whether views of a layer and a range together are stored.
-        pixels: Pixels on a side of an image.
-    """
-
-    kind: str = "image"
+    kind: str = "image"  # or "text", "values" or "position"
     points: int = 6
     classes: int = 4
-    explained: int = 2
+    explained: int = 2  # classes of each point
     samples: int = 300
     shown: int = 5
     layers: int = 3
     ranges: int = 4
-    pairs: bool = True
+    pairs: bool = True  # views of one layer and one range of steps
     pixels: int = 14
 
 
@@ -56,7 +43,7 @@ LARGE = Sizes(  # 60,000 training images
 
 
 def image(generator: np.random.Generator, pixels: int) -> str:
-    """Return a picture of a stroke as data."""
+    """Return a picture of a stroke, as data."""
     x, y = np.meshgrid(np.linspace(-1, 1, pixels), np.linspace(-1, 1, pixels))
     a, b, c = generator.normal(size=3)
     stroke = np.exp(-(((x - a / 4) ** 2 + (y - b / 4) ** 2 - 0.3 + c * x * y / 4) ** 2) / 0.02)
@@ -116,8 +103,7 @@ def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Itera
         "band": band.tolist(),
         "scores": [
             ["error score", round(1 - float(probabilities.max()), 6), "Probability that the predicted class is wrong."],
-            ["out-of-distribution score", round(generator.random(), 6), "Variance of the process at this point."],
-            ["entropy", round(float(generator.random()), 6), "Entropy of the probabilities."],
+            *([name, round(float(generator.random()), 6), f"The {name}."] for name in ("distance score", "entropy")),
         ],
         "explanations": {str(c): next(made) for c in explained},
     }

@@ -40,14 +40,7 @@ from epk_gp.quadrature.rules import (
 from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel, samples_of_overview
 from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty
-from epk_gp.report.request import (
-    ExplainedOutputs,
-    OtherInputs,
-    Process,
-    ReportRequest,
-    parse_request,
-    validate_results,
-)
+from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -89,7 +82,6 @@ def write_report(
     names: Sequence[str] | None = None,
     decode: Decode | None = None,
     top: int = 10,
-    by_layers: bool = True,
     influence: Influence | None = None,
     posterior: Process | None = None,
     outside: OtherInputs | None = None,
@@ -122,7 +114,6 @@ def write_report(
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         top: How many samples a view names of either sign.
-        by_layers: Whether layers are told apart.
         influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
@@ -158,7 +149,7 @@ def write_report(
         kernel_points=kernel_points, options=parsed,
     )  # fmt: skip
     validate_results(request)
-    look, divisions = appearance(trajectory, names, decode), divide(trajectory, by_layers=by_layers)
+    look, divisions = appearance(trajectory, names, decode), divide(trajectory)
     require_room(request, divisions, MAX_BYTES)
 
     found = explain(request, divisions, rule, path, top)
@@ -258,9 +249,6 @@ def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[s
             "Every recorded step was computed again from the training data: the largest difference of a weight is "
             f"{certificate.max_step_mismatch:.1e}, {certificate.mismatch_ratio:.2g} times what rounding explains"
             + (f" (in step {certificate.worst_step})." if certificate.worst_step >= 0 else "."),
-            "What is added along each step, or each stretch of several, was compared with the change of the network's "
-            f"output over it: the largest difference is {certificate.max_residual:.1e}, at most "
-            f"{certificate.residual_ratio:.2g} times what tolerance and rounding allow.",
         ]
     sentences.append(
         "The certificate concerns the sums. A contribution says what a sample added during this training; it does not "
@@ -387,11 +375,6 @@ def _training(run: Trajectory) -> Rows:
         options = ", ".join(f"{key}={value}" for key, value in said.items())
         name = "optimizer" if len(groups) == 1 else f"optimizer, group {number}"
         rows.append((name, f"{group.rule or 'update rule of one’s own'}: {options}"))
-    if passes := [forward for step in run.trained.steps for forward in step.passes]:
-        drew = sum(forward.random_state is not None or forward.device_random_state is not None for forward in passes)
-        seen = sum(forward.inputs is not None for forward in passes)
-        words = f"{len(passes):,}; {drew:,} drew random numbers, {seen:,} saw other rows than the data's"
-        rows.append(("recorded forward passes", words))
     return rows
 
 

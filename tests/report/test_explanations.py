@@ -148,22 +148,6 @@ def test_the_outputs_that_are_asked_for_are_explained(tmp_path):
         assert [{int(c) for c in point["explanations"]} for point in points] == expected
 
 
-@pytest.mark.parametrize("name", ["gradient_descent", pytest.param("batch_norm", marks=pytest.mark.slow)])
-def test_without_layers_the_terms_are_those_of_all_layers(tmp_path, name):
-    trajectory, X, y = report_case(name)
-    split, whole = (written(tmp_path, trajectory, X, y, explained=1, outputs=1, by_layers=by) for by in (True, False))
-    assert (whole["layers"], whole["quantum"]) == (["the network"], split["quantum"])
-    (a,), (b,) = (content["points"][0]["explanations"].values() for content in (split, whole))
-    limit = rounding_of(trajectory, split) / split["quantum"]
-    for key, view in b["views"].items():
-        assert terms_of(view) == view["total"]
-        other = a["views"][key.replace("0|", "*|", 1) if key[0] == "0" else key]
-        for (index, value, _), (other_index, expected, _) in zip(view["raised"], other["raised"], strict=True):
-            assert index == other_index
-            assert abs(value - expected) <= limit
-    assert b["views"]["*|*"]["statistics"] == pytest.approx(a["views"]["*|*"]["statistics"], abs=limit)
-
-
 @pytest.mark.parametrize("size", [1e-9, 0.3, 1.0, 77.0, 1e4, 8e9])
 def test_the_quantum_is_the_finest_in_which_sums_are_exact(size):
     quantum = choose_quantum(size)
