@@ -104,11 +104,6 @@ def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), activation(), nn.Linear(16, 12), activation(), nn.Linear(12, outputs))
 
 
-def _wide() -> nn.Module:
-    """A last layer that is so wide that its part under the softmax is averaged, not multiplied out."""
-    return nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3))
-
-
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
@@ -163,7 +158,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "tanh": (lambda: _mlp(nn.Tanh), (8,)),
     "gelu": (lambda: _mlp(nn.GELU), (8,)),
     "one_class": (lambda: _mlp(nn.Tanh, outputs=1), (8,)),
-    "wide": (_wide, (8,)),
+    # Its last layer's share under the softmax is averaged, not multiplied out.
+    "wide": (lambda: nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3)), (8,)),
     "linear": (lambda: nn.Sequential(nn.Linear(8, 3)), (8,)),
     "cnn": (_cnn, (2, 8, 8)),
     "conv1d": (_conv1d, (2, 8)),
@@ -218,16 +214,8 @@ def _recorded_case(name: str, steps: int, lr: float, dtype: torch.dtype, batch_s
     y = torch.arange(7) % outputs
     if outputs == 1:
         loss, y = epk.MeanSquaredError(), torch.linspace(-1, 1, 7, dtype=dtype)[:, None]
-    trajectory = epk.train(
-        net,
-        X,
-        y,
-        optimizer=torch.optim.SGD(net.parameters(), lr=lr),
-        steps=steps,
-        loss=loss,
-        batch_size=batch_size,
-        generator=generator,
-    )
+    options = {"steps": steps, "loss": loss, "batch_size": batch_size, "generator": generator}
+    trajectory = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=lr), **options)
     case = Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))
     return case, torch.get_rng_state()
 

@@ -5,7 +5,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,10 +25,6 @@ def load(monkeypatch):
     yield importlib.import_module
     for name in (*NAMES, *NEIGHBOURS):
         sys.modules.pop(name, None)
-
-
-def test_every_module_can_be_imported(load):
-    assert all(map(load, NAMES))
 
 
 def tiny(load, name):
@@ -127,27 +122,6 @@ def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing_an
     assert report.winners(TABLE, ["ours", "none"]) == another
     assert report.winners(TABLE, ["ours", "peer"]) == "**Best are ours at:** S, LDS, half (peer)."
     assert report.winners(TABLE, ["none"]) == "Not computed yet: none."
-
-
-@pytest.mark.slow
-def test_scores_that_explain_fewer_samples_are_compared_on_these(load, tmp_path, monkeypatch):
-    benchmark, agreement = load("run"), load("agreement")
-    (every,) = (score for score in benchmark.SCORES if score.name == "random")
-    monkeypatch.setattr(benchmark, "SCORES", [every, replace(every, name="random for some", most=2)])
-    monkeypatch.setattr(benchmark, "TINY", benchmark.TINY[:1])
-    benchmark.main(
-        out=tmp_path / "out", rows=tmp_path, seeds=1, subsets=6, environments=tmp_path, peers=False, tiny=True
-    )
-    all_of_them, some = json.loads((tmp_path / "out.json").read_text())["results"]["table"]
-    assert "LDS 0.5" in all_of_them
-    assert "LDS 0.5" not in some
-    problem, rows = tiny(load, "tiny MLP"), load("rows").Rows(tmp_path, "")
-    drawn = problem.subsets(0.5, 6)
-    true = load("truth").outcomes(problem, "LDS 0.5", drawn, rows)
-    for row, count in ((all_of_them, problem.num_explained), (some, 2)):
-        values = every.compute(SimpleNamespace(problem=problem, data=problem.data(), X_test=range(count)))
-        expected = agreement.linear_datamodeling_score(values[:2], drawn, true)
-        assert row["LDS 0.5 of few"] == pytest.approx(expected)
 
 
 @pytest.mark.slow

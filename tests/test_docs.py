@@ -88,19 +88,15 @@ def broken(where: str, page: Path, anchor: str | None, numbers: str | None) -> I
         return
     if anchor is not None and anchor not in anchors(page):
         yield f"{where}: {page.name} has no heading #{anchor}"
-    known = {match[1] for heading in headings(page) if (match := re.match(r"(\d+)\.? ", heading))}
-    for number in set(re.findall(r"\d+", numbers or "")) - known:
+    known = [heading.partition(" ")[0].rstrip(".") for heading in headings(page)] if numbers else []
+    for number in set(re.findall(r"\d+", numbers or "")).difference(known):
         yield f"{where}: {page.name} has no section {number}"
 
 
 def broken_in_source(source: str) -> list[str]:
     """References of a Python file, in its docstrings, comments or messages, that do not resolve."""
     text = re.sub(r"\s*\n\s*(?:# ?)?", " ", source)
-    errors = [
-        error
-        for match in DOCS_REFERENCE.finditer(text)
-        for error in broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
-    ]
+    errors = [error for match in DOCS_REFERENCE.finditer(text) for error in broken(match[0], *cited(match))]
     rest = DOCS_REFERENCE.sub("", text)
     pages = re.findall(r"(?<![\w/.-])[\w-]+\.md\b", rest)
     errors += [f"{page}: cite it with docs/ in front" for page in pages if not (ROOT / page).is_file()]
@@ -111,17 +107,21 @@ def broken_in_source(source: str) -> list[str]:
     return errors
 
 
+def cited(match: re.Match[str]) -> tuple[Path, str | None, str | None]:
+    return DOCS / match["page"], match["anchor"], match["numbers"]
+
+
 def broken_on_page(text: str, page: Path) -> list[str]:
     """References of a page, by link or in words, that do not resolve."""
     text = re.sub(r"\s+", " ", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
     errors = []
     for match in LINK.finditer(text):
         target = page.parent / match["page"] if match["page"] else page
-        cited = SECTION.search(match["text"]) if target.suffix == ".md" else None
-        errors += broken(match[0], target, match["anchor"], cited and cited["numbers"])
+        section = SECTION.search(match["text"]) if target.suffix == ".md" else None
+        errors += broken(match[0], target, match["anchor"], section and section["numbers"])
     text = LINK.sub("", text)
     for match in DOCS_REFERENCE.finditer(text):
-        errors += broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
+        errors += broken(match[0], *cited(match))
     for match in SECTION.finditer(DOCS_REFERENCE.sub("", text)):
         errors += broken(match[0], page, None, match["numbers"])
     return errors
@@ -188,18 +188,8 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     shown = re.findall(r"^::: (\S+)$", hooks.on_page_markdown(text), flags=re.MULTILINE)
     assert sorted(shown) == sorted(f"{module}.{name}" for name, module in public.items())
     assert all(resolves(name) for name in shown)
-
-
-def test_the_page_on_the_top_level_lists_what_it_exports():
     table = (DOCS / "reference" / "top-level.md").read_text().partition("| --- | --- |\n")[2]
     assert set(re.findall(r"`(\w+)`", table)) == set(epk.__all__)
-
-
-def test_every_figure_of_the_gallery_has_its_command():
-    gallery = "".join((DOCS / page).read_text() for page in ("figures.md", "experiments.md"))
-    for picture in (DOCS / "gallery").glob("*.[ps][nv]g"):
-        assert f"gallery/{picture.name}" in gallery
-        assert f"python experiments/{picture.stem}.py" in gallery
 
 
 def test_no_file_of_the_pages_is_a_template():

@@ -242,6 +242,7 @@ def saved(name: str) -> dict:
 
 def test_every_result_has_a_section_and_its_numbers_are_compared():
     assert SECTIONS.keys() == set(NAMES) == CLAIMS.keys() | NO_NUMBERS
+    assert SECTIONS.keys() == {picture.stem for picture in GALLERY.glob("*.[ps][nv]g")}
 
 
 @pytest.mark.parametrize("name", CLAIMS)

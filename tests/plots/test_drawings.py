@@ -70,14 +70,6 @@ def test_the_frame_of_an_image_tells_the_sign_without_colours(ax, contribution, 
     assert {spine.get_linewidth() > 1 for spine in ax.spines.values()} == {contribution != 0}
 
 
-def test_terms_start_where_the_one_above_ends(ax):
-    term_bars(ax, ["initial", "samples", "decay"], np.array([-0.5, 4.0, -1.5]), output="logit")
-    assert np.allclose([bar.get_x() for bar in ax.patches], [0, -0.5, 3.5, 0])
-    assert np.allclose(widths(ax), [-0.5, 4, -1.5, 2])
-    assert words(ax.get_yticklabels()) == ["initial", "samples", "decay", "logit"]
-    assert words(ax.texts) == ["▼ −0.5", "▲ +4", "▼ −1.5", "2"]
-
-
 def test_a_machine_is_drawn_against_its_network_and_the_largest_error_is_named(ax):
     network = torch.tensor([[0.0, 1.0], [2.0, 3.0]], requires_grad=True)
     machine = network + torch.tensor([[0.0, -0.25], [0.125, 0.0]])
@@ -104,19 +96,6 @@ def test_errors_below_the_rounding_are_drawn_in_its_band(ax):
     assert errors[[0, 2]] == pytest.approx([1e-3, 1e-6])
     assert 0 < errors[1] < rounding
     assert words(ax.get_legend().get_texts())[0] == "below the rounding of float64"
-
-
-def test_rules_of_a_family_share_colour_mark_and_line(ax):
-    rules = ["left Riemann 100", "left Riemann 1", "adaptive Gauss-Legendre 4, tol 1e-06", "midpoint"]
-    error_against_evaluations(ax, rules, [100, 1, 8, 2], [1e-4, 1e-1, 1e-7, 1e-2])
-    assert words(ax.get_legend().get_texts()) == ["left Riemann, n nodes"]
-    assert [line.get_xydata().tolist() for line in ax.lines] == [[[1, 1e-1], [100, 1e-4]], [[8, 1e-7]], [[2, 1e-2]]]
-    assert len({line.get_color() for line in ax.lines}) == len({line.get_marker() for line in ax.lines}) == 3
-    assert words(ax.texts) == ["100", "1", "adaptive Gauss-Legendre 4, tol 1e−6", "midpoint"]
-    other = ax.figure.add_subplot()  # many rules of one family repeat no colour for another
-    many = [f"Gauss-Legendre {n}" for n in range(1, 12)] + ["left Riemann 1"]
-    error_against_evaluations(other, many, list(range(1, 13)), [10.0**-n for n in range(12)])
-    assert [line.get_color() for line in other.lines] == list(PALETTE[:2])
 
 
 def test_rules_stand_at_cost_and_error_zero_is_named_and_names_keep_clear_of_each_other(ax):
@@ -199,13 +178,10 @@ TWO, CLASSES = np.ones(2), np.array([0, 1])
         (compare_outputs, (np.ones(1), np.array([np.nan]), "outputs"), "machine must be finite: got 1 entries"),
         (term_bars, (["a", "b"], np.ones(1)), r"values must have shape \(2,\): got \(1,\)"),
         (error_against_evaluations, (["a", "b"], [1], [1, 1]), "evaluations must have shape"),
-        (error_against_evaluations, (["a", "b"], [0, 1], [1, 1]), "positive"),
-        (error_against_evaluations, (["a", "b"], [1, 1], [1, -1]), "absolute errors"),
-        (error_against_evaluations, ([], [], []), "at least one name"),
         (risk_coverage, ({},), "at least one curve: got none"),
         (suspicion_bars, (TWO, ["#1"]), "names must name each label: got 1 names for 2 margins"),
     ],
-    ids=range(14),
+    ids=range(11),
 )
 def test_what_cannot_be_drawn_is_refused(ax, draw, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -327,32 +327,20 @@ def test_points_are_searched_and_sorted(open_report, content):
 def test_the_left_and_right_arrow_keys_show_the_neighbouring_points(open_report, content):
     """In the order of the list, to its ends; and not where they mean something else."""
     page, names = open_report(content), [point["name"] for point in content["points"]]
-
-    def check(number, *keys):
+    for place, keys, number in (
+        (None, ["ArrowLeft"], 0),
+        (None, ["ArrowRight"] * 3, 3),
+        ("#points a[aria-current]", ["ArrowLeft"], 2),
+        ("#explanation summary >> nth=0", ["ArrowRight"], 3),
+        ("#main", ["Shift+ArrowRight", "Control+ArrowRight", "Alt+ArrowUp"], 3),
+        ("#find", ["e", "ArrowLeft", "t"], 3),
+        ("#steps", ["ArrowRight"], 3),
+    ):
+        if place is not None:
+            page.locator(place).focus()
         press(page, *keys)
-        assert text(page, "#point-title") == names[number]
-
-    check(0, "ArrowLeft")
-    check(3, *["ArrowRight"] * 3)
-    assert names[3] in text(page, "#announcer")
-    page.locator("#points a[aria-current]").focus()
-    check(2, "ArrowLeft")
-    assert page.evaluate("document.activeElement.dataset.point") == "2"
-    page.locator("#explanation summary").first.focus()
-    check(3, "ArrowRight")
-    assert page.evaluate(FOCUS) == "main"
-    check(3, "Shift+ArrowRight", "Control+ArrowRight", "Alt+ArrowUp")
-    page.focus("#find")
-    page.keyboard.type("test")
-    press(page, "ArrowLeft", "x")
-    assert page.input_value("#find") == "tesxt"
-    page.fill("#find", "")
-    page.focus("#steps")
-    check(3, "ArrowRight")
-    page.click("nav a[data-view=overview]")
-    press(page, "ArrowRight")
-    page.click("nav a[data-view=prediction]")
-    check(3)
+        assert text(page, "#point-title") == names[number], place
+    assert page.input_value("#find") == "te"
 
 
 def test_the_keyboard_reaches_everything(open_report, content):
@@ -375,23 +363,19 @@ def test_the_keyboard_changes_everything(open_report, content):
     press(page, "Tab", "Enter")
     assert (page.evaluate(FOCUS), fragment(page)) == ("main", "")
     page.focus("#points a[tabindex='0']")
-    press(page, "ArrowDown", "ArrowDown", "ArrowUp", "End", "Home", "ArrowDown")
-    assert text(page, "#point-title") == names[0]
-    press(page, "Enter")
+    press(page, "ArrowDown", "ArrowDown", "ArrowUp", "End", "Home", "ArrowDown", "Enter")
     assert text(page, "#point-title") == names[1]
-    assert page.evaluate("document.activeElement.dataset.key") == "point 1"
+    assert page.evaluate(f"{ACTIVE}.dataset.key") == "point 1"
     for control in ("layer", "steps"):
         page.focus(f"#{control}")
         press(page, "ArrowDown")
         assert (page.evaluate(FOCUS), page.input_value(f"#{control}")) == (control, "0")
-        assert f"{control}=0" in fragment(page)
     page.focus("#next")
     press(page, "Enter")
     assert text(page, "#point-title") == names[2]
     page.focus("#digits")
     press(page, "Space")
     assert page.locator("#digits").get_attribute("aria-pressed") == "true"
-    assert names[2] in page.title()
 
 
 def test_changes_are_announced_and_only_what_is_visible_is_made(open_report, content):

@@ -33,11 +33,8 @@ def facts(content, title):
 def test_the_card_says_what_the_run_is(run, content):
     trajectory, X, _ = run
     own, training, identity = (facts(content, title) for title in ("Run", "Training", "Identity"))
-    assert own["parameters"].startswith(f"{trajectory.num_weights} weights")
-    assert own["inputs"].startswith("(12, 5)")
-    assert own["loss"] == str(trajectory.loss)
+    assert (own["loss"], own["digest"]) == (str(trajectory.loss), trajectory.digest)
     assert own["steps"].startswith("9 (batches of 12, learning rate 0.3")
-    assert own["digest"] == trajectory.digest
     assert "states" not in own  # which may name a folder of this machine
     assert facts(content, "Network")["0.weight"] == "6 × 5, 30 weights"
     assert training["classes"] == "3, with 4 to 4 samples each"
@@ -66,24 +63,19 @@ def test_the_certificate_is_that_of_the_attribution_and_a_report_that_has_none_s
         assert not written(tmp_path, wrong, X, y, explained=1, outputs=1)["certificate"]["certified"]
 
 
-def test_every_sample_that_is_named_is_shown(content):
+def test_points_and_every_sample_that_is_named_are_shown_with_labels_and_probabilities(run, content):
+    trajectory, X, y = run
     explanations = [explanation for point in content["points"] for explanation in point["explanations"].values()]
     views = [view for explanation in explanations for view in explanation["views"].values()]
     named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
-    assert {int(index) for index in content["samples"]["shown"]} == named
-    assert content["samples"]["count"] == 12
-    assert all(sample["label"] == int(index) % 3 for index, sample in content["samples"]["shown"].items())
-
-
-def test_points_have_their_labels_and_probabilities(run, content):
-    trajectory, X, y = run
+    shown = content["samples"]["shown"]
+    assert {int(index) for index in shown} == named
+    assert all(sample["label"] == int(index) % 3 for index, sample in shown.items())
     p = epk.network_outputs(trajectory, X).softmax(dim=1)
     assert content["overview"]["accuracy"] == float((p.argmax(dim=1) == y).double().mean())
     for n, point in enumerate(content["points"]):
-        assert point["predicted"] == int(p[n].argmax())
-        assert point["label"] == int(y[n])
+        assert (point["predicted"], point["label"], point["band"]) == (int(p[n].argmax()), int(y[n]), None)
         assert point["probabilities"] == pytest.approx(p[n].tolist(), rel=1e-4)
-        assert point["band"] is None
         assert point["input"]["values"][0] == ["x1", pytest.approx(float(X[n, 0]), rel=1e-3)]
     assert content["outputs"]["probabilities_of"] == "network"
 
@@ -171,22 +163,17 @@ def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
     M, L, R = 60_000, 5, 8
     cells = torch.randint(-(10**9), 10**9, (M, L, R), generator=generator)
     zero = torch.zeros(L, R, dtype=torch.int64)
-    ends = (0, *cells.sum(dim=(0, 1)).cumsum(0).tolist())
-    terms = Terms(1.0, cells, zero, zero[0], zero, ends)
+    terms = Terms(1.0, cells, zero, zero[0], zero, (0, *cells.sum(dim=(0, 1)).cumsum(0).tolist()))
     views = all_views(terms, 10, torch.arange(M) % 10, 10)
     assert len(views) == (L + 1) * (R + 1)
     assert len(json.dumps(views, separators=(",", ":"))) < 100_000
     for key, view in views.items():
-        assert terms_of(view) == view["total"]
-        assert terms_of(shorten(view, 2)) == view["total"]
-        assert len(view["raised"]) == len(view["lowered"]) == 10
+        assert terms_of(view) == terms_of(shorten(view, 2)) == view["total"]
         assert view["rest_raised"][0] + view["rest_lowered"][0] > 59_000, key
     samples = cells.sum(dim=(1, 2))
     assert [entry[1] for entry in views["*|*"]["raised"]] == samples.sort(descending=True).values[:10].tolist()
-    # the negative control: a cell that is left out is missed
-    fewer = replace(terms, samples=cells.index_fill(0, torch.tensor([7]), 0))
-    view = all_views(fewer, 10)["*|*"]
-    assert view["rounding"] == int(samples[7]) != 0
+    fewer = replace(terms, samples=cells.index_fill(0, torch.tensor([7]), 0))  # the negative control: it is missed
+    assert all_views(fewer, 10)["*|*"]["rounding"] == int(samples[7]) != 0
 
 
 def test_many_layers_are_joined_by_their_names_or_as_neighbours():
@@ -208,10 +195,8 @@ def test_many_layers_are_joined_by_their_names_or_as_neighbours():
     [
         ({"outputs": "most"}, ValueError, "'all' or a number of the 3 classes of a classifier: got 'most'"),
         ({"outputs": 4}, ValueError, "a number of the 3 classes of a classifier: got 4"),
-        ({"outputs": 0}, ValueError, "a number of the 3 classes of a classifier: got 0"),
         ({"explained": 0}, ValueError, "explained must be at least 1: got 0"),
         ({"explained": [0, 9]}, ValueError, r"different indices of X, 0\.\.7: got \[0, 9\]"),
-        ({"explained": [1, 1]}, ValueError, r"different indices of X, 0\.\.7: got \[1, 1\]"),
         ({"explained": [0.5]}, TypeError, "an index in explained must be a whole number: got 0.5"),
         ({"top": 0}, ValueError, "top must be at least 1: got 0"),
         ({"path": "layerwise"}, TypeError, r"path must be a path such as epk_gp.straight\(\).*got 'layerwise'"),
@@ -221,12 +206,9 @@ def test_many_layers_are_joined_by_their_names_or_as_neighbours():
         ({"decode": "utf-8"}, TypeError, "decode must be a function that makes a text of one input"),
         ({"kernel_points": -1}, ValueError, "kernel_points must be at least 0: got -1"),
         ({"posterior": 3}, TypeError, "posterior must be an UncertainClassifier, a LogitGP or a LogitPosterior of X"),
-        ({"suspects": [3]}, TypeError, "suspects must be a result of epk_gp.label_errors: got list"),
-        ({"uncertainty_map": 3}, TypeError, "uncertainty_map must be a result of uncertainty_on_plane: got int"),
         ({"influence": 3}, TypeError, "influence must be a result of epk_gp.influence: got int"),
         ({"outside": torch.zeros(2, 5)}, ValueError, "outside needs scores that tell such inputs"),
         ({"accumulate": torch.float64}, TypeError, r"write_report\(\) got an unexpected keyword argument 'accumulate'"),
-        ({"y": torch.arange(3)}, ValueError, "y must"),
         ({"y": [0] * 8}, TypeError, "y must be a torch.Tensor: got list"),
         ({"X": torch.zeros(3, 4, dtype=torch.float64)}, ValueError, r"X must have shape \(n, 5\)"),
         ({"trajectory": 3}, TypeError, "trajectory must be an epk_gp.Trajectory: got int"),
