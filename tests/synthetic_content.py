@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from epk_gp.plots.style import PALETTE, RAISED, WRONG, new_figure, styled
+from epk_gp.plots.style import RAISED, WRONG, new_figure, styled
 from epk_gp.report.explanations import Terms, all_views, is_margin
 from epk_gp.report.overview import svg
 
@@ -121,18 +121,6 @@ def figure(generator: np.random.Generator) -> Any:
     return drawing
 
 
-@styled
-def map_figure(predicted: np.ndarray) -> Any:
-    """Return a picture of the predicted classes that fills its whole figure."""
-    drawing = new_figure(4.0, 4.0)
-    drawing.set_layout_engine("none")
-    axes = drawing.add_axes((0.1, 0.1, 0.8, 0.8))
-    levels = np.arange(int(predicted.max()) + 2) - 0.5
-    axes.contourf(np.linspace(-3, 3, predicted.shape[1]), np.linspace(-3, 3, predicted.shape[0]), predicted,
-                  levels=levels, colors=PALETTE[: len(levels) - 1], alpha=0.5)  # fmt: skip
-    return drawing
-
-
 def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int]) -> dict[str, Any]:
     """Return a map of the plane."""
     ny, nx, my, mx = 24, 30, 6, 6
@@ -145,7 +133,7 @@ def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int
         "extent": [-3, 3, -3, 3],
         "axes": ["first input", "second input"],
         "shape": [ny, nx],
-        "svg": svg(map_figure(predicted)),
+        "svg": svg(figure(generator)),
         "area": [0.1, 0.1, 0.9, 0.9],
         "predicted": predicted.reshape(-1).tolist(),
         "wrong": wrong.reshape(-1).tolist(),

@@ -155,9 +155,10 @@ def test_what_does_not_resolve_or_is_cut_off_is_found():
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module of the package, or something in one."""
+    """Whether a dotted name is a module of the package, which is not imported, or something in one."""
+    place = ROOT.joinpath(*name.split("."))
     try:
-        return pkgutil.resolve_name(name) is not None
+        return place.is_dir() or place.with_suffix(".py").is_file() or pkgutil.resolve_name(name) is not None
     except (ImportError, AttributeError):
         return False
 

@@ -60,11 +60,7 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[style.Numbers, " n"]], 
     Raises:
         ValueError: A score is not finite.
     """
-    colours = (
-        (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION, style.PALETTE[6])
-        if len(scores) > 1
-        else (style.OUT_OF_DISTRIBUTION,)
-    )
+    colours = (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION, style.PALETTE[6])[len(scores) == 1 :]
     for number, ((name, values), colour) in enumerate(zip(scores.items(), colours, strict=False)):
         array = style.as_numpy(name, values)
         # The first is filled and the others are outlines: they are told apart where they overlap, and without colours.

@@ -24,16 +24,12 @@ def reliability_diagram(
     count: Int[style.Numbers, " B"],
 ) -> None:
     """Draw the share of right predictions of the points of each bin against their mean confidence, larger for more."""
-    x, y, n = (
-        style.as_numpy("confidence", confidence),
-        style.as_numpy("accuracy", accuracy),
-        style.as_numpy("count", count),
-    )
+    given = {"confidence": confidence, "accuracy": accuracy, "count": count}
+    x, y, n = (style.as_numpy(name, values) for name, values in given.items())
     ax.plot([0, 1], [0, 1], color=style.GREY, linewidth=1, linestyle="--", label="confidence = accuracy")
     ax.plot(x, y, color=style.EXACT, linewidth=1.2)
-    ax.scatter(
-        x, y, s=20 + 180 * n / n.max(), color=style.EXACT, zorder=3, label="points of a bin; larger: more of them"
-    )
+    sizes, label = 20 + 180 * n / n.max(), "points of a bin; larger: more of them"
+    ax.scatter(x, y, s=sizes, color=style.EXACT, zorder=3, label=label)
     ax.set(xlabel="confidence: probability of the predicted class", ylabel="share predicted rightly")
     ax.set(xlim=(-0.02, 1.04), ylim=(-0.02, 1.06))
     ax.legend(fontsize=style.SMALL, loc="lower right")
