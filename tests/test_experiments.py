@@ -3,7 +3,7 @@
 import importlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from epk_gp.plots.summaries import compare_outputs
 from harness import Experiment, floats_as_text, floats_from_text, main, words_in, words_of
 
 FOLDER = Path(__file__).parents[1] / "experiments"
@@ -86,45 +85,6 @@ def test_the_experiment_runs_and_redraws(name, tmp_path):
     assert pictures[0] == pictures[1]
     saved = json.loads((tmp_path / f"{name}.json").read_text())
     assert saved.keys() == {"experiment", "config", "results", "versions", "machine", "seconds"}
-
-
-@dataclass(frozen=True)
-class NoSizes:
-    pass
-
-
-@dataclass(frozen=True)
-class Outputs:
-    network: list[float]
-    machine: list[float]
-    rows: list[dict[str, list[float]]]
-
-
-def small_errors(_: NoSizes) -> Outputs:
-    network = [1 / 3, -math.pi, 1e300, 5e-324]
-    machine = [math.nextafter(value, math.inf) for value in network]
-    return Outputs(network, machine, [{"pair": [0.1 + 0.2, 2 / 3]}])
-
-
-def draw_errors(result: Outputs) -> Figure:
-    figure = Figure()
-    compare_outputs(figure.subplots(), np.array(result.network[:2]), np.array(result.machine[:2]), "outputs")
-    return figure
-
-
-def test_a_saved_result_has_every_digit_and_draws_the_same_errors(tmp_path):
-    experiment = Experiment("errors", NoSizes(), NoSizes(), Outputs, small_errors, draw_errors)
-    (live, again), figures, pictures = run_and_redraw(experiment, tmp_path)
-    assert live == again == small_errors(NoSizes())
-    assert_drawn_alike(*figures)
-    assert pictures[0] == pictures[1]
-    assert words_of(figures[1])[-1] == "kernel machine: largest |error| 4.4e−16"  # one unit in the last place of π
-    live = small_errors(NoSizes())  # the negative control of the comparison: six digits leave no error
-    rounded = replace(live, **{k: [float(f"{v:.6g}") for v in getattr(live, k)] for k in ("network", "machine")})
-    assert words_of(draw_errors(rounded))[-1] == "kernel machine: largest |error| 0"
-    same_words = replace(live, network=[2 * v for v in live.network], machine=[2 * v for v in live.machine])
-    with pytest.raises(AssertionError):
-        assert_drawn_alike(draw_errors(live), draw_errors(same_words))
 
 
 def test_large_arrays_are_written_as_text_in_every_digit():

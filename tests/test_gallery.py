@@ -103,7 +103,6 @@ def quadrature(r: dict) -> list[str]:
     return [
         f"One node is off by {error['left Riemann 1']:.2g},",
         f"200 left Riemann nodes leave {power(error['left Riemann 200'])},",
-        f"eight nodes leave {power(error['Gauss-Legendre 8'], 0)}.",
         f"leaves {power(r['max_error'][-1])} with {cost:.1f} evaluations: {power(r['gain'], 0)} times more exact",
         f"at {100 * cost / 200:.0f} % of their cost",
     ]
@@ -129,7 +128,6 @@ def notebook(r: dict) -> list[str]:
     assert r["same_prediction"] == 1
     assert r["gram_smallest_eigenvalue"] > 0
     return [
-        f"{r['num_test']} test images",
         f"is {power(r['max_confidence_error'])}, of an output {power(r['max_output_error'])}, with "
         f"{r['evaluations']:.1f} evaluations",
         f"on {100 * r['notebook_agreement']:.1f} % of the images with a mean confidence of "

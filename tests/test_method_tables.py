@@ -60,24 +60,6 @@ def test_where_another_method_wins_is_said_first(tables):
     assert "EPK-GP is the best, or as good, at:" in (DOCS / "experiments.md").read_text()
 
 
-def test_networks_of_the_largest_training_set_stand_beside_each_other(tables):
-    about = [("mnist", "CNN", 10), ("fashion-mnist", "MLP 64", 20), ("mnist", "MLP 64", 20), ("mnist", "CNN", 20)]
-    columns = ["error AUROC", "accuracy"]
-    table = [
-        {"data": data, "network": net, "num_train": n, "method": method, "values": [[auroc / k, 0], [k / 10, 0]]}
-        for k, (data, net, n) in enumerate(about, 1)
-        for method, auroc in (("softmax, as trained", 0.8), ("EPK-GP", 0.6))
-    ]
-    measures = tables._largest_measures("error AUROC", ["error AUROC"])({"columns": columns, "table": table})
-    assert [measure.name for measure in measures] == [
-        "MNIST, MLP 64: error AUROC", "MNIST, CNN: error AUROC", "Fashion, MLP 64: error AUROC",
-    ]  # fmt: skip
-    assert tables.method_table(table, measures).splitlines()[2:] == [
-        "| softmax, as trained | **0.267** | **0.200** | **0.400** |",
-        "| EPK-GP | 0.200 | 0.150 | 0.300 |",
-    ]
-
-
 def test_what_the_pages_say_of_converged_networks_is_in_the_saved_result(tables):
     """`deciding.md` and `experiments.md` say it in words: level with an ensemble, no gain with 512 units on MNIST."""
     r = saved("judged_networks")
