@@ -145,22 +145,19 @@ def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None
 
 
 def map_handles(
-    labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None, boundary: bool = True
+    labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None
 ) -> list[Artist]:
     """Return the entries of a legend that several maps share: one per class of training points, and the boundary.
 
     Args:
         labels: Classes of the points that are drawn.
         names: Names of the classes, in order; None means "class 0", "class 1", …
-        boundary: Whether the decision boundary is drawn.
     """
-    present = np.unique(style.as_numpy("labels", labels)).tolist()
     handles: list[Artist] = [
         Line2D([], [], color=style.class_colour(c), marker="o", linestyle="", label=style.class_name(c, names))
-        for c in present
+        for c in np.unique(style.as_numpy("labels", labels)).tolist()
     ]
-    line = Line2D([], [], color=style.INK, linewidth=1.2, label="decision boundary of the network")
-    return [*handles, line] if boundary else handles
+    return [*handles, Line2D([], [], color=style.INK, linewidth=1.2, label="decision boundary of the network")]
 
 
 @style.styled

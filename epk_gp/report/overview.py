@@ -76,13 +76,6 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
     }
 
 
-def samples_of_overview(content: dict[str, Any]) -> set[int]:
-    """Return every training sample that the overview names."""
-    named = set() if content["suspects"] is None else {row[0] for row in content["suspects"]["rows"]}
-    behind = [] if content["map"] is None else content["map"]["behind"]
-    return named | {index for cell in behind for index in cell}
-
-
 def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
     found, bins = calibration(probabilities, true, bins=_BINS), reliability_bins(probabilities, true, bins=_BINS)
     filled = bins.count > 0
@@ -163,9 +156,8 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     rows = []
     for index, expected in expected_classes(found).items():
         k = int((found.points == index).nonzero()[0, 0])
-        numbers = (found.scores[k], found.margin[k], found.aum[k])
-        classes = (names[int(labels[index])], names[expected])
-        rows.append([index, *classes, *(significant(float(value), 4) for value in numbers)])
+        numbers = (significant(float(values[k]), 4) for values in (found.scores, found.margin, found.aum))
+        rows.append([index, names[int(labels[index])], names[expected], *numbers])
     sentence = (
         f"The {len(rows)} most suspicious of {len(found)} labels, the worst first. The score is from 0 to 1 and is a "
         "mean of two ranks: the margin of the label when the process predicts the sample from all others (below 0 "

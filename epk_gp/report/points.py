@@ -88,13 +88,11 @@ class Appearance:
 
     def describe_cut(self) -> str | None:
         """Return which numbers of a point a report leaves out; None if it shows all."""
-        row = self.trajectory.inputs[0]
-        if row.numel() <= _MAX_VALUES_OF_SAMPLE or "values" not in self.show(row):
+        row, most = self.trajectory.inputs[0], _MAX_VALUES_OF_SAMPLE
+        if row.numel() <= most or "values" not in self.show(row):
             return None
-        return (
-            f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point, and the first "
-            f"{_MAX_VALUES_OF_SAMPLE} of a training sample"
-        )
+        explained = f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point"
+        return f"{explained}, and the first {most} of a training sample"
 
 
 def appearance(trajectory: Trajectory, names: Sequence[str] | None, decode: Decode | None) -> Appearance:

@@ -28,7 +28,7 @@ from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
 from epk_gp.quadrature import rules
 from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
-from epk_gp.report.overview import expected_classes, overview, reason_without_kernel, samples_of_overview
+from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
 from epk_gp.storage.files import atomic_write
@@ -320,7 +320,9 @@ def _named(content: dict[str, Any]) -> set[int]:
     explained = (explanation for point in content["points"] for explanation in point["explanations"].values())
     views = (view for explanation in explained for view in explanation["views"].values())
     named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
-    return named | samples_of_overview(content["overview"])
+    suspects, plane = content["overview"]["suspects"], content["overview"]["map"]
+    named |= {row[0] for row in suspects["rows"]} if suspects else set()
+    return named | {index for cell in plane["behind"] for index in cell} if plane else named
 
 
 def _run_card(run: Trajectory, how: Rows) -> list[dict[str, Any]]:
