@@ -266,13 +266,12 @@ def covered_words(figure: Figure) -> list[str]:
     ]
 
 
-SHOWN = 7.6  # inches: the site's column at 100 pixels an inch
 LEGIBLE = 8  # points: 11 pixels
 
 
 def smallest_text(figure: Figure) -> float:
-    """The smallest text in points, at the size at which the page shows the figure."""
-    return min(text.get_fontsize() for text in texts_of(figure)) * min(1.0, SHOWN / figure.get_figwidth())
+    """The smallest text in points, as the site's column of 7.6 inches shows it."""
+    return min(text.get_fontsize() for text in texts_of(figure)) * min(1.0, 7.6 / figure.get_figwidth())
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])

@@ -24,7 +24,6 @@ class Reader(HTMLParser):
         super().__init__()
         self.elements, self.texts, self.inside = [], {}, None
         self.feed(document)
-        self.close()
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -45,10 +44,7 @@ def content():
 def hostile(content):
     """Return the content with text in every place that tries to become a part of the document."""
     content = copy.deepcopy(content)
-    content["title"] = HOSTILE
-    content["outputs"]["classes"][0] = HOSTILE
-    content["layers"][0] = HOSTILE
-    content["points"][0]["name"] = HOSTILE
+    content["title"] = content["outputs"]["classes"][0] = content["layers"][0] = content["points"][0]["name"] = HOSTILE
     content["card"][0]["rows"][0] = [HOSTILE, HOSTILE]
     content["certificate"]["sentences"][0] = HOSTILE
     return content
