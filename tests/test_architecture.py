@@ -1,6 +1,7 @@
 """Imports point one way: optimizers, core, storage and recording; autodiff to kernel_machine; kernels, gp; the rest."""
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,10 +28,16 @@ def own_files(folder: str) -> list[Path]:
 MODULES = {name.removesuffix(".__init__"): file for name, file in FILES.items() if name != "__init__"}
 
 
+@functools.cache
+def parsed(file):
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def imported_by(file):
     """Return every module of the package that a file imports, anywhere in the file."""
     modules = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
             for alias in node.names:
@@ -61,7 +68,7 @@ def test_imports_point_from_later_layers_to_earlier_ones():
 def test_imports_stand_at_the_top_of_their_file():
     """A function-local import of the package hides a cycle."""
     for file in MODULES.values():
-        tree = ast.parse(file.read_text())
+        tree = parsed(file)
         at_top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in at_top:
@@ -87,7 +94,7 @@ def test_no_file_is_longer_than_600_lines():
 def test_public_functions_have_at_most_six_positional_parameters():
     """Keyword-only parameters name themselves where they are passed; those of commands are options."""
     for name, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and layer(name) != "cli":
                 positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
                 bound = positional[:1] in (["self"], ["cls"])
@@ -96,13 +103,14 @@ def test_public_functions_have_at_most_six_positional_parameters():
 
 def test_the_reader_of_imports_sees_every_form(tmp_path):
     """The negative control."""
-    file = tmp_path / "module.py"
-    for source, names in {
+    forms = {
         "from epk_gp.gp.models import LogitGP": {"gp.models"},
         "from epk_gp.storage import schema": {"storage.schema"},
         "def f():\n    import epk_gp.cli": {"cli"},
         "import torch\nfrom torch import Tensor": set(),
         "from epk_gp import __version__": {"epk_gp"},
-    }.items():
+    }
+    for number, (source, names) in enumerate(forms.items()):
+        file = tmp_path / f"{number}.py"
         file.write_text(source)
         assert imported_by(file) == names
