@@ -132,7 +132,6 @@ def draw(result: Result) -> Figure:
             boundary=classes_from_text(result.network_class),
             limits=(0.0, 1.0),
             colorbar=False,
-            legend=False,
         )
     for ax in axes[1:]:
         ax.set_ylabel("")

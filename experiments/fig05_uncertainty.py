@@ -153,7 +153,6 @@ def draw(result: Result) -> Figure:
                 labels=np.array(m["labels"]),
                 boundary=classes_from_text(m["network_class"]),
                 colorbar_label="relative to the training points' mean" if key == "kernel" else "standard deviation",
-                legend=False,
             )
         axes[1].set_ylabel("")  # that of the left map serves both
     figure.legend(handles=map_handles(result.maps[0]["labels"]), loc="outside lower center", ncols=4)

@@ -113,53 +113,6 @@ def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), activation(), nn.Linear(16, 12), activation(), nn.Linear(12, outputs))
 
 
-def _wide() -> nn.Module:
-    """A last layer that is so wide that its part under the softmax is averaged, not multiplied out."""
-    return nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3))
-
-
-def _cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(4, 6, (3, 1), groups=2, padding="same"), nn.GELU(), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24,
-        3),
-    )  # fmt: skip
-
-
-def _conv1d() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(2, 4, 3, padding=1, stride=2, padding_mode="circular"), nn.Tanh(),
-        nn.Conv1d(4, 4, 3, dilation=2, bias=False, padding=(1,)), nn.Flatten(), nn.Linear(8, 3),
-    )  # fmt: skip
-
-
-def _conv3d() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv3d(2, 4, (2, 1, 2), dilation=(1, 1, 2), padding=(0, 1, 0), groups=2), nn.ReLU(),
-        nn.Conv3d(4, 2, 2, stride=(1, 2, 1)), nn.Flatten(), nn.Linear(4, 3),
-    )  # fmt: skip
-
-
-def _norms() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, padding=1), nn.InstanceNorm1d(4, affine=True), nn.GELU(),
-        nn.LayerNorm((4, 4)), nn.RMSNorm(4), nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3),
-    )  # fmt: skip
-
-
-def _wide_conv() -> nn.Module:
-    """So many channels at so few positions that factors are cheaper than the dense gradient."""
-    return nn.Sequential(
-        nn.Conv2d(2, 40, 3, padding=1), nn.Tanh(), nn.Conv2d(40, 30, 3), nn.Flatten(), nn.Linear(30, 3)
-    )
-
-
-def _transposed() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 2, 2)), nn.ConvTranspose2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
-    )
-
-
 def _frozen_batch_norm() -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     net[1].running_mean.copy_(torch.linspace(-1, 1, 8))
@@ -172,14 +125,33 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "tanh": (lambda: _mlp(nn.Tanh), (8,)),
     "gelu": (lambda: _mlp(nn.GELU), (8,)),
     "one_class": (lambda: _mlp(nn.Tanh, outputs=1), (8,)),
-    "wide": (_wide, (8,)),
+    # Its last layer's share under the softmax is averaged, not multiplied out.
+    "wide": (lambda: nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3)), (8,)),
     "linear": (lambda: nn.Sequential(nn.Linear(8, 3)), (8,)),
-    "cnn": (_cnn, (2, 8, 8)),
-    "conv1d": (_conv1d, (2, 8)),
-    "conv3d": (_conv3d, (2, 3, 3, 4)),
-    "wide_conv": (_wide_conv, (2, 3, 3)),
-    "transposed": (_transposed, (8,)),
-    "norms": (_norms, (8,)),
+    "cnn": (lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, (3, 1), groups=2, padding="same"), nn.GELU(), nn.GroupNorm(2, 6), nn.Flatten(),
+        nn.Linear(24, 3),
+    ), (2, 8, 8)),
+    "conv1d": (lambda: nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1, stride=2, padding_mode="circular"), nn.Tanh(),
+        nn.Conv1d(4, 4, 3, dilation=2, bias=False, padding=(1,)), nn.Flatten(), nn.Linear(8, 3),
+    ), (2, 8)),
+    "conv3d": (lambda: nn.Sequential(
+        nn.Conv3d(2, 4, (2, 1, 2), dilation=(1, 1, 2), padding=(0, 1, 0), groups=2), nn.ReLU(),
+        nn.Conv3d(4, 2, 2, stride=(1, 2, 1)), nn.Flatten(), nn.Linear(4, 3),
+    ), (2, 3, 3, 4)),
+    # So many channels at so few positions that factors are cheaper than the dense gradient.
+    "wide_conv": (lambda: nn.Sequential(
+        nn.Conv2d(2, 40, 3, padding=1), nn.Tanh(), nn.Conv2d(40, 30, 3), nn.Flatten(), nn.Linear(30, 3),
+    ), (2, 3, 3)),
+    "transposed": (lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), nn.ConvTranspose2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3),
+    ), (8,)),
+    "norms": (lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, padding=1), nn.InstanceNorm1d(4, affine=True), nn.GELU(),
+        nn.LayerNorm((4, 4)), nn.RMSNorm(4), nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3),
+    ), (8,)),
     "frozen_batch_norm": (_frozen_batch_norm, (8,)),
     "twice": (Twice, (8,)),
     "tied": (Tied, (8,)),
@@ -187,7 +159,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "transformer": (Transformer, (6, 8)),
     "cosine": (Cosine, (8,)),
     "sequence_first": (SequenceFirst, (5, 4)),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -227,16 +199,8 @@ def _recorded_case(name: str, steps: int, lr: float, dtype: torch.dtype, batch_s
     y = torch.arange(7) % outputs
     if outputs == 1:
         loss, y = epk.MeanSquaredError(), torch.linspace(-1, 1, 7, dtype=dtype)[:, None]
-    trajectory = epk.train(
-        net,
-        X,
-        y,
-        optimizer=torch.optim.SGD(net.parameters(), lr=lr),
-        steps=steps,
-        loss=loss,
-        batch_size=batch_size,
-        generator=generator,
-    )
+    options = {"steps": steps, "loss": loss, "batch_size": batch_size, "generator": generator}
+    trajectory = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=lr), **options)
     case = Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))
     return case, torch.get_rng_state()
 

@@ -12,31 +12,14 @@ from torch import nn
 import epk_gp as epk
 
 
-def _run(net: nn.Module, X, y, *, dtype=torch.float64, loss=None, steps=9, lr=0.3, batch_size=None, **options):
-    net = net.to(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, **options)
-    return epk.train(
-        net,
-        X.to(dtype) if X.is_floating_point() else X,
-        y,
-        optimizer=optimizer,
-        steps=steps,
-        loss=epk.CrossEntropy() if loss is None else loss,
-        batch_size=batch_size,
-        generator=torch.Generator().manual_seed(0),
-    )
+def _run(net: nn.Module, X, y, *, loss=None, steps=9, batch_size=None, **options):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, **options)
+    loss, generator = loss or epk.CrossEntropy(), torch.Generator().manual_seed(0)
+    return epk.train(net, X, y, optimizer=optimizer, steps=steps, loss=loss, batch_size=batch_size, generator=generator)
 
 
 def _mlp(outputs=3):
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, outputs))
-
-
-def _cnn():
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
-
-
-def _norm():
-    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
 
 
 class Words(nn.Module):
@@ -56,26 +39,26 @@ def report_case(name: str):
     torch.manual_seed(0)
     rows, points = torch.randn(12, 5, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
     labels, true = torch.arange(12) % 3, torch.arange(8) % 3
-    if name == "gradient_descent":
-        return _run(_mlp(), rows, labels), points, true
-    if name == "momentum":
-        return _run(_mlp(), rows, labels, batch_size=4, momentum=0.8, weight_decay=0.01), points, true
     if name == "regression":
         y, targets = rows[:, :2].sin(), points[:, :2].sin()
         return _run(_mlp(2), rows, y, loss=epk.MeanSquaredError(), batch_size=4), points, targets
     if name == "images":
+        net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).double()
         X, test = torch.rand(12, 1, 6, 6, dtype=torch.float64), torch.rand(8, 1, 6, 6, dtype=torch.float64)
-        return _run(_cnn(), X, labels, batch_size=6), test, true
+        return _run(net, X, labels, batch_size=6), test, true
     if name == "float32":
-        return _run(_mlp(), rows, labels, dtype=torch.float32, batch_size=4), points.float(), true
+        return _run(_mlp().float(), rows.float(), labels, batch_size=4), points.float(), true
     if name == "batch_norm":
-        return _run(_norm(), rows, labels, batch_size=4), points, true
+        net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+        return _run(net, rows, labels, batch_size=4), points, true
     if name == "words":
         X, test = torch.randint(9, (12, 4)), torch.randint(9, (8, 4))
-        return _run(Words(), X, labels, batch_size=4), test, true
-    if name == "one_step":
-        return _run(_mlp(), rows, labels, steps=1), points, true
-    raise KeyError(name)
+        return _run(Words().double(), X, labels, batch_size=4), test, true
+    options = {
+        "gradient_descent": {}, "momentum": {"batch_size": 4, "momentum": 0.8, "weight_decay": 0.01},
+        "one_step": {"steps": 1},
+    }  # fmt: skip
+    return _run(_mlp(), rows, labels, **options[name]), points, true
 
 
 CASES = ("momentum", "gradient_descent", "regression", "images", "float32", "batch_norm", "words", "one_step")

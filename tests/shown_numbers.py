@@ -87,8 +87,8 @@ def read(text):
     return float(mantissa) * scale, 0.5001 * 10**-decimals * scale
 
 
-def names_in(content):
-    """Return the texts of a report that may hold digits of their own, longest first."""
+def without_names(content, text):
+    """Return a text without the names of the report's things, which may hold digits of their own."""
     names = [*content["outputs"]["classes"], *content["layers"], *(point["name"] for point in content["points"])]
     for first, last in content["ranges"]:
         names += [f"steps {first}–{last - 1}", f"step {first}"]
@@ -96,15 +96,14 @@ def names_in(content):
     names += [name for point in content["points"] for name, _ in point["input"].get("values", [])]
     inputs = [*(point["input"] for point in content["points"]), *content["samples"]["shown"].values()]
     texts = [given["text"] for given in inputs if "text" in given]
-    names += texts + [f"{text[:60]}…" for text in texts]
-    return sorted(names, key=len, reverse=True)
-
-
-def without_names(content, text):
-    """Return a text without the names of the report's things."""
-    for name in names_in(content):
+    for name in sorted([*names, *texts, *(f"{text[:60]}…" for text in texts)], key=len, reverse=True):
         text = text.replace(name, "")
     return text
+
+
+def go(page, fragment):
+    """Follow a link within the report."""
+    page.goto(page.url.split("#")[0] + fragment)
 
 
 def fragment_of(state):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from epk_gp.plots.style import PALETTE, RAISED, WRONG, new_figure, styled
+from epk_gp.plots.style import RAISED, WRONG, new_figure, styled
 from epk_gp.report.explanations import Terms, all_views, is_margin
 from epk_gp.report.overview import svg
 
@@ -23,30 +23,17 @@ WORDS = tuple("the film was slow but its end is a joy and nobody in the room cou
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a report holds.
+    """How much a report holds; views name `shown` samples of either sign."""
 
-    Attributes:
-        kind: Kind of the inputs: "image", "text", "values" or "position".
-        points: Explained test points.
-        classes: Names of the outputs, as a number.
-        explained: Classes that are explained for each point.
-        samples: Training samples.
-        shown: Samples that a view shows on each side.
-        layers: Names of layers, as a number.
-        ranges: Ranges of steps.
-        pairs: Whether views of a layer and a range together are stored.
-        pixels: Pixels on a side of an image.
-    """
-
-    kind: str = "image"
+    kind: str = "image"  # or "text", "values" or "position"
     points: int = 6
     classes: int = 4
-    explained: int = 2
+    explained: int = 2  # classes of each point
     samples: int = 300
     shown: int = 5
     layers: int = 3
     ranges: int = 4
-    pairs: bool = True
+    pairs: bool = True  # views of one layer and one range of steps
     pixels: int = 14
 
 
@@ -56,7 +43,7 @@ LARGE = Sizes(  # 60,000 training images
 
 
 def image(generator: np.random.Generator, pixels: int) -> str:
-    """Return a picture of a stroke as data."""
+    """Return a picture of a stroke, as data."""
     x, y = np.meshgrid(np.linspace(-1, 1, pixels), np.linspace(-1, 1, pixels))
     a, b, c = generator.normal(size=3)
     stroke = np.exp(-(((x - a / 4) ** 2 + (y - b / 4) ** 2 - 0.3 + c * x * y / 4) ** 2) / 0.02)
@@ -116,8 +103,7 @@ def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Itera
         "band": band.tolist(),
         "scores": [
             ["error score", round(1 - float(probabilities.max()), 6), "Probability that the predicted class is wrong."],
-            ["out-of-distribution score", round(generator.random(), 6), "Variance of the process at this point."],
-            ["entropy", round(float(generator.random()), 6), "Entropy of the probabilities."],
+            *([name, round(float(generator.random()), 6), f"The {name}."] for name in ("distance score", "entropy")),
         ],
         "explanations": {str(c): next(made) for c in explained},
     }
@@ -135,18 +121,6 @@ def figure(generator: np.random.Generator) -> Any:
     return drawing
 
 
-@styled
-def map_figure(predicted: np.ndarray) -> Any:
-    """Return a picture of the predicted classes that fills its whole figure."""
-    drawing = new_figure(4.0, 4.0)
-    drawing.set_layout_engine("none")
-    axes = drawing.add_axes((0.1, 0.1, 0.8, 0.8))
-    levels = np.arange(int(predicted.max()) + 2) - 0.5
-    axes.contourf(np.linspace(-3, 3, predicted.shape[1]), np.linspace(-3, 3, predicted.shape[0]), predicted,
-                  levels=levels, colors=PALETTE[: len(levels) - 1], alpha=0.5)  # fmt: skip
-    return drawing
-
-
 def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int]) -> dict[str, Any]:
     """Return a map of the plane."""
     ny, nx, my, mx = 24, 30, 6, 6
@@ -159,7 +133,7 @@ def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int
         "extent": [-3, 3, -3, 3],
         "axes": ["first input", "second input"],
         "shape": [ny, nx],
-        "svg": svg(map_figure(predicted)),
+        "svg": svg(figure(generator)),
         "area": [0.1, 0.1, 0.9, 0.9],
         "predicted": predicted.reshape(-1).tolist(),
         "wrong": wrong.reshape(-1).tolist(),

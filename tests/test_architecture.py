@@ -1,6 +1,7 @@
 """Imports point one way: optimizers, core, storage and recording; autodiff to kernel_machine; kernels, gp; the rest."""
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,10 +28,16 @@ def own_files(folder: str) -> list[Path]:
 MODULES = {name.removesuffix(".__init__"): file for name, file in FILES.items() if name != "__init__"}
 
 
+@functools.cache
+def parsed(file):
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def imported_by(file):
     """Return every module of the package that a file imports, anywhere in the file."""
     modules = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
             for alias in node.names:
@@ -46,21 +53,22 @@ def layer(module):
     return module.split(".")[0]
 
 
-def test_every_module_has_a_layer():
-    assert {layer(name) for name in MODULES} <= RANK.keys()
-
-
 def test_imports_point_from_later_layers_to_earlier_ones():
     for name, file in MODULES.items():
         for imported in imported_by(file) - {"epk_gp"}:  # the package itself: its version
             same_folder, earlier = layer(imported) == layer(name), RANK[layer(imported)] < RANK[layer(name)]
             assert same_folder or earlier, f"{name} imports {imported}"
+    assert {layer(name) for name in MODULES} <= RANK.keys()
+    assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
+    of_commands = [file.name for folder in ("experiments", "benchmarks") for file in own_files(folder)
+                   if "cli" in {layer(name) for name in imported_by(file)}]  # fmt: skip
+    assert of_commands == ["result_bytes.py"]  # it calls the commands, whose results are compared
 
 
 def test_imports_stand_at_the_top_of_their_file():
     """A function-local import of the package hides a cycle."""
     for file in MODULES.values():
-        tree = ast.parse(file.read_text())
+        tree = parsed(file)
         at_top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in at_top:
@@ -77,25 +85,6 @@ def test_modules_do_not_import_each_other_in_a_circle():
         pytest.fail(f"circle: {error.args[1]}")
 
 
-def test_the_command_line_and_plots_are_not_part_of_importing_the_package():
-    assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
-
-
-def test_experiments_and_benchmarks_do_not_import_the_command_line():
-    importing = {
-        file.name
-        for file in (*own_files("experiments"), *own_files("benchmarks"))
-        if "cli" in {layer(name) for name in imported_by(file)}
-    }
-    assert importing == {"result_bytes.py"}  # it calls the commands, whose results are compared
-
-
-def test_the_package_names_what_it_exports():
-    assert sorted(set(epk_gp.__all__)) == sorted(epk_gp.__all__)
-    for name in epk_gp.__all__:
-        assert hasattr(epk_gp, name)
-
-
 def test_no_file_is_longer_than_600_lines():
     for folder in ("epk_gp", "tests", "experiments", "benchmarks"):
         for file in own_files(folder):
@@ -105,7 +94,7 @@ def test_no_file_is_longer_than_600_lines():
 def test_public_functions_have_at_most_six_positional_parameters():
     """Keyword-only parameters name themselves where they are passed; those of commands are options."""
     for name, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and layer(name) != "cli":
                 positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
                 bound = positional[:1] in (["self"], ["cls"])
@@ -114,13 +103,14 @@ def test_public_functions_have_at_most_six_positional_parameters():
 
 def test_the_reader_of_imports_sees_every_form(tmp_path):
     """The negative control."""
-    file = tmp_path / "module.py"
-    for source, names in {
+    forms = {
         "from epk_gp.gp.models import LogitGP": {"gp.models"},
         "from epk_gp.storage import schema": {"storage.schema"},
         "def f():\n    import epk_gp.cli": {"cli"},
         "import torch\nfrom torch import Tensor": set(),
         "from epk_gp import __version__": {"epk_gp"},
-    }.items():
+    }
+    for number, (source, names) in enumerate(forms.items()):
+        file = tmp_path / f"{number}.py"
         file.write_text(source)
         assert imported_by(file) == names

@@ -5,7 +5,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +27,6 @@ def load(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_every_module_can_be_imported(load):
-    assert all(map(load, NAMES))
-
-
 def tiny(load, name):
     settings = load("settings")
     setting = next(setting for setting in settings.TINY if setting.name == name)
@@ -51,40 +46,29 @@ def test_retraining_with_every_sample_is_the_recorded_run(load, name):
             assert_close(network, value, rtol=0, atol=atol)
 
 
-def test_a_sample_of_weight_zero_does_not_matter(load):
+def test_networks_side_by_side_are_those_trained_alone_and_a_sample_of_weight_zero_does_not_matter(load):
     retraining, problem = load("retraining"), tiny(load, "tiny MLP")
-    weights = torch.ones(1, problem.setting.num_train)
-    weights[0, 3] = 0
-    before = retraining.retrained_outcomes(problem, weights)
-    whole = retraining.retrained_outcomes(problem, torch.ones_like(weights))
-    problem.data().X[3] += 1.0  # the data are cached: the same tensor
-    try:
-        assert_close(retraining.retrained_outcomes(problem, weights), before)
-        assert float((whole - before).abs().max()) > 1e-4
-    finally:
-        problem.data().X[3] -= 1.0
-
-
-def test_networks_side_by_side_are_those_trained_alone(load):
-    retraining, problem = load("retraining"), tiny(load, "tiny MLP")
-    subsets = problem.subsets(0.5, 3)
+    subsets = torch.cat([torch.ones(1, problem.setting.num_train), problem.subsets(0.5, 2)])
+    subsets[1:, 3] = 0
     together = retraining.retrained_outcomes(problem, subsets)
     alone = torch.cat([retraining.retrained_outcomes(problem, subset[None]) for subset in subsets])
     assert_close(together, alone)
+    problem.data().X[3] += 1.0  # the data are cached: the same tensor
+    try:
+        again = retraining.retrained_outcomes(problem, subsets)
+    finally:
+        problem.data().X[3] -= 1.0
+    assert_close(again[1:], together[1:])
+    assert float((again[0] - together[0]).abs().max()) > 1e-4
 
 
-def test_subsets_have_their_size_and_those_of_peers_are_others(load):
+def test_subsets_have_their_size_and_a_tenth_of_the_labels_is_wrong_where_it_is_to_be_found(load):
     problem = tiny(load, "tiny MLP")
     truth, peers = problem.subsets(0.5, 20), problem.subsets(0.5, 20, purpose=5)
     assert truth.sum(1).tolist() == [15.0] * 20
     assert not (truth[:, None] == peers).all(2).any()
-
-
-def test_a_tenth_of_the_labels_is_wrong_where_it_is_to_be_found(load):
-    problem = tiny(load, "tiny MLP")
     flipped = replace(problem, flipped=True)
     assert torch.equal(flipped.data().y != problem.data().y, flipped.wrong())
-    assert int(flipped.wrong().sum()) == 3
     suspected = flipped.suspected()
     assert flipped.wrong()[suspected].tolist() == [True] * 3 + [False] * 27
     assert torch.equal(flipped.data().y_test, flipped.data().y[suspected])
@@ -99,13 +83,9 @@ def test_scores_that_add_up_to_the_outcomes_have_a_datamodeling_score_of_one(loa
     assert agreement.linear_datamodeling_score(scores, subsets, outcomes.exp()) == pytest.approx(1.0)
     assert agreement.linear_datamodeling_score(-scores, subsets, outcomes) == pytest.approx(-1.0)
     assert agreement.linear_datamodeling_score(torch.zeros(4, 10), subsets, outcomes) == 0.0
-
-
-def test_the_area_under_the_curve_counts_pairs(load):
-    area = load("agreement").area_under_roc
     positive = torch.tensor([True, False, True, False])
-    assert area(torch.tensor([3.0, 1.0, 2.0, 0.0]), positive) == 1.0
-    assert area(torch.tensor([0.0, 1.0, 2.0, 2.0]), positive) == 0.375
+    assert agreement.area_under_roc(torch.tensor([3.0, 1.0, 2.0, 0.0]), positive) == 1.0
+    assert agreement.area_under_roc(torch.tensor([0.0, 1.0, 2.0, 2.0]), positive) == 0.375
 
 
 def test_rows_are_computed_once_if_they_are_asked_for_and_failures_are_not_kept(load, tmp_path):
@@ -125,8 +105,9 @@ TABLE = [
 ] + [{"setting": "S", "seed": 0, "score": "other", "failure": "not on this registry"}]  # fmt: skip
 
 
-def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing(load):
-    assert load("report").setting_table(TABLE, "S").splitlines() == [
+def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing_and_who_wins(load):
+    report = load("report")
+    assert report.setting_table(TABLE, "S").splitlines() == [
         "|  | LDS, half | retrainings (seconds) |",
         "| --- | --- | --- |",
         "| ours | 0.55 ± 0.07 | 2 (4) |",
@@ -134,65 +115,36 @@ def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing(lo
         "",
         "Left out: other (not on this registry).",
     ]
-
-
-def test_a_score_that_waits_for_a_seed_is_not_left_out(load):
     waiting = [{"setting": "S", "seed": 2, "score": score, "failure": "not computed yet"} for score in ("ours", "peer")]
-    assert load("report").setting_table([*TABLE, *waiting], "S").splitlines()[-3:] == [
-        "Left out: other (not on this registry).",
-        "",
-        "Computed for 2 of 3 seeds.",
-    ]
-
-
-def test_where_another_score_wins_is_said_first(load):
-    winners = load("report").winners
-    assert winners(TABLE, ["ours", "none"]) == "**Another score is better at:** S, LDS, half (peer 0.75, ours 0.55)."
-    assert winners(TABLE, ["ours", "peer"]) == "**Best are ours at:** S, LDS, half (peer)."
-    assert winners(TABLE, ["none"]) == "Not computed yet: none."
-
-
-@pytest.mark.slow
-def test_scores_that_explain_fewer_samples_are_compared_on_these(load, tmp_path, monkeypatch):
-    benchmark, agreement = load("run"), load("agreement")
-    (every,) = (score for score in benchmark.SCORES if score.name == "random")
-    monkeypatch.setattr(benchmark, "SCORES", [every, replace(every, name="random for some", most=2)])
-    monkeypatch.setattr(benchmark, "TINY", benchmark.TINY[:1])
-    benchmark.main(
-        out=tmp_path / "out", rows=tmp_path, seeds=1, subsets=6, environments=tmp_path, peers=False, tiny=True
-    )
-    all_of_them, some = json.loads((tmp_path / "out.json").read_text())["results"]["table"]
-    assert "LDS 0.5" in all_of_them
-    assert "LDS 0.5" not in some
-    problem, rows = tiny(load, "tiny MLP"), load("rows").Rows(tmp_path, "")
-    drawn = problem.subsets(0.5, 6)
-    true = load("truth").outcomes(problem, "LDS 0.5", drawn, rows)
-    for row, count in ((all_of_them, problem.num_explained), (some, 2)):
-        values = every.compute(SimpleNamespace(problem=problem, data=problem.data(), X_test=range(count)))
-        expected = agreement.linear_datamodeling_score(values[:2], drawn, true)
-        assert row["LDS 0.5 of few"] == pytest.approx(expected)
+    last = report.setting_table([*TABLE, *waiting], "S").splitlines()[-3:]
+    assert last == ["Left out: other (not on this registry).", "", "Computed for 2 of 3 seeds."]
+    another = "**Another score is better at:** S, LDS, half (peer 0.75, ours 0.55)."
+    assert report.winners(TABLE, ["ours", "none"]) == another
+    assert report.winners(TABLE, ["ours", "peer"]) == "**Best are ours at:** S, LDS, half (peer)."
+    assert report.winners(TABLE, ["none"]) == "Not computed yet: none."
 
 
 @pytest.mark.slow
 def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, monkeypatch):
     benchmark = load("run")
-    options = {"rows": tmp_path / "rows", "seeds": 1, "subsets": 6, "environments": tmp_path}
     monkeypatch.setattr(benchmark, "TINY", benchmark.TINY[:1])
-    benchmark.main(out=tmp_path / "first", only="truth|random|neighbours", peers=False, tiny=True, **options)
-    first = json.loads((tmp_path / "first.json").read_text())["results"]["table"]
-    random = next(row for row in first if row["score"] == "random")
-    assert -1 <= random["LDS 0.5"] <= 1
-    assert next(row for row in first if row["score"].startswith("first-order"))["failure"] == "not computed yet"
+
+    def run(only, rows="rows", out="out"):
+        options = {"rows": tmp_path / rows, "out": tmp_path / out, "environments": tmp_path, "only": only}
+        benchmark.main(seeds=1, subsets=6, peers=False, tiny=True, **options)
+        return json.loads((tmp_path / f"{out}.json").read_text())["results"]["table"]
+
+    def row(table, name):
+        return next(row for row in table if row["score"].startswith(name))
+
+    first = run("truth|random|neighbours")
+    assert -1 <= row(first, "random")["LDS 0.5"] <= 1
+    assert row(first, "first-order")["failure"] == "not computed yet"
     saved = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "rows").iterdir()}
-    benchmark.main(out=tmp_path / "second", only="Shapley|seconds", peers=False, tiny=True, **options)
-    second = json.loads((tmp_path / "second.json").read_text())["results"]["table"]
-    assert next(row for row in second if row["score"] == "random")["LDS 0.5"] == random["LDS 0.5"]
-    assert next(row for row in second if row["score"].startswith("first-order"))["seconds"] > 0
+    second = run("Shapley|seconds")
+    assert row(second, "random")["LDS 0.5"] == row(first, "random")["LDS 0.5"]
+    assert row(second, "first-order")["seconds"] > 0
     assert all((tmp_path / "rows" / name).stat().st_mtime_ns == when for name, when in saved.items())
-    elsewhere = options | {"rows": tmp_path / "none"}
-    benchmark.main(out=tmp_path / "second", only="nothing", peers=False, tiny=True, **elsewhere)
-    again = json.loads((tmp_path / "second.json").read_text())["results"]["table"]
+    again = run("nothing", "none")
     assert [row for row in again if "seconds" in row] == [row for row in second if "seconds" in row] != []
-    benchmark.main(out=tmp_path / "third", only="nothing", peers=False, tiny=True, **elsewhere)  # the negative control
-    third = json.loads((tmp_path / "third.json").read_text())["results"]["table"]
-    assert all("seconds" not in row for row in third)
+    assert all("seconds" not in row for row in run("nothing", "none", "other"))  # the negative control

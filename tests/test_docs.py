@@ -22,10 +22,6 @@ WITH_CODE = [  # of their own: what they show of the README runs there
     if "```python" in EXPAND.written((DOCS / page).read_text()) and not page.startswith(TUTORIALS)
 ]
 
-SMALLER = {  # sizes of code that takes long: the page's own -> the test's
-    "recipes/botorch.md": {"rounds=6": "rounds=2"},
-}
-
 DOCS_REFERENCE = re.compile(
     r"docs/(?P<page>[\w./-]+\.md)(?:#(?P<anchor>[\w-]+))?(?:,? sections? (?P<numbers>[\d, and]+))?"
 )
@@ -41,10 +37,7 @@ def test_the_page_s_code_runs_as_it_stands_and_prints_what_is_shown(page, tmp_pa
     """Where a page shows an output, a block of text below the code, `docs/pictures/quickstart.py` writes it."""
     monkeypatch.chdir(tmp_path)  # pages may write files
     names: dict[str, object] = {}
-    text = (DOCS / page).read_text()
-    for size, smaller in SMALLER.get(page, {}).items():
-        assert size in text
-        text = text.replace(size, smaller)
+    text = (DOCS / page).read_text().replace("rounds=6", "rounds=2")
     for code, shown in load(QUICKSTART).blocks(text):
         exec(compile(code, page, "exec"), names)
         printed = capsys.readouterr().out
@@ -72,20 +65,10 @@ def wide_lines(text: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if len(line) > WIDTH]
 
 
-def test_a_line_that_is_cut_off_is_found():
-    """The negative control."""
-    assert wide_lines(f"```python\n{'x' * WIDTH}\n{'y' * (WIDTH + 1)}\n```") == ["y" * (WIDTH + 1)]
-
-
 def headings(page: Path) -> list[str]:
     """The headings of a page, without the marks of code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
-
-
-def section_numbers(page: Path) -> set[int]:
-    """The numbers of a page's headings, as in "## 4 Cost" or "## 4. Cost"."""
-    return {int(match[1]) for heading in headings(page) if (match := re.match(r"(\d+)\.? ", heading))}
 
 
 def anchors(page: Path) -> set[str]:
@@ -94,8 +77,7 @@ def anchors(page: Path) -> set[str]:
     for heading in headings(page):
         plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
         on_site = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
-        on_forge = re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
-        found |= {on_site} & {on_forge}
+        found |= {on_site} & {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")}
     return found
 
 
@@ -106,19 +88,15 @@ def broken(where: str, page: Path, anchor: str | None, numbers: str | None) -> I
         return
     if anchor is not None and anchor not in anchors(page):
         yield f"{where}: {page.name} has no heading #{anchor}"
-    for number in re.findall(r"\d+", numbers or ""):
-        if int(number) not in section_numbers(page):
-            yield f"{where}: {page.name} has no section {number}"
+    known = [heading.partition(" ")[0].rstrip(".") for heading in headings(page)] if numbers else []
+    for number in set(re.findall(r"\d+", numbers or "")).difference(known):
+        yield f"{where}: {page.name} has no section {number}"
 
 
 def broken_in_source(source: str) -> list[str]:
     """References of a Python file, in its docstrings, comments or messages, that do not resolve."""
     text = re.sub(r"\s*\n\s*(?:# ?)?", " ", source)
-    errors = [
-        error
-        for match in DOCS_REFERENCE.finditer(text)
-        for error in broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
-    ]
+    errors = [error for match in DOCS_REFERENCE.finditer(text) for error in broken(match[0], *cited(match))]
     rest = DOCS_REFERENCE.sub("", text)
     pages = re.findall(r"(?<![\w/.-])[\w-]+\.md\b", rest)
     errors += [f"{page}: cite it with docs/ in front" for page in pages if not (ROOT / page).is_file()]
@@ -129,17 +107,21 @@ def broken_in_source(source: str) -> list[str]:
     return errors
 
 
+def cited(match: re.Match[str]) -> tuple[Path, str | None, str | None]:
+    return DOCS / match["page"], match["anchor"], match["numbers"]
+
+
 def broken_on_page(text: str, page: Path) -> list[str]:
     """References of a page, by link or in words, that do not resolve."""
     text = re.sub(r"\s+", " ", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
     errors = []
     for match in LINK.finditer(text):
         target = page.parent / match["page"] if match["page"] else page
-        cited = SECTION.search(match["text"]) if target.suffix == ".md" else None
-        errors += broken(match[0], target, match["anchor"], cited and cited["numbers"])
+        section = SECTION.search(match["text"]) if target.suffix == ".md" else None
+        errors += broken(match[0], target, match["anchor"], section and section["numbers"])
     text = LINK.sub("", text)
     for match in DOCS_REFERENCE.finditer(text):
-        errors += broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
+        errors += broken(match[0], *cited(match))
     for match in SECTION.finditer(DOCS_REFERENCE.sub("", text)):
         errors += broken(match[0], page, None, match["numbers"])
     return errors
@@ -150,40 +132,33 @@ def test_references_of_the_code_resolve():
     assert {name: errors for name, errors in found.items() if errors} == {}
 
 
-def test_references_that_do_not_resolve_are_found():
-    """The negative control, beside the same references as they should be."""
+WRONG = [
+    "see docs/no_such_page.md", "see docs/theory.md,\n    section 99", "see docs/engine.md, sections 6 and 99",
+    "see docs/theory.md#no-such-heading", "fitted costs of engine.md", "the adjoint (theory, section 4)",
+    "Theorem 3.6 of Bell et al. (2023); theory, section 4", "as section 3 says",
+]  # fmt: skip
+WRONG_ON_PAGE = ["[theory](theory.md#no-such-heading)", "[theory, section 99](theory.md)", "docs/theory.md, section 99"]
+
+
+def test_what_does_not_resolve_or_is_cut_off_is_found():
+    """The negative controls, beside the same references as they should be."""
     sound = '"""Sums (docs/theory.md, section 4; docs/engine.md, sections 6 and 7; section 4.2, Bell et al. 2023)."""'
     assert not broken_in_source(sound)
-    assert not broken_in_source("# the cost of docs/engine.md,\n# section 4")
-    for text in (
-        "see docs/no_such_page.md",
-        "see docs/theory.md, section 99",
-        "see docs/theory.md,\n    section 99",
-        "see docs/engine.md, sections 6 and 99",
-        "see docs/theory.md#no-such-heading",
-        "fitted costs of engine.md",
-        "the adjoint (theory, section 4)",
-        "Theorem 3.6 of Bell et al. (2023); theory, section 4",
-        "as section 3 says",
-    ):
-        assert broken_in_source(text), text
-
+    assert [text for text in WRONG if not broken_in_source(text)] == []
     page = DOCS / "design.md"
     assert not broken_on_page("[theory, section 3](theory.md#3-quadrature), section 4.1 of the paper", page)
-    for text in (
-        "[theory](theory.md#no-such-heading)",
-        "[theory, section 99](theory.md)",
-        "[here](#no-such-heading)",
-        "docs/theory.md, section 99",
-        "as in section 99",
-    ):
-        assert broken_on_page(text, page), text
+    assert [text for text in (*WRONG_ON_PAGE, "as in section 99") if not broken_on_page(text, page)] == []
+    assert wide_lines(f"```python\n{'x' * WIDTH}\n{'y' * (WIDTH + 1)}\n```") == ["y" * (WIDTH + 1)]
+    assert resolves("epk_gp.core.losses.sample_weights")
+    assert not resolves("epk_gp.core.losses.no_such_name")
+    assert not resolves("epk_gp.no_such_package.losses")
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module of the package, or something in one."""
+    """Whether a dotted name is a module of the package, which is not imported, or something in one."""
+    place = ROOT.joinpath(*name.split("."))
     try:
-        return pkgutil.resolve_name(name) is not None
+        return place.is_dir() or place.with_suffix(".py").is_file() or pkgutil.resolve_name(name) is not None
     except (ImportError, AttributeError):
         return False
 
@@ -197,15 +172,6 @@ def test_a_page_is_up_to_date_and_what_it_refers_to_exists(page):
     assert [name for name in sorted(set(NAME.findall(text))) if not resolves(name)] == []
     assert EXPAND.expanded(text, DOCS / page) == text, "run `make pages`"
     assert not re.search(r"^:::|^!!!|^\?\?\?|^===[ !+]", text, flags=re.MULTILINE), "needs a build"
-
-
-def test_names_that_do_not_exist_are_found():
-    """The negative control."""
-    assert resolves("epk_gp.core.losses.sample_weights")
-    assert not resolves("epk_gp.core.losses.no_such_name")
-    assert not resolves("epk_gp.no_such_package.losses")
-    files = ["quadrature/kinks.py", "epk_gp/core/model.py"]
-    assert FILE.findall("`quadrature/kinks.py` and `epk_gp/core/model.py`") == files
 
 
 def test_every_page_is_in_the_navigation():
@@ -223,18 +189,8 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     shown = re.findall(r"^::: (\S+)$", hooks.on_page_markdown(text), flags=re.MULTILINE)
     assert sorted(shown) == sorted(f"{module}.{name}" for name, module in public.items())
     assert all(resolves(name) for name in shown)
-
-
-def test_the_page_on_the_top_level_lists_what_it_exports():
     table = (DOCS / "reference" / "top-level.md").read_text().partition("| --- | --- |\n")[2]
     assert set(re.findall(r"`(\w+)`", table)) == set(epk.__all__)
-
-
-def test_every_figure_of_the_gallery_has_its_command():
-    gallery = "".join((DOCS / page).read_text() for page in ("figures.md", "experiments.md"))
-    for picture in (DOCS / "gallery").glob("*.[ps][nv]g"):
-        assert f"gallery/{picture.name}" in gallery
-        assert f"python experiments/{picture.stem}.py" in gallery
 
 
 def test_no_file_of_the_pages_is_a_template():
@@ -245,26 +201,18 @@ def test_no_file_of_the_pages_is_a_template():
 MARKED = "<!-- made: {} -->\n{}<!-- end -->"
 
 
-def test_a_page_that_is_out_of_date_is_found():
-    """The negative control."""
-    page = DOCS / "figures.md"
+def test_a_page_that_is_out_of_date_is_found_and_a_source_that_does_not_exist_is_an_error():
+    """The negative controls."""
     for kind, shown in (("results", "| Is it exact? |"), ("saved fig04_machine rules", "| rule |")):
-        made = EXPAND.expanded(MARKED.format(kind, ""), page)
+        made = EXPAND.expanded(MARKED.format(kind, ""), DOCS / "figures.md")
         assert shown in made
-        assert EXPAND.expanded(made, page) == made
         older = made.replace("8.0e-14", "7.0e-14")
-        assert older != made
-        assert EXPAND.expanded(older, page) == made
+        assert older != made == EXPAND.expanded(older, DOCS / "figures.md")
     assert EXPAND.written(f"a\n{made}\nb") == "a\n\nb"
-
-
-def test_a_source_that_does_not_exist_is_an_error():
-    """The negative control: a wrong name must not pass unseen."""
     for kind, error in (
         ("saved fig99 rules", FileNotFoundError),
         ("saved fig04_machine no_such_table", KeyError),
         ("names epk_gp.no_such_package", FileNotFoundError),
-        ("file benchmarks/no_such_table.md", FileNotFoundError),
         ("section No such heading", ValueError),
         ("no_such_kind", KeyError),
     ):

@@ -19,10 +19,8 @@ def run(name):
 
 
 def test_every_tutorial_is_tested():
-    tests = Path(__file__).read_text()
     names = {file.stem for file in TUTORIALS.glob("*.md")}
-    assert names >= {"active_learning", "out_of_distribution", "own_model", "regression"}
-    assert all(f'run("{name}")' in tests for name in names)
+    assert all(f'run("{name}")' in Path(__file__).read_text() for name in names)
 
 
 @pytest.mark.slow

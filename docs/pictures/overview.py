@@ -95,7 +95,6 @@ def draw(numbers: Numbers) -> Figure:
         boundary=m.boundary_classes,
         regions=m.network_class,
         colorbar=False,
-        legend=False,
     )
     right.set(xlabel="", ylabel="", xticks=[], yticks=[])
     draw_star(right)

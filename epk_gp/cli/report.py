@@ -37,7 +37,6 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
     num_points: Annotated[int, opt.count("Largest number of points that are explained; the overview is of all.")] = 6,
     top: Annotated[int, opt.count("Training points named of either sign, at most 50.", 1, 50)] = 10,
-    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Tell layers apart.")] = True,
     outputs: Annotated[
         str,
         typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
@@ -132,7 +131,6 @@ def report(
                     class_names=classes,
                     names=features,
                     top=top,
-                    by_layers=layers,
                     influence=effect,
                     posterior=model,
                     outside=unlike,

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-import matplotlib.patheffects as effects
 import numpy as np
 from jaxtyping import Float, Int, Int64
 from matplotlib.axes import Axes
@@ -94,10 +93,8 @@ def attribution_bars(
     ax.set_title(style.plain(title))
     ax.set_ylabel("training point")
     seen = [] if classes is None else np.unique(classes[[i for i in rows if i is not None]]).tolist()
-    handles = [
-        Patch(facecolor=style.class_colour(c), edgecolor=style.GREY, label=style.class_name(c, names)) for c in seen
-    ]
-    if handles:
+    named = [(style.class_colour(c), style.class_name(c, names)) for c in seen]
+    if handles := [Patch(facecolor=colour, edgecolor=style.GREY, label=name) for colour, name in named]:
         ax.legend(handles=handles, loc="best", fontsize=style.SMALL, frameon=True, framealpha=0.9, edgecolor="none")
     return ax
 
@@ -110,8 +107,7 @@ def _write_beside_bar(ax: Axes, row: int, height: float, width: float) -> None:
         fontsize=style.SMALL,
     )  # fmt: skip
     if cut:
-        gap = [effects.withStroke(linewidth=6, foreground=style.GREY)]
-        ax.plot([0.84 * width, 0.87 * width], [row + 0.45, row - 0.45], color="white", linewidth=4, path_effects=gap)
+        ax.plot([0.84 * width, 0.87 * width], [row + 0.45, row - 0.45], color="white", linewidth=4)
 
 
 def training_image(
@@ -186,48 +182,33 @@ def attribution_figure(
         labels: True classes of the n points, where they are known.
         names: Names of the classes, in order.
     """
-    images, points, known = (
-        style.as_images(trajectory.inputs),
-        style.as_images(X),
-        style.class_labels(trajectory.targets),
-    )
+    images, points = style.as_images(trajectory.inputs), style.as_images(X)
+    known = style.class_labels(trajectory.targets)
     shown = min(top, trajectory.num_points)
     image_height = 2 * math.ceil(shown / _IMAGES_PER_ROW) * _IMAGE_ROW + 0.75
     figure = style.new_figure((1.3 + 0.36 * shown if images is None or points is None else image_height) * len(chosen))
     for part, n in zip(figure.subfigures(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
         c, samples = int(breakdown.output[n]), breakdown.samples[n]
-        output = style.output_name(c, head, names, is_class=known is not None)
-        title = (
-            f"point {n}, output {c}"
-            if known is None
-            else f"point {n}: predicted class {style.class_name(c, names, '')}"
-        )
-        if known is not None and labels is not None:
-            title += f", true label {style.class_name(int(labels[n]), names, '')}"
+        output, title = style.output_name(c, head, names, is_class=known is not None), f"point {n}, output {c}"
+        if known is not None:
+            title = f"point {n}: predicted class {style.class_name(c, names, '')}"
+            title += "" if labels is None else f", true label {style.class_name(int(labels[n]), names, '')}"
         left, ax = _sides(part, title)
         if images is None or points is None:
             attribution_bars(left.subplots(), samples, known, names=names, top=top, title="", output=output)
         else:
-            below = [f"#{i}" for i in range(len(images))]
+            below, word = [f"#{i}" for i in range(len(images))], "label " if names is None else ""
             if known is not None:
-                word = "label " if names is None else ""
-                below = [
-                    f"{text}\n{word}{style.class_name(c, names, '')}"
-                    for text, c in zip(below, known.tolist(), strict=True)
-                ]
+                below = [f"#{i}\n{word}{style.class_name(c, names, '')}" for i, c in enumerate(known.tolist())]
             _draw_images(left, samples, points[n], images, below, output, shown)
-        start, end = (
-            style.short(float(v[n]), sign=True).removeprefix("+") for v in (breakdown.initial, breakdown.network)
-        )
-        ends = [0, *breakdown.range_ends]
-        curve = float(breakdown.initial[n]) + np.concatenate(
-            [[0.0], style.as_numpy("steps", breakdown.steps[n]).cumsum()]
-        )
+        ends, added = [0, *breakdown.range_ends], style.as_numpy("steps", breakdown.steps[n]).cumsum()
+        curve = float(breakdown.initial[n]) + np.concatenate([[0.0], added])
         ax.axhline(curve[0], color=style.GREY, linewidth=0.8, linestyle="--")
         ax.plot(ends, curve, color=style.EXACT, linewidth=1.6)
         ax.plot([0, ends[-1]], curve[[0, -1]], "o", color=style.EXACT, markersize=4)
         ax.set(xlabel="training step", ylabel=f"{output} so far")
-        ax.set_title(f"{start} → {end}")
+        values = (float(value[n]) for value in (breakdown.initial, breakdown.network))
+        ax.set_title(" → ".join(style.short(value, sign=True).removeprefix("+") for value in values))
     return figure
 
 

@@ -51,7 +51,6 @@ def uncertainty_map(
     names: Sequence[str] | None = None,
     limits: tuple[float, float] | None = None,
     colorbar: bool = True,
-    legend: bool = True,
 ) -> Axes:
     """Draw a scalar over a plane, dark where it is large, with training points and the decision boundary.
 
@@ -75,18 +74,16 @@ def uncertainty_map(
         names: Names of the classes, in order; None means "class 0", "class 1", …
         limits: Smallest and largest value of the shades; None means those of `values`.
         colorbar: Whether a colour bar is drawn.
-        legend: Whether a legend is drawn below the map; several maps share one, made of `map_handles`.
 
     Returns:
         The Axes.
 
     Raises:
         ValueError: The shapes do not match, or the grid is not evenly spaced, or a value is not finite, or labels are
-            given without points, or regions without a boundary, or a class has no name.
+            given without points, or regions without a boundary, or a named region's class has no name.
     """
     x, y, z = _even("grid_x", grid_x), _even("grid_y", grid_y), style.as_numpy("values", values)
     style.require_shape("values", z, (len(y), len(x)))
-    classes = None if labels is None else style.as_numpy("labels", labels)
     borders = None if boundary is None else _Borders(x, y, style.as_numpy("boundary", boundary))
     if (regions is not None and borders is None) or (labels is not None and points is None):
         raise ValueError("regions must come with a boundary, and labels with points. Pass both of them.")
@@ -100,14 +97,9 @@ def uncertainty_map(
     if borders is not None:
         _draw_boundary(ax, borders, names)
     if points is not None:
-        _draw_points(ax, style.as_numpy("points", points), classes)
+        _draw_points(ax, style.as_numpy("points", points), labels)
     _frame(ax, x, y)
     ax.set_title(style.plain(title))
-    if classes is not None:
-        handles = map_handles(classes, names=names, boundary=borders is not None)
-        if legend:  # below the map, where the legend covers neither points nor boundaries
-            place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-            ax.legend(handles=handles, ncols=min(len(handles), 4), fontsize=style.SMALL, **place)
     return ax
 
 
@@ -153,22 +145,19 @@ def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None
 
 
 def map_handles(
-    labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None, boundary: bool = True
+    labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None
 ) -> list[Artist]:
     """Return the entries of a legend that several maps share: one per class of training points, and the boundary.
 
     Args:
         labels: Classes of the points that are drawn.
         names: Names of the classes, in order; None means "class 0", "class 1", …
-        boundary: Whether the decision boundary is drawn.
     """
-    present = np.unique(style.as_numpy("labels", labels)).tolist()
     handles: list[Artist] = [
         Line2D([], [], color=style.class_colour(c), marker="o", linestyle="", label=style.class_name(c, names))
-        for c in present
+        for c in np.unique(style.as_numpy("labels", labels)).tolist()
     ]
-    line = Line2D([], [], color=style.INK, linewidth=1.2, label="decision boundary of the network")
-    return [*handles, line] if boundary else handles
+    return [*handles, Line2D([], [], color=style.INK, linewidth=1.2, label="decision boundary of the network")]
 
 
 @style.styled
@@ -223,7 +212,7 @@ def map_figure(
 def draw_panel(ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], **options: Any) -> None:
     """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade."""
     limits = (0.0, float(values.max()))
-    uncertainty_map(ax, m.x, m.y, values, boundary=m.boundary_classes, limits=limits, legend=False, **options)
+    uncertainty_map(ax, m.x, m.y, values, boundary=m.boundary_classes, limits=limits, **options)
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
@@ -272,8 +261,8 @@ class _Borders:
         return classes
 
 
-def _fine_axes(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.linspace(x[0], x[-1], max(_FINE, len(x))), np.linspace(y[0], y[-1], max(_FINE, len(y)))
+def _fine_axes(*axes: np.ndarray) -> list[np.ndarray]:
+    return [np.linspace(axis[0], axis[-1], max(_FINE, len(axis))) for axis in axes]
 
 
 def _interpolated(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -308,15 +297,8 @@ def _draw_shades(
     levels = MaxNLocator(_LEVELS, steps=[1, 2, 2.5, 4, 5, 10]).tick_values(low, high)
     half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
     shown = fine.clip(levels[0], levels[-1])
-    shades = ax.contourf(
-        *_fine_axes(*axes),
-        shown,
-        levels=levels,
-        cmap=style.COLORMAP,
-        vmin=levels[0] + half,
-        vmax=levels[-1] - half,
-        zorder=0,
-    )
+    ends: dict[str, Any] = {"vmin": levels[0] + half, "vmax": levels[-1] - half}
+    shades = ax.contourf(*_fine_axes(*axes), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
     shades.set_edgecolor("face")  # no light seams between the shades
     return shades
 
@@ -358,22 +340,16 @@ def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> N
         depth = distance_transform_edt(np.pad(lead > 0, 1))[1:-1, 1:-1]  # the frame is a border too
         row, column = divmod(int(depth.argmax()), depth.shape[1])
         if depth[row, column] >= _VISIBLE * max(depth.shape):
-            box = {
-                "boxstyle": "round,pad=0.25",
-                "facecolor": "white",
-                "edgecolor": style.class_colour(c),
-                "linewidth": 1.6,
-            }
+            frame = {"facecolor": "white", "edgecolor": style.class_colour(c), "linewidth": 1.6}
             ax.text(
-                borders.x[column], borders.y[row], style.class_name(c, names, ""), fontsize=style.SMALL,
-                color=style.INK, weight="bold",
-                bbox=box, ha="center", va="center", zorder=5,
+                borders.x[column], borders.y[row], style.class_name(c, names, ""), fontsize=style.SMALL, weight="bold",
+                color=style.INK, bbox=frame | {"boxstyle": "round,pad=0.25"}, ha="center", va="center", zorder=5,
             )  # fmt: skip
 
 
-def _draw_points(ax: Axes, points: np.ndarray, labels: np.ndarray | None) -> None:
+def _draw_points(ax: Axes, points: np.ndarray, labels: style.Numbers | None) -> None:
     style.require_shape("points", points, (len(points), 2))
-    classes = np.zeros(len(points), dtype=int) if labels is None else labels
+    classes = np.zeros(len(points), dtype=int) if labels is None else style.as_numpy("labels", labels)
     style.require_shape("labels", classes, (len(points),))
     colours = [style.class_colour(c) for c in classes]
     ax.scatter(points[:, 0], points[:, 1], s=10, c=colours, edgecolors="white", linewidths=0.35, zorder=4)

@@ -29,14 +29,12 @@ def risk_coverage(ax: Axes, risks: Mapping[str, Float[style.Numbers, " n"]]) -> 
         The Axes.
 
     Raises:
-        ValueError: There is no curve, or one is empty or not finite.
+        ValueError: There is no curve, or one is not finite.
     """
     if not risks:
         raise ValueError("risks must hold at least one curve: got none.")
     for (name, values), colour in zip(risks.items(), style.PALETTE, strict=False):
         risk = style.as_numpy(name, values)
-        if not len(risk):
-            raise ValueError(f"{name} must have a risk for each number of points that are kept: got none.")
         coverage = np.arange(1, len(risk) + 1) / len(risk)
         drawn = coverage >= _MIN_KEPT
         ax.plot(100 * coverage[drawn], 100 * risk[drawn], color=colour, label=style.plain(name), linewidth=1.6)
@@ -60,11 +58,7 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[style.Numbers, " n"]], 
     Raises:
         ValueError: A score is not finite.
     """
-    colours = (
-        (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION, style.PALETTE[6])
-        if len(scores) > 1
-        else (style.OUT_OF_DISTRIBUTION,)
-    )
+    colours = (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION, style.PALETTE[6])[len(scores) == 1 :]
     for number, ((name, values), colour) in enumerate(zip(scores.items(), colours, strict=False)):
         array = style.as_numpy(name, values)
         # The first is filled and the others are outlines: they are told apart where they overlap, and without colours.

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
@@ -53,7 +53,6 @@ def _shades() -> ListedColormap:
 
 # Maps are grey, so that the colour of a point stands for its class only. White is certain or small, dark the opposite.
 COLORMAP = _shades()
-CERTAIN, UNCERTAIN = COLORMAP(0), COLORMAP(255)
 # Values of either sign: the colours of what lowers and of what raises, with white at zero.
 SIGNED = LinearSegmentedColormap.from_list("epk_gp_signed", [LOWERED, "#ffffff", RAISED])
 MAGNITUDES = "viridis"  # values at points that have no class
@@ -61,14 +60,12 @@ MAGNITUDES = "viridis"  # values at points that have no class
 STYLE = "epk_gp.plots.house"  # matplotlib's name of house.mplstyle, beside this file
 
 
-@contextmanager
-def figure_style() -> Generator[None, None, None]:
+def figure_style() -> AbstractContextManager[None]:
     """Give figures that are made and saved in this context the look of this package.
 
     The same look for a whole session is `plt.style.use(STYLE)`.
     """
-    with matplotlib.style.context(STYLE):
-        yield
+    return matplotlib.style.context(STYLE)
 
 
 def styled(draw: Callable[Arguments, Figure]) -> Callable[Arguments, Figure]:

@@ -1,7 +1,7 @@
 """Pictures of a run as a whole: reliability, other inputs, targets, the kernel matrix, and the kernel machine."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -24,16 +24,12 @@ def reliability_diagram(
     count: Int[style.Numbers, " B"],
 ) -> None:
     """Draw the share of right predictions of the points of each bin against their mean confidence, larger for more."""
-    x, y, n = (
-        style.as_numpy("confidence", confidence),
-        style.as_numpy("accuracy", accuracy),
-        style.as_numpy("count", count),
-    )
+    given = {"confidence": confidence, "accuracy": accuracy, "count": count}
+    x, y, n = (style.as_numpy(name, values) for name, values in given.items())
     ax.plot([0, 1], [0, 1], color=style.GREY, linewidth=1, linestyle="--", label="confidence = accuracy")
     ax.plot(x, y, color=style.EXACT, linewidth=1.2)
-    ax.scatter(
-        x, y, s=20 + 180 * n / n.max(), color=style.EXACT, zorder=3, label="points of a bin; larger: more of them"
-    )
+    sizes, label = 20 + 180 * n / n.max(), "points of a bin; larger: more of them"
+    ax.scatter(x, y, s=sizes, color=style.EXACT, zorder=3, label=label)
     ax.set(xlabel="confidence: probability of the predicted class", ylabel="share predicted rightly")
     ax.set(xlim=(-0.02, 1.04), ylim=(-0.02, 1.06))
     ax.legend(fontsize=style.SMALL, loc="lower right")
@@ -141,29 +137,23 @@ def compare_outputs(
         raise ValueError(f"network and machine must have one shape and an output: got {x.shape} and {y.shape}.")
     x, y = x.ravel(), y.ravel()
     index, error = len(ax.collections), np.abs(y - x)
-    reference: dict[str, Any] = {"color": style.GREY, "linewidth": 1, "zorder": 1}
     place: Literal["best", "upper left", "center right"] = "best"
-    words = f"{label}: largest {style.short(error.max())}"
+    said, drawn, name = "largest", y - x, "kernel machine − network"
     if show == "outputs":
-        drawn, place, name = y, "upper left", "kernel machine output"
-        words = f"{label}: largest |error| {style.short(error.max())}"
+        said, drawn, place, name = "largest |error|", y, "upper left", "kernel machine output"
         ax.set(aspect="equal", adjustable="datalim")
-        if index == 0:
-            ax.axline((0, 0), slope=1, **reference)
-    elif show == "differences":
-        drawn, name = y - x, "kernel machine − network"
-        if index == 0:
-            ax.axhline(0, **reference)
-    else:
+    elif show == "errors":
         floor = np.finfo(np.float64).eps / 2 * max(float(np.abs(x).max()), np.finfo(np.float64).tiny)
         drawn, place, name = error.clip(min=floor / 5), "center right", "|kernel machine − network|"
         if index == 0:
-            ax.axhspan(
-                floor / 30, floor, color=style.REST, linewidth=0, zorder=0, label="below the rounding of float64"
-            )
+            band = "below the rounding of float64"
+            ax.axhspan(floor / 30, floor, color=style.REST, linewidth=0, zorder=0, label=band)
+    if index == 0 and show != "errors":
+        origin, slope = ((0.0, 0.0), 1.0) if show == "outputs" else ((float(x[0]), 0.0), 0.0)
+        ax.axline(origin, slope=slope, color=style.GREY, linewidth=1, zorder=1)
     ax.scatter(
         x, drawn, s=16, color=style.class_colour(index), marker=_MARKERS[index % 5], alpha=0.75, linewidth=0, zorder=2,
-        label=style.plain(words),
+        label=style.plain(f"{label}: {said} {style.short(error.max())}"),
     )  # fmt: skip
     if show == "errors":
         ax.set(yscale="log")

@@ -43,7 +43,7 @@ class Divisions:
     """What a report splits contributions by.
 
     Attributes:
-        axes: Training samples, layers where they are told apart, and ranges of steps, in this order.
+        axes: Training samples, layers and ranges of steps, in this order.
         layers: Names of the L layers.
         ranges: First step and last step plus one of the R ranges.
     """
@@ -53,16 +53,13 @@ class Divisions:
     ranges: tuple[tuple[int, int], ...]
 
 
-def divide(trajectory: Trajectory, *, by_layers: bool = True) -> Divisions:
-    """Return how the contributions of a run are split in its report; `by_layers` tells layers apart."""
+def divide(trajectory: Trajectory) -> Divisions:
+    """Return how the contributions of a run are split in its report."""
     S = trajectory.num_steps
     count = max(1, min(NUM_RANGES, S))
-    edges = [round(S * r / count) for r in range(count + 1)]
-    samples, steps, ranges = by_sample(trajectory), by_step(trajectory, edges[1:-1]), tuple(pairwise(edges))
-    if not by_layers:
-        return Divisions((samples, steps), ("the network",), ranges)
-    layers = _layer_axis(trajectory)
-    return Divisions((samples, layers, steps), layers.names, ranges)
+    edges, layers = [round(S * r / count) for r in range(count + 1)], _layer_axis(trajectory)
+    axes = (by_sample(trajectory), layers, by_step(trajectory, edges[1:-1]))
+    return Divisions(axes, layers.names, tuple(pairwise(edges)))
 
 
 def _layer_axis(trajectory: Trajectory) -> Axis:
@@ -170,19 +167,17 @@ def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Te
     Raises:
         ValueError: The terms are too large for it.
     """
-    shares = (result.values, result.decay, result.statistics, result.statistics_of_no_sample, result.unexplained)
-    samples, decay, statistics, of_no_sample, unexplained = (
-        share[number, 0] if len(result.axes) == 3 else share[number, 0].unsqueeze(1) for share in shares
-    )
-    terms = (samples, decay[0], statistics[:, 0].sum(dim=0) + of_no_sample[0, 0], unexplained[0])
+    place = (number, 0)
+    statistics = result.statistics[place][:, 0].sum(dim=0) + result.statistics_of_no_sample[place][0, 0]
+    terms = (result.values[place], result.decay[place][0], statistics, result.unexplained[place][0])
     initial, network = float(result.initial[number, 0]), float(result.network[number, 0])
     size = sum(float(term.double().abs().sum()) for term in terms)
     quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
     of_ranges = [term.double().reshape(-1, term.shape[-1]).sum(dim=0) for term in terms]
     running = torch.stack(of_ranges).sum(dim=0).cumsum(dim=0) + initial
     ends = [initial, *running[:-1].tolist(), network]
-    units = [to_units(term, quantum) for term in terms]
-    return Terms(quantum, units[0], units[1], units[2], units[3], tuple(round(value / quantum) for value in ends))
+    samples, decay, moved, unexplained = (to_units(term, quantum) for term in terms)
+    return Terms(quantum, samples, decay, moved, unexplained, tuple(round(value / quantum) for value in ends))
 
 
 def all_views(

@@ -44,6 +44,7 @@ _EIGENVALUES = 20  # in the table
 _MAX_SUSPECTS = 30
 _BEHIND = 3  # samples behind a cell of a map
 _MAX_POINTS = 400  # training samples that are drawn in a map
+Draw = Callable[[Axes], object]
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # its head and its rows
 _AXES = ("first direction of the plane", "second direction of the plane")
 
@@ -73,13 +74,6 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
         "suspects": None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names),
         "map": None if m is None else _map(request, m),
     }
-
-
-def samples_of_overview(content: dict[str, Any]) -> set[int]:
-    """Return every training sample that the overview names."""
-    named = set() if content["suspects"] is None else {row[0] for row in content["suspects"]["rows"]}
-    behind = [] if content["map"] is None else content["map"]["behind"]
-    return named | {index for cell in behind for index in cell}
 
 
 def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
@@ -139,16 +133,13 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
         "outside."
     )
     roc_table = (("score from", "share of the report's points", "share of points from outside"), of_curve)
-
-    def draw_roc(ax: Axes) -> None:
-        roc(ax, curve.inside, curve.outside)
-
-    def draw(ax: Axes) -> None:
-        score_histogram(ax, named, label="out-of-distribution score")
-
+    drawings = (
+        lambda ax: score_histogram(ax, named, label="out-of-distribution score"),
+        lambda ax: roc(ax, curve.inside, curve.outside),
+    )
     return [
-        _figure("outside", "Does it tell other inputs?", sentence, draw, (("score", *named), rows)),
-        _figure("roc", "Every threshold", roc_sentence, draw_roc, roc_table, width=4.4),
+        _figure("outside", "Does it tell other inputs?", sentence, drawings[0], (("score", *named), rows)),
+        _figure("roc", "Every threshold", roc_sentence, drawings[1], roc_table, width=4.4),
     ]
 
 
@@ -165,9 +156,8 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     rows = []
     for index, expected in expected_classes(found).items():
         k = int((found.points == index).nonzero()[0, 0])
-        numbers = (found.scores[k], found.margin[k], found.aum[k])
-        classes = (names[int(labels[index])], names[expected])
-        rows.append([index, *classes, *(significant(float(value), 4) for value in numbers)])
+        numbers = (significant(float(values[k]), 4) for values in (found.scores, found.margin, found.aum))
+        rows.append([index, names[int(labels[index])], names[expected], *numbers])
     sentence = (
         f"The {len(rows)} most suspicious of {len(found)} labels, the worst first. The score is from 0 to 1 and is a "
         "mean of two ranks: the margin of the label when the process predicts the sample from all others (below 0 "
@@ -235,11 +225,9 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
         f"95 % of their sum; the effective rank, the exponential of their entropy, is {found.effective_rank:.1f}."
     )
     title, table = "How many directions does it use?", (("number", "eigenvalue", "share of the sum"), rows)
-    of_classes = _cosine_table(cosines, groups, request.class_names)
+    alike, of_classes = "Which samples does training treat alike?", _cosine_table(cosines, groups, request.class_names)
     return [
-        _figure(
-            "kernel", "Which samples does training treat alike?", sentence, draw, of_classes, height=4.4, width=5.2
-        ),
+        _figure("kernel", alike, sentence, draw, of_classes, height=4.4, width=5.2),
         _figure("spectrum", title, words, lambda ax: spectrum(ax, found.values), table),
     ]
 
@@ -321,13 +309,7 @@ def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"
 
 
 def _figure(
-    name: str,
-    title: str,
-    sentence: str,
-    draw: Callable[[Axes], object],
-    table: Table,
-    height: float = 3.4,
-    width: float = 5.0,
+    name: str, title: str, sentence: str, draw: Draw, table: Table, height: float = 3.4, width: float = 5.0
 ) -> dict[str, Any]:
     """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
     with _DRAWING:
@@ -337,7 +319,7 @@ def _figure(
 
 
 @styled
-def _drawn(draw: Callable[[Axes], object], height: float, width: float) -> Figure:
+def _drawn(draw: Draw, height: float, width: float) -> Figure:
     figure = new_figure(height, width)
     draw(figure.subplots())
     return figure

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from PIL import Image
@@ -83,22 +82,17 @@ class Appearance:
         entries = [significant(value, 4) for value in row.double().flatten().tolist()]
         if row.ndim == 1 and len(entries) == 2 and self.names is None:
             return {"position": entries}
-        if row.ndim == 1:
-            names = self.names or [f"x{k + 1}" for k in range(len(entries))]
-        else:
-            names = [f"x[{', '.join(map(str, place))}]" for place in np.ndindex(*row.shape)]
+        names = self.names or [f"x{k + 1}" for k in range(len(entries))]
         most = _MAX_VALUES_OF_SAMPLE if is_sample else _MAX_VALUES
         return {"values": [[name, value] for name, value in zip(names[:most], entries[:most], strict=True)]}
 
     def describe_cut(self) -> str | None:
         """Return which numbers of a point a report leaves out; None if it shows all."""
-        row = self.trajectory.inputs[0]
-        if row.numel() <= _MAX_VALUES_OF_SAMPLE or "values" not in self.show(row):
+        row, most = self.trajectory.inputs[0], _MAX_VALUES_OF_SAMPLE
+        if row.numel() <= most or "values" not in self.show(row):
             return None
-        return (
-            f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point, and the first "
-            f"{_MAX_VALUES_OF_SAMPLE} of a training sample"
-        )
+        explained = f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point"
+        return f"{explained}, and the first {most} of a training sample"
 
 
 def appearance(trajectory: Trajectory, names: Sequence[str] | None, decode: Decode | None) -> Appearance:

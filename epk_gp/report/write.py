@@ -25,28 +25,11 @@ from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
-from epk_gp.quadrature.rules import (
-    ChordPath,
-    LayerwisePath,
-    Rule,
-    StraightPath,
-    WeightPath,
-    adaptive,
-    straight,
-    validate_path,
-    validate_rule,
-)
+from epk_gp.quadrature import rules
 from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
-from epk_gp.report.overview import expected_classes, overview, reason_without_kernel, samples_of_overview
+from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty
-from epk_gp.report.request import (
-    ExplainedOutputs,
-    OtherInputs,
-    Process,
-    ReportRequest,
-    parse_request,
-    validate_results,
-)
+from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -61,9 +44,9 @@ STYLES = ("theme", "layout", "tables", "pictures", "print")
 
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
 _PATHS = {
-    StraightPath: "straight steps",
-    ChordPath: "straight lines, each over {steps}",
-    LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
+    rules.StraightPath: "straight steps",
+    rules.ChordPath: "straight lines, each over {steps}",
+    rules.LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
 }
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
 _MAX_PARAMETERS = 60  # more are counted, not listed
@@ -80,15 +63,14 @@ def write_report(
     *,
     title: str | None = None,
     head: Head | None = None,
-    rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath = straight(),
+    rule: rules.Rule = rules.adaptive(tol=1e-12),
+    path: rules.WeightPath = rules.straight(),
     outputs: ExplainedOutputs = "predicted",
     explained: int | Sequence[int] = 6,
     class_names: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     decode: Decode | None = None,
     top: int = 10,
-    by_layers: bool = True,
     influence: Influence | None = None,
     posterior: Process | None = None,
     outside: OtherInputs | None = None,
@@ -121,7 +103,6 @@ def write_report(
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         top: How many samples a view names of either sign.
-        by_layers: Whether layers are told apart.
         influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
@@ -146,8 +127,8 @@ def write_report(
         raise IsADirectoryError(f"file must be the name of a file, as in report.html: {place} is a folder.")
     if not place.parent.is_dir():
         raise FileNotFoundError(f"file must lie in a folder that exists: {place.parent} does not.")
-    validate_rule(rule)
-    validate_path(path)
+    rules.validate_rule(rule)
+    rules.validate_path(path)
     validate_count(top, "top")
     validate_count(kernel_points, "kernel_points", minimum=0)
     request = replace(
@@ -157,10 +138,11 @@ def write_report(
         kernel_points=kernel_points, options=parsed,
     )  # fmt: skip
     validate_results(request)
-    look, divisions = appearance(trajectory, names, decode), divide(trajectory, by_layers=by_layers)
+    look, divisions = appearance(trajectory, names, decode), divide(trajectory)
     require_room(request, divisions, MAX_BYTES)
 
     found = explain(request, divisions, rule, path, top)
+    missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
         ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
@@ -170,13 +152,10 @@ def write_report(
         ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
         ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
         ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
+        *([] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]),
+        *([] if cut is None else [("shown of an input", cut)]),
     ]
-    missing, cut = reason_without_kernel(request), look.describe_cut()
-    how += [] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]
-    how += [] if cut is None else [("shown of an input", cut)]
-    content = _content(request, divisions, found, look, how)
-    if title:
-        content["title"] = title
+    content = _content(request, divisions, found, look, how) | ({"title": title} if title else {})
     atomic_write(place, document(content, top, MAX_BYTES).encode())
     warn_unless_certified("the report", found.certificate.findings)
     return place
@@ -227,13 +206,12 @@ def _content(
         "ranges": [list(ends) for ends in divisions.ranges],
         "card": _run_card(run, how),
         "certificate": _describe_certificate(request, found),
-        "samples": {"count": run.num_points, "shown": {}},
+        "samples": {"count": run.num_points},
         "points": [_point(request, number, found, sure, look) for number in range(len(request.points))],
         "overview": overview(request, sure),
     }
-    expected = expected_classes(request.suspects)
-    shown = content["samples"]["shown"]
-    shown |= {str(index): _sample(request, look, index, expected) for index in sorted(_named(content))}
+    expected, named = expected_classes(request.suspects), sorted(_named(content))
+    content["samples"]["shown"] = {str(index): _sample(request, look, index, expected) for index in named}
     return content
 
 
@@ -244,8 +222,7 @@ def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[s
     explained = "the explained output" if outputs == 1 else f"each of the {outputs} explained outputs"
     if findings:
         sentences = [
-            f"NOT CERTIFIED. The terms of {explained} are not shown to be what training added to it: do not rely on "
-            "them.",
+            f"NOT CERTIFIED. Do not rely on the terms of {explained}: they are not shown to be what training added.",
             *(f"{finding[0].upper()}{finding[1:]}." for finding in findings),
             "Check the run with epk-gp verify, or explain it with the adaptive rule.",
         ]
@@ -257,9 +234,6 @@ def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[s
             "Every recorded step was computed again from the training data: the largest difference of a weight is "
             f"{certificate.max_step_mismatch:.1e}, {certificate.mismatch_ratio:.2g} times what rounding explains"
             + (f" (in step {certificate.worst_step})." if certificate.worst_step >= 0 else "."),
-            "What is added along each step, or each stretch of several, was compared with the change of the network's "
-            f"output over it: the largest difference is {certificate.max_residual:.1e}, at most "
-            f"{certificate.residual_ratio:.2g} times what tolerance and rounding allow.",
         ]
     sentences.append(
         "The certificate concerns the sums. A contribution says what a sample added during this training; it does not "
@@ -345,7 +319,9 @@ def _named(content: dict[str, Any]) -> set[int]:
     explained = (explanation for point in content["points"] for explanation in point["explanations"].values())
     views = (view for explanation in explained for view in explanation["views"].values())
     named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
-    return named | samples_of_overview(content["overview"])
+    suspects, plane = content["overview"]["suspects"], content["overview"]["map"]
+    named |= {row[0] for row in suspects["rows"]} if suspects else set()
+    return named | {index for cell in plane["behind"] for index in cell} if plane else named
 
 
 def _run_card(run: Trajectory, how: Rows) -> list[dict[str, Any]]:
@@ -370,8 +346,6 @@ def _network(run: Trajectory) -> Rows:
     ]
     if rest := [size for _, _, size in parameters[_MAX_PARAMETERS:]]:
         rows.append((f"{len(rest)} more tensors", f"{sum(rest):,} weights"))
-    if frozen := [p.numel() for name, p in model.module.named_parameters() if name not in model.names]:
-        rows.append(("frozen, not trained", f"{sum(frozen):,} weights in {len(frozen)} tensors"))
     return rows
 
 
@@ -386,11 +360,6 @@ def _training(run: Trajectory) -> Rows:
         options = ", ".join(f"{key}={value}" for key, value in said.items())
         name = "optimizer" if len(groups) == 1 else f"optimizer, group {number}"
         rows.append((name, f"{group.rule or 'update rule of one’s own'}: {options}"))
-    if passes := [forward for step in run.trained.steps for forward in step.passes]:
-        drew = sum(forward.random_state is not None or forward.device_random_state is not None for forward in passes)
-        seen = sum(forward.inputs is not None for forward in passes)
-        words = f"{len(passes):,}; {drew:,} drew random numbers, {seen:,} saw other rows than the data's"
-        rows.append(("recorded forward passes", words))
     return rows
 
 

@@ -9,16 +9,12 @@ from matplotlib.contour import ContourSet
 from epk_gp.plots import PALETTE, class_regions, map_handles, region_handles, shades_of, uncertainty_map
 
 
-def legend(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
-
-
-def words(ax):
-    return [text.get_text() for text in ax.texts]
+def words(texts):
+    return [text.get_text() for text in texts]
 
 
 X, Y = np.linspace(0.0, 4.0, 5), np.linspace(0.0, 2.0, 3)
-VALUES = np.arange(15.0).reshape(3, 5)
+VALUES, ZERO = np.arange(15.0).reshape(3, 5), np.zeros((3, 5), dtype=int)
 
 
 def shade_at(ax, x, y):
@@ -29,15 +25,12 @@ def shade_at(ax, x, y):
 
 
 def test_the_map_shades_each_node_by_its_value(ax):
-    figure = ax.figure
-    assert uncertainty_map(ax, X, Y, VALUES, title="t", colorbar_label="nats") is ax
+    uncertainty_map(ax, X, Y, VALUES, title="t", colorbar_label="nats")
     for (row, column), value in np.ndenumerate(VALUES):
         inside = np.clip([X[column], Y[row]], [0.01, 0.01], [3.99, 1.99])
         assert any(low - 0.2 <= value <= high + 0.2 for low, high in shade_at(ax, *inside))
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 4), (0, 2))  # to the frame, and not beyond the nodes
-    assert ax.get_aspect() == 1
-    assert ax.get_title() == "t"
-    assert [other.get_ylabel() for other in figure.axes if other is not ax] == ["nats"]
+    assert [other.get_ylabel() for other in ax.figure.axes if other is not ax] == ["nats"]
 
 
 def test_shades_between_nodes_stay_within_the_values_and_one_value_is_drawn(ax):
@@ -49,27 +42,15 @@ def test_shades_between_nodes_stay_within_the_values_and_one_value_is_drawn(ax):
     darkest = [np.ptp(path.vertices, axis=0).max() for path in shades.get_paths() if len(path.vertices)][-1]
     assert darkest < 1  # the top of the spike alone
     other = ax.figure.add_subplot()
-    uncertainty_map(other, X, Y, np.full((3, 5), 2.0), title="")
+    uncertainty_map(other, X, Y, np.full((3, 5), 2.0), title="", limits=(2.0, 2.0), colorbar=False)
     assert shade_at(other, 2.0, 1.0)
-
-
-def test_maps_of_the_same_limits_have_the_same_shades(ax):
-    other = ax.figure.add_subplot()
-    for each, values in ((ax, VALUES / 14), (other, VALUES / 28)):
-        uncertainty_map(each, X, Y, values, title="", limits=(0.0, 1.0), colorbar=False)
-    assert np.array_equal(shades_of(ax).levels, shades_of(other).levels)
-    assert len(ax.figure.axes) == 2
 
 
 def test_points_have_the_colours_of_their_classes_and_the_legend_that_maps_share_names_them(ax):
     points, labels = torch.tensor([[0.0, 0.0], [1.0, 1.0], [9.0, 9.0]]), torch.tensor([2, 0, 2])
     uncertainty_map(ax, X, Y, VALUES, title="", points=points, labels=labels)
     assert [to_hex(c) for c in ax.collections[-1].get_facecolor()] == [PALETTE[2], PALETTE[0], PALETTE[2]]
-    assert legend(ax) == ["class 0", "class 2"]
     assert ax.get_xlim() == (0, 4)  # the point outside does not widen the map
-    other = ax.figure.add_subplot()
-    uncertainty_map(other, X, Y, VALUES, title="", points=points, labels=labels, legend=False)
-    assert other.get_legend() is None
     handles = map_handles(labels, names=["cat", "dog", "bird"])
     assert [handle.get_label() for handle in handles] == ["cat", "bird", "decision boundary of the network"]
 
@@ -102,18 +83,7 @@ def test_a_slanted_boundary_has_no_steps(ax):
     slopes = np.diff(inner, axis=0)
     assert np.abs(slopes[:, 1] / slopes[:, 0] - 0.31).max() < 0.1
     raw = ax.contour(fine, fine, classes, levels=[0.5]).get_paths()[0].vertices  # the negative control: stairs
-    raw_slopes = np.diff(raw, axis=0)
-    assert np.abs(raw_slopes[:, 1]).min() == 0
-
-
-def test_three_regions_meet_in_one_point(ax):
-    fine = np.linspace(-1, 1, 121)
-    angle = np.arctan2(fine[:, None], fine[None])
-    classes = (angle > 0.3).astype(int) + (angle > 2.2)
-    uncertainty_map(ax, np.linspace(-1, 1, 5), np.linspace(-1, 1, 5), np.ones((5, 5)), title="", boundary=classes)
-    lines = [artist for artist in ax.collections if isinstance(artist, ContourSet) and not artist.filled]
-    nearest = [np.linalg.norm(path.vertices, axis=1).min() for artist in lines for path in artist.get_paths()]
-    assert max(nearest) < 0.05
+    assert np.abs(np.diff(raw, axis=0)[:, 1]).min() == 0
 
 
 def test_what_jumps_at_the_boundary_is_not_blurred_across_it(ax):
@@ -130,23 +100,16 @@ def test_what_jumps_at_the_boundary_is_not_blurred_across_it(ax):
     assert shade_at(other, 2.2, 2.0)[0][1] < 0.7  # the negative control
 
 
-def test_many_classes_are_named_in_their_regions(ax):
-    classes = np.repeat(np.arange(6).repeat(20)[None], 30, axis=0)
-    uncertainty_map(ax, X, Y, VALUES, title="", boundary=classes)
-    assert words(ax) == ["0", "1", "2", "3", "4", "5"]
-    places = np.array([text.get_position()[0] for text in ax.texts])
-    assert np.allclose(places, (np.arange(6) + 0.5) * 4 / 6, atol=0.05)
-
-
-def test_neither_few_classes_nor_one_whose_region_is_too_small_to_be_seen_are_named(ax):
-    classes = np.repeat(np.arange(7).repeat(20)[None], 60, axis=0)
-    classes[:, 120:] = 0
+def test_many_classes_are_named_in_their_regions_but_for_one_that_is_too_small_to_be_seen(ax):
+    classes = np.repeat(np.arange(6).repeat(20)[None], 60, axis=0)
     classes[30, 0] = 6
     uncertainty_map(ax, X, Y, VALUES, title="", boundary=classes)
-    assert words(ax) == ["0", "1", "2", "3", "4", "5"]
+    assert words(ax.texts) == ["0", "1", "2", "3", "4", "5"]
+    places = np.array([text.get_position()[0] for text in ax.texts])
+    assert np.allclose(places, (np.arange(6) + 0.5) * 4 / 6, atol=0.05)
     other = ax.figure.add_subplot()
     uncertainty_map(other, X, Y, VALUES, title="", boundary=np.repeat(np.arange(5)[None], 3, axis=0))
-    assert words(other) == []  # their colours tell them
+    assert words(other.texts) == []  # the colours of a few tell them
 
 
 def test_regions_are_pale_and_meet_at_the_boundary(ax):
@@ -169,19 +132,12 @@ def test_regions_are_pale_and_meet_at_the_boundary(ax):
         ({"grid_x": X**2}, "grid_x must be increasing and evenly spaced"),
         ({"grid_y": Y[:1]}, "grid_y must be increasing"),
         ({"values": VALUES + np.inf}, "values must be finite"),
-        ({"boundary": np.zeros((5, 3), dtype=int)}, "boundary must have shape"),
+        ({"boundary": ZERO.T}, "boundary must have shape"),
         ({"points": np.zeros((4, 3))}, r"points must have shape \(4, 2\)"),
-        ({"points": np.zeros((4, 2)), "labels": np.zeros(3, dtype=int)}, r"labels must have shape \(4,\)"),
-        ({"labels": np.zeros(3, dtype=int)}, "boundary, and labels with points"),
-        ({"regions": np.zeros((3, 5), dtype=int)}, "regions must come with a boundary"),
-        (
-            {"boundary": np.zeros((3, 5), dtype=int), "regions": np.zeros((3, 4), dtype=int)},
-            r"regions must have shape \(3, 5\): got \(3, 4\)",
-        ),
-        (
-            {"points": np.zeros((1, 2)), "labels": np.array([1]), "names": ["cat"]},
-            "names must name each class: got 1 names, none for class 1",
-        ),
+        ({"points": np.zeros((4, 2)), "labels": ZERO[0, :3]}, r"labels must have shape \(4,\)"),
+        ({"labels": ZERO[0]}, "boundary, and labels with points"),
+        ({"regions": ZERO}, "regions must come with a boundary"),
+        ({"boundary": ZERO, "regions": ZERO[:, :4]}, r"regions must have shape \(3, 5\): got \(3, 4\)"),
     ],
 )
 def test_the_map_refuses_what_does_not_fit(ax, options, message):

@@ -1,5 +1,7 @@
 """One look for all figures: its colours, its style file, and how pictures are written."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -8,24 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from epk_gp.plots.style import (
-    COLORMAP,
-    IN_DISTRIBUTION,
-    LOWERED,
-    OUT_OF_DISTRIBUTION,
-    PALETTE,
-    RAISED,
-    RIGHT,
-    SIGNED,
-    SMALL,
-    STYLE,
-    WIDTH,
-    WRONG,
-    figure_style,
-    new_figure,
-    save_figure,
-    styled,
-)
+from epk_gp.plots import style
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what is left of linear RGB without one kind of cone.
 BLINDNESS = {
@@ -52,80 +37,59 @@ def distance(a, b, kind):
 
 
 @pytest.mark.parametrize("kind", BLINDNESS)
-@pytest.mark.parametrize("pair", [(RAISED, LOWERED), (RIGHT, WRONG), (IN_DISTRIBUTION, OUT_OF_DISTRIBUTION)])
-def test_opposites_are_told_apart_in_each_kind_of_colour_blindness(pair, kind):
-    assert distance(*pair, kind) > 25
+def test_opposites_and_the_first_classes_are_told_apart_in_each_kind_of_colour_blindness(kind):
+    opposites = [
+        (style.RAISED, style.LOWERED),
+        (style.RIGHT, style.WRONG),
+        (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION),
+    ]
+    assert min(distance(a, b, kind) for a, b in [*opposites, *itertools.combinations(style.PALETTE[:3], 2)]) > 25
+    assert distance("#4e8f2f", "#b2662f", "deuteranopia") < 25  # the negative control: green and red of one lightness
 
 
-def test_green_and_red_of_one_lightness_are_not():
-    """The negative control."""
-    assert distance("#4e8f2f", "#b2662f", "deuteranopia") < 25
+def test_equal_steps_of_a_map_look_equal_and_signs_have_the_colours_of_what_raises_and_lowers():
+    steps = -np.diff([lab(style.COLORMAP(k)[:3])[0] for k in range(256)])
+    assert 0.8 * steps.mean() < steps.min() <= steps.max() < 1.2 * steps.mean()
+    for value, colour in ((0.0, to_rgb(style.LOWERED)), (0.5, (1, 1, 1)), (1.0, to_rgb(style.RAISED))):
+        assert style.SIGNED(value)[:3] == pytest.approx(colour, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", BLINDNESS)
-def test_the_first_classes_are_told_apart_in_each_kind_of_colour_blindness(kind):
-    first = PALETTE[:3]
-    assert min(distance(a, b, kind) for i, a in enumerate(first) for b in first[:i]) > 25
-
-
-def test_equal_steps_of_a_map_look_equal():
-    lightness = np.array([lab(COLORMAP(k)[:3])[0] for k in range(256)])
-    steps = -np.diff(lightness)
-    assert steps.min() > 0.8 * steps.mean()
-    assert steps.max() < 1.2 * steps.mean()
-
-
-def test_values_of_either_sign_have_the_colours_of_what_raises_and_lowers():
-    assert SIGNED(0.0)[:3] == pytest.approx(to_rgb(LOWERED))
-    assert SIGNED(1.0)[:3] == pytest.approx(to_rgb(RAISED))
-    assert SIGNED(0.5)[:3] == pytest.approx((1, 1, 1), abs=0.01)
-
-
-def test_the_style_is_left_where_it_was_entered():
+def test_the_style_is_left_where_it_was_entered_and_has_a_name_for_a_whole_session():
     before = dict(rcParams)
-    with figure_style():
-        assert rcParams["savefig.dpi"] == 200
-        assert rcParams["font.size"] == 9
+    with style.figure_style():
+        assert (rcParams["savefig.dpi"], rcParams["font.size"]) == (200, 9)
     assert dict(rcParams) == before
-
-
-def test_the_style_has_a_name_of_its_own_for_a_whole_session():
-    with plt.style.context(STYLE):
-        assert rcParams["axes.prop_cycle"].by_key()["color"] == list(PALETTE)
+    with plt.style.context(style.STYLE):
+        assert rcParams["axes.prop_cycle"].by_key()["color"] == list(style.PALETTE)
 
 
 def test_the_marks_of_axes_have_the_style_when_they_are_drawn_later():
-    @styled
+    @style.styled
     def draw():
-        figure = new_figure(2.0)
+        figure = style.new_figure(2.0)
         figure.subplots().plot([0, 1])
         return figure
 
     figure = draw()
     figure.draw_without_rendering()
     (ax,) = figure.axes
-    assert figure.get_figwidth() == WIDTH
-    assert {label.get_fontsize() for label in (*ax.get_xticklabels(), *ax.get_yticklabels())} == {SMALL}
+    assert figure.get_figwidth() == style.WIDTH
+    assert {label.get_fontsize() for label in (*ax.get_xticklabels(), *ax.get_yticklabels())} == {style.SMALL}
 
 
 def new_line() -> Figure:
     figure = Figure(figsize=(2, 1))
-    figure.subplots().plot([0, 1, 4], color=PALETTE[0])
+    figure.subplots().plot([0, 1, 4], color=style.PALETTE[0])
     return figure
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_same_figure_gives_the_same_bytes(suffix, tmp_path):
+def test_the_same_figure_gives_the_same_bytes_and_a_picture_has_twice_the_pixels_of_the_page(suffix, tmp_path):
     files = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for file in files:
-        save_figure(new_line(), file, description="a line")
+        style.save_figure(new_line(), file, description="a line", palette=True)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert ("a line" in files[0].read_text(errors="ignore")) == (suffix == ".svg")  # compressed in a PNG
-
-
-def test_a_picture_has_twice_the_pixels_of_the_page(tmp_path):
-    save_figure(new_line(), tmp_path / "a.png", description="a line", palette=True)
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.size == (400, 200)
-        assert picture.mode == "P"
-        assert picture.info["Description"] == "a line"
+    if suffix == ".png":
+        with Image.open(files[0]) as picture:
+            assert (picture.size, picture.mode, picture.info["Description"]) == ((400, 200), "P", "a line")

@@ -36,7 +36,7 @@ def open_file(browser):
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10_000)
-        page.on("request", lambda request: faults.extend([f"request of {request.url}"] * is_outside(request.url)))
+        page.on("request", lambda request: faults.extend(outside(request.url)))
         page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: faults.append(f"error: {error}"))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
@@ -63,6 +63,6 @@ def open_report(open_file, tmp_path):
     return open_report
 
 
-def is_outside(address):
-    """Return whether an address is neither the file itself nor data in it."""
-    return not address.startswith(("file:", "data:"))
+def outside(address):
+    """Return the fault of an address that is neither the file itself nor data in it."""
+    return [] if address.startswith(("file:", "data:")) else [f"request of {address}"]

@@ -12,7 +12,7 @@ from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.report.overview import REPORT_INK
-from report_cases import embedded
+from report_cases import embedded, written
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,19 @@ def problem(tmp_path_factory):
     found["outside"] = 4 * torch.randn(15, 3, generator=g, dtype=torch.float64)
     found["suspects"] = epk.label_errors(trajectory, nodes=4)
     file = epk.write_report(
-        tmp_path_factory.mktemp("overview") / "report.html",
-        trajectory,
-        found["X"],
-        found["y"],
-        explained=2,
-        outputs=1,
-        posterior=model,
-        outside=found["outside"],
-        suspects=found["suspects"],
-        uncertainty_map=m,
-        kernel_points=9,
+        tmp_path_factory.mktemp("overview") / "report.html", trajectory, found["X"], found["y"], explained=2, outputs=1,
+        posterior=model, outside=found["outside"], suspects=found["suspects"], uncertainty_map=m, kernel_points=9,
         rule=epk.adaptive(1e-8),
-    )
+    )  # fmt: skip
     return found | {"content": embedded(file)}
+
+
+def path_cosines(trajectory, X):
+    """Return the path kernel between points, by 20 nodes, and the cosines."""
+    points = epk.Points(X, is_train=False)
+    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(points, points)
+    d = K.diagonal().sqrt()
+    return K, K / (d[:, None] * d)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,7 @@ def test_figures_are_svg_in_the_reports_ink_with_a_table_behind_each(overview, f
     for svg in (*(figure["svg"] for figure in figures.values()), overview["map"]["svg"]):
         assert svg.startswith("<svg ")
         assert svg.endswith("</svg>")
-        assert REPORT_INK in svg
-        assert "#222222" not in svg
-        assert "<metadata>" not in svg
-        assert "<text" in svg  # text as text
+        assert [word in svg for word in (REPORT_INK, "<text", "#222222", "<metadata>")] == [True, True, False, False]
         assert len(svg) < 150_000
     for figure in figures.values():
         head, rows = figure["table"]["head"], figure["table"]["rows"]
@@ -114,38 +110,29 @@ def test_detection_of_other_inputs_is_that_of_the_scores(problem, figures):
 def test_the_kernel_matrix_is_the_path_kernel_of_samples_of_every_class(problem, figures):
     trajectory = problem["trajectory"]
     chosen = torch.cat([(trajectory.targets == c).nonzero()[:3, 0] for c in range(3)])
-    points = epk.Points(trajectory.inputs[chosen], is_train=False)
-    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(points, points)
+    K, cosines = path_cosines(trajectory, trajectory.inputs[chosen])
     found = gram_spectrum(K)
     assert f"is {found.effective_rank:.1f}." in figures["spectrum"]["sentence"]
     values = [row[1] for row in figures["spectrum"]["table"]["rows"]]
     assert values == pytest.approx(found.values.tolist(), rel=1e-3)
-    d = K.diagonal().sqrt()
-    cosines = K / (d[:, None] * d)
-    between = [[float(cosines[3 * a : 3 * a + 3, 3 * b : 3 * b + 3].mean()) for b in range(3)] for a in range(3)]
+    between = cosines.reshape(3, 3, 3, 3).mean(dim=(1, 3))
     for a, row in enumerate(figures["kernel"]["table"]["rows"]):
-        for b in range(3):
-            if a != b:
-                assert row[1 + b] == pytest.approx(between[a][b], rel=1e-2)
+        assert all(row[1 + b] == pytest.approx(float(between[a, b]), rel=1e-2) for b in range(3) if a != b)
 
 
-def test_suspects_are_the_first_of_the_ranking(problem, overview):
-    suspects, rows = problem["suspects"], overview["suspects"]["rows"]
+def test_suspects_are_the_first_of_the_ranking_and_are_marked_where_they_contribute(problem, overview):
+    """Those that are listed and of which another class is expected, with this class; no others."""
+    trajectory, suspects, rows = problem["trajectory"], problem["suspects"], overview["suspects"]["rows"]
+    shown = problem["content"]["samples"]["shown"]
     assert [row[0] for row in rows] == suspects.indices[:30].tolist()
     for row in rows:
         assert len(row) == 1 + len(overview["suspects"]["head"])
-        assert row[1] == f"class {int(problem['trajectory'].targets[row[0]])}"
-        assert str(row[0]) in problem["content"]["samples"]["shown"]
+        assert row[1] == f"class {int(trajectory.targets[row[0]])}"
+        assert str(row[0]) in shown
     k = int((suspects.points == rows[0][0]).nonzero())
     assert rows[0][3] == pytest.approx(float(suspects.scores[k]), rel=1e-3)
-
-
-def test_suspects_are_marked_where_they_contribute(problem, overview):
-    """Those that are listed and of which another class is expected, with this class; no others."""
-    trajectory, suspects = problem["trajectory"], problem["suspects"]
     expected = dict(zip(suspects.points.tolist(), suspects.predicted.tolist(), strict=True))
-    listed = [row[0] for row in overview["suspects"]["rows"]]
-    shown = problem["content"]["samples"]["shown"]
+    listed = [row[0] for row in rows]
     for index, sample in shown.items():
         other = expected[int(index)] if int(index) in listed else int(trajectory.targets[int(index)])
         assert sample["suspected"] == (None if other == int(trajectory.targets[int(index)]) else other)
@@ -166,10 +153,7 @@ def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem
     ny, nx = found["coarse"]
     x, y = (a[0] + (torch.arange(n).double() + 0.5) / n * (a[-1] - a[0]) for a, n in ((m.x, nx), (m.y, ny)))
     cells = lift(m.plane, grid_coordinates(x, y))
-    both = epk.Points(torch.cat([cells, trajectory.inputs]), is_train=False)
-    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(both, both)
-    d = K.diagonal().sqrt()
-    cosines = (K / (d[:, None] * d))[: len(cells), len(cells) :]
+    cosines = path_cosines(trajectory, torch.cat([cells, trajectory.inputs]))[1][: len(cells), len(cells) :]
     assert found["behind"] == cosines.topk(3, dim=1).indices.tolist()
     assert {str(i) for cell in found["behind"] for i in cell} <= problem["content"]["samples"]["shown"].keys()
 
@@ -180,17 +164,8 @@ def test_a_posterior_of_the_points_gives_probabilities_too(problem, tmp_path):
     posterior = gp.logit_posterior(X)
     u = epk.softmax_uncertainty(posterior, 1024, torch.Generator().manual_seed(0))
     for given in (gp, posterior):
-        file = epk.write_report(
-            tmp_path / "report.html",
-            problem["trajectory"],
-            X,
-            explained=[3],
-            outputs=1,
-            posterior=given,
-            kernel_points=0,
-            rule=epk.adaptive(1e-8),
-        )
-        (point,) = embedded(file)["points"]
+        options = {"explained": [3], "outputs": 1, "posterior": given, "rule": epk.adaptive(1e-8)}
+        (point,) = written(tmp_path, problem["trajectory"], X, **options)["points"]
         assert point["probabilities"] == pytest.approx(u.mean[3].tolist(), rel=1e-4)
         assert all(low < p < high for p, (low, high) in zip(point["probabilities"], point["band"], strict=True))
         assert [name for name, _, _ in point["scores"]] == [
