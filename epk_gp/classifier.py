@@ -159,7 +159,8 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _logits(self, X: ArrayLike) -> Tensor:
-        return network_outputs(self.trajectory_, self._points(X))
+        points = self._points(X)  # checks first that there is a run
+        return network_outputs(self.trajectory_, points)
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_classes: int) -> None:
