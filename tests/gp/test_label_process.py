@@ -10,7 +10,6 @@ from epk_gp.gp.label_process import (
     InputFeatures,
     LabelKernel,
     LabelSettings,
-    Spectrum,
     centred_labels,
     condition_exactly,
     condition_on_features,
@@ -74,20 +73,6 @@ def test_the_kernel_is_a_power_of_the_cosine_of_combined_outputs_times_an_rbf(
     gram = kernel.gram(X)
     assert_close(gram, reference_kernel(nodes, X, X, lengthscale) ** power)
     assert (gram.diagonal() == 1).all()
-
-
-def test_one_combination_of_outputs_at_each_node_stands_for_the_trace(run, points):
-    """The rows of a Hadamard matrix in turn; a single combination for all nodes is the control."""
-    X = points[0]
-    nodes = nodes_trajectory(run, 16)
-    both = Points(X, is_train=False)
-    K = torch.einsum("ncmc->nm", gram_block(nodes, both, both, head="logits", rule=left_endpoint()))
-    exact = K / (K.diagonal()[:, None] * K.diagonal()).sqrt()
-    kernel = LabelKernel(nodes, None, ComputeOptions())
-    found = kernel.gram(X)
-    one = LabelKernel(nodes_trajectory(run, 1), None, ComputeOptions())
-    control = one.gram(X)
-    assert 5 * (found - exact).norm() < (control - exact).norm()
 
 
 def test_features_of_a_power_are_those_of_the_kernels_power(nodes, points):
@@ -174,14 +159,6 @@ def test_the_noise_is_where_the_marginal_likelihood_is_largest(process, points):
     others = [loss(noise)[0] for noise in torch.logspace(-6, 4, 41, dtype=torch.float64).tolist()]
     assert best < min(others) + 1e-5
     assert max(others) > best + 0.1
-
-
-def test_eigenvalues_that_are_zero_count_in_the_likelihood():
-    """A kernel matrix of rank r as its r eigenvalues alone."""
-    values, targets = torch.tensor([3.0, 1.0, 0.0, 0.0]).double(), torch.tensor([[1.0], [2.0], [0.5], [1.5]]).double()
-    whole = Spectrum(values, targets, 0.0, 4)
-    short = Spectrum(values[:2], targets[:2], float(targets[2:].square().sum()), 4)
-    assert short.negative_log_likelihood(0.3) == pytest.approx(whole.negative_log_likelihood(0.3))
 
 
 def test_the_lengthscale_is_the_median_distance(generator):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
@@ -148,17 +147,6 @@ def test_what_is_surer_than_labels_support_is_lowered_to_it_and_nothing_else_cha
     assert_close(p[1:3], logits[1:3].softmax(1), rtol=1e-14, atol=0)
 
 
-def test_labels_that_are_all_predicted_rightly_do_not_make_the_weights_endless(generator):
-    """Of 60 labels none says that a wrong class has a probability below 1e-6."""
-    labels = torch.arange(60) % C
-    process = torch.eye(C, dtype=torch.float64)[labels] + 0.1 * torch.randn(60, C, generator=generator).double()
-    found = stack_logits(process, process, labels)
-    assert found.network + found.process < 30
-    p = torch.softmax(found.logits(process, process), 1)
-    assert p.min() > 1e-6
-    assert (p.argmax(1) == labels).all()
-
-
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 0.5])
 def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     """Exchangeable scores: coverage lies between 1 - alpha and 1 - alpha + 1 / (m + 1), here within four deviations."""
@@ -201,24 +189,6 @@ def test_a_damaged_file_is_recognised(model, tmp_path):
     other = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, C)).double()
     with pytest.raises(ValueError, match="the network must be the recorded one"):
         epk.UncertainClassifier.load(tmp_path / "whole", other)
-
-
-def test_moving_statistics_and_images_are_served(generator, tmp_path):
-    """A network with BatchNorm on images: flattened rows are reshaped, and statistics are stored."""
-    torch.manual_seed(0)
-
-    def build():
-        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)).double()
-
-    net = build()
-    X = torch.randn(24, 1, 4, 4, dtype=torch.float64, generator=generator)
-    y = (X.mean((1, 2, 3)) > 0).long()
-    run = epk.train(net, X, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), steps=5, batch_size=12)
-    model = epk.UncertainClassifier(run, nodes=3).fit(X + 0.1, y)
-    model.save(tmp_path)
-    read = epk.UncertainClassifier.load(tmp_path, build())
-    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(model.predict_proba(X.flatten(1).numpy()), model.predict_proba(X).numpy())
 
 
 @pytest.mark.parametrize(

@@ -68,19 +68,6 @@ def test_a_matrix_is_normalised_some_rows_at_a_time_and_the_cache_is_left_alone(
     assert sorted(counter.calls) == ["diagonal_blocks"] * 2 + ["trace_block"]
 
 
-def test_a_diagonal_of_cosines_does_not_move_with_the_points(trajectory):
-    """Not either where one side stands still: a cosine is largest there."""
-    x, kernel = mixed(4).requires_grad_(), EPKKernel(trajectory, normalize="cosine")
-    moving = kernel.forward(x, x.detach().flip(0))  # the negative control
-    for values, is_zero in (
-        (kernel(x, diag=True), True),
-        (kernel.forward(x, x.detach()).diagonal(), True),
-        (moving.diagonal(), False),
-    ):
-        (gradient,) = torch.autograd.grad(values.sum(), x)
-        assert torch.equal(gradient, torch.zeros_like(gradient)) == is_zero
-
-
 @pytest.mark.parametrize("other_side", ["stands still", "is another tensor"])
 def test_equal_points_of_two_tensors_have_a_gradient_each(other_side):
     case = make_case("tanh", steps=1)

@@ -74,8 +74,6 @@ def test_derivatives_equal_a_graph_over_the_definition():
     K = kernel_of(case, 1).forward(tagged, tagged)
     (gradient,) = torch.autograd.grad(K[0, 1], tagged)
     assert_close(gradient[:, :-1], expected)
-    (wrong,) = torch.autograd.grad(kernel_of(case, 1).forward(tagged, tagged)[0, 0], tagged)  # the negative control
-    assert (wrong[:, :-1] - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("outputs", MODES)
