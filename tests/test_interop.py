@@ -137,26 +137,6 @@ def test_a_sparse_gp_learns_its_inducing_points_which_stay_test_copies(case, cop
     assert (moved[:, 8:] == 0).all()
 
 
-def test_an_inducing_point_kernel_approximates_and_learns(case):
-    x, y = train_copy(case.trajectory.inputs), case.trajectory.inputs[:, 0]
-    base = gpytorch.kernels.ScaleKernel(kernel_of(case)).double()
-    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
-    kernel = gpytorch.kernels.InducingPointKernel(base, inducing_points=x[:3].clone(), likelihood=likelihood)
-    gp = ExactGP(x, y, likelihood, kernel).double().train()
-    with torch.no_grad():
-        K, Z = base(x).to_dense(), x[:3]
-        nystrom = base(x, Z).to_dense() @ torch.linalg.solve(base(Z).to_dense(), base(Z, x).to_dense())
-        with gpytorch.settings.sgpr_diagonal_correction(False):
-            approximation = kernel.eval()(x).to_dense()
-        kernel.train()
-    torch.testing.assert_close(approximation, nystrom, rtol=0, atol=1e-3)  # GPyTorch adds jitter
-    assert (approximation - K).abs().max() > 1e-2
-    marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
-    learn(gp, lambda: -marginal_likelihood(gp(x), y), 5)
-    assert (kernel.inducing_points[:, -1] == 1).all()  # a training copy stays one
-    assert (kernel.inducing_points - x[:3]).abs().max() > 1e-3
-
-
 def botorch_gp(case, x, kernel):
     y = case.trajectory.inputs[:, :1].sin() + 0.1 * torch.randn(len(x), 1, dtype=torch.float64)
     with warnings.catch_warnings():

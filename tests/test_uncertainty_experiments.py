@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import uncertainty_problems as problems
-from judging import mean_and_std
 from rbf_process import FLOOR, fit_rbf_process
-from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE, rounded, row_of
-from uncertainty_problems import Problem, blurred, fgsm, noisy, pgd, rotated, splits, wrong_labels
+from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE, row_of
+from uncertainty_problems import Problem, fgsm, pgd, rotated, splits, wrong_labels
 
 DIGITS = Problem("digits", width=8, num_train=100, steps=20, batch_size=10)
 
@@ -45,16 +44,6 @@ def test_a_quarter_turn_is_exact():
     assert any(torch.allclose(turned, X.rot90(k, (2, 3)), atol=1e-12) for k in (1, 3))
     assert not torch.allclose(rotated(X, 45), X, atol=0.1)
     torch.testing.assert_close(rotated(X, 0), X)
-
-
-def test_blur_keeps_the_light_and_noise_keeps_the_range(generator):
-    X = torch.zeros(1, 1, 21, 21, dtype=torch.float64)
-    X[..., 10, 10] = 1
-    dim = blurred(X, 1.5)
-    assert float(dim.sum()) == pytest.approx(1)
-    assert 0.05 < float(dim.max()) < 0.1  # 1 / (2 pi 1.5^2) = 0.07
-    shaken = noisy(X, 0.3, generator)
-    assert 0 == float(shaken.min()) < float(shaken.max()) <= 1
 
 
 # Training
@@ -153,10 +142,3 @@ def test_a_saved_row_is_not_computed_again_and_another_key_is_another_row(rows, 
     assert row_of("mnist, softmax", {"seed": 0}, dict) == {"AUROC": 0.9}
     assert row_of("mnist, softmax", {"seed": 2}, dict) is None  # it was not asked for
     assert row_of("fashion, softmax", {"seed": 2}, dict) == {}
-
-
-def test_rows_are_rounded_and_averaged_over_seeds():
-    assert rounded({"a": {"b": 0.123456789, "c": None, "d": 3}}) == {"a": {"b": 0.12346, "c": None, "d": 3}}
-    assert mean_and_std([0.25, 0.75]) == [0.5, 0.35]
-    assert mean_and_std([0.25]) == [0.25, 0.0]
-    assert mean_and_std([0.25, None]) is None

@@ -391,7 +391,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     def _rows(self, values: Tensor) -> Tensor:
         """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (B, rows)."""
-        return values.reshape(self.coupling.num_right_sides, -1)
+        return values.reshape(self.coupling.batch_shape.numel(), -1)
 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""

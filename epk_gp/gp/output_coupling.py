@@ -61,11 +61,6 @@ class OutputCoupling(OutputStructure):
         """Batch shape of GPyTorch's distributions: [] for one process, [C] for one per output."""
         return torch.Size([self.num_outputs] if self.is_batch else [])
 
-    @property
-    def num_right_sides(self) -> int:
-        """B, vectors of rows."""
-        return self.batch_shape.numel()
-
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
         """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C]).
 

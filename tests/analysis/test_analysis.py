@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sklearn.svm import SVC
 from torch import nn
 
 import epk_gp as epk
@@ -18,7 +17,7 @@ from quantities.alignment import angle, gradient_alignment, output_gradients
 from quantities.boundary import boundary_weight_ratio
 from quantities.path_geometry import line_profile, path_profile
 from quantities.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
-from quantities.signal import input_gradients, signal_energies
+from quantities.signal import input_gradients
 from quantities.stationarity import diagonal_growth_exponent, location_variance_share
 
 
@@ -94,15 +93,6 @@ def test_a_retrained_machine_classifies_as_the_network_does(toy):
     assert p.gather(1, test.labels[:, None]).mean() > 0.7
 
 
-def test_decision_values_are_scikit_learn_s():
-    X = torch.randn(30, 2, dtype=torch.float64)
-    labels = (X[:, 0] > 0).long()
-    gram = rbf(X, X)
-    machine = fit_support_vector_machines(gram.expand(2, -1, -1), labels, penalty=2.0)
-    own = SVC(kernel="precomputed", C=2.0).fit(gram.numpy(), labels.numpy()).decision_function(gram.numpy())
-    assert_close(decision_values(machine, gram.expand(2, -1, -1))[:, 1], torch.from_numpy(own))
-
-
 # Stationarity
 
 
@@ -159,26 +149,6 @@ def test_input_gradients_are_finite_differences_of_the_contributions():
         up, down = (epk.attribute(run, x, rule=epk.gauss_legendre(4)).samples[0, 1, i] for run in runs)
     assert float(found[i, j]) == pytest.approx(float(up - down) / (2 * h), rel=1e-6)
     assert float(found[i, j - 1]) != pytest.approx(float(up - down) / (2 * h), rel=1e-2)  # the negative control
-
-
-def test_a_network_that_sees_one_direction_has_a_signal_of_one_dimension():
-    torch.manual_seed(1)
-
-    class OneDirection(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("direction", torch.linspace(-1, 1, 5, dtype=torch.float64))
-            self.net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-        def forward(self, x):
-            return self.net((x @ self.direction)[:, None])
-
-    X, net = torch.randn(12, 5, dtype=torch.float64), OneDirection()
-    trajectory = epk.train(net, X, torch.arange(12) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3)
-    energies = signal_energies(input_gradients(trajectory, X[:1], 0))
-    assert principal_directions(energies, share=1 - 1e-12) == 1
-    case = make_case("tanh")  # the negative control
-    assert principal_directions(signal_energies(input_gradients(case.trajectory, case.test[:1], 0)), share=0.999) > 2
 
 
 # Path geometry

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.models import LogitGP
@@ -65,16 +64,6 @@ def test_single_precision_runs_are_conditioned_in_double():
     posterior = gp.logit_posterior(X)
     assert gp.train_inputs[0].dtype == posterior.mean.dtype == posterior.covariance.dtype == torch.float64
     softmax_uncertainty(posterior)
-
-
-def test_images_are_conditioned_and_predicted():
-    X = torch.randn(6, 1, 4, 4, dtype=torch.float64)
-    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, C)).double()
-    run = make_run(net, X, torch.arange(6) % C)
-    posterior = LogitGP(run, targets="dirichlet").logit_posterior(X[:2])
-    assert posterior.covariance.shape == (2, C, C)
-    with pytest.raises(ValueError, match=r"X_test must have shape \(n, 1, 4, 4\)"):
-        LogitGP(run).logit_posterior(X[:2].flatten(1))
 
 
 def test_the_head_reaches_kernel_mean_and_targets(trajectory, X_test):
