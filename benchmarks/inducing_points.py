@@ -33,13 +33,11 @@ class Case:
         name: Name in the table.
         outputs: "trace", one process for all classes; "independent", one for each class, with shared inducing points.
         normalize: As the kernel's.
-        features: As the kernel's.
     """
 
     name: str
     outputs: Outputs = "trace"
     normalize: Normalization = None
-    features: int | None = None
 
 
 class SparseProcess(gpytorch.models.ApproximateGP):  # type: ignore[misc]  # gpytorch ships no types
@@ -70,7 +68,7 @@ class Fit:
 
     def __init__(self, run: epk.Trajectory, case: Case, Z: Tensor, *, learns_points: bool) -> None:
         """Make the process, its likelihood and its optimizer."""
-        kernel = epk.EPKKernel(run, case.outputs, normalize=case.normalize, features=case.features)
+        kernel = epk.EPKKernel(run, case.outputs, normalize=case.normalize)
         self.run, self.learns_points, self.start = run, learns_points, Z
         self.gp = SparseProcess(kernel, Z, learns_points=learns_points).double()
         C = run.num_outputs
@@ -112,7 +110,6 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Training points per variational step, drawn anew each time.")] = 100,
     num_train: Annotated[int, typer.Option(help="Training points.")] = 1000,
     steps: Annotated[int, typer.Option(help="Training steps of the network.")] = 20,
-    features: Annotated[int, typer.Option(help="Sketched features of the case that has them.")] = 1024,
     rounds: Annotated[int, typer.Option(help="Steps of each kind that are timed, in turns; the median counts.")] = 10,
 ) -> None:
     """Time steps with learned and with fixed inducing points in turns, on the same batches and on one thread.
@@ -126,7 +123,6 @@ def main(
         Case("trace, cosine", normalize="cosine"),
         Case("independent", "independent"),
         Case("independent, cosine", "independent", "cosine"),
-        Case(f"trace, {features} features", features=features),
     ]
     runs = {"plane, 2-32-32-3": train(three_gaussians(-(-num_train // 3), dim=2)[:num_train], (2, 32, 32, 3), steps)}
     if "EPK_GP_DATA" in os.environ:

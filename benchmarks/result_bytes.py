@@ -50,7 +50,7 @@ from epk_gp.cli import main
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out as process_without_one
-from epk_gp.gp.stacking import conformal_sets, conformity_scores
+from epk_gp.gp.stacking import conformal_sets
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
@@ -284,8 +284,8 @@ def saved_and_loaded() -> object:
 
 def scikit_learn() -> object:
     X, y, test = (part.numpy() for part in wider()[1:])
-    model = EPKClassifier(steps=10, gp_steps=5, num_condition=15, random_state=0).fit(X, y)
-    return [model.predict_proba(test), model.decision_function(test), model.predict_uncertainty(test, 64)]
+    model = EPKClassifier(steps=10, random_state=0).fit(X, y)
+    return [model.predict_proba(test), model.decision_function(test)]
 
 
 def scores() -> object:
@@ -293,7 +293,9 @@ def scores() -> object:
     p = epk.network_outputs(run, X, head="log_softmax").exp()
     doubt, wrong = 1 - p.amax(1), torch.arange(len(y)) % 5 == 0
     curves = ood_metrics(doubt[:20], doubt[20:]), roc_curve(doubt[:20], doubt[20:]), error_detection(doubt, wrong)
-    sets = conformal_sets(epk.network_outputs(run, test).softmax(1), conformity_scores(p, y), 0.1)
+    sets = conformal_sets(
+        epk.network_outputs(run, test).softmax(1), (1 - p.gather(1, y[:, None])[:, 0]).sort().values, 0.1
+    )
     return [calibration(p, y), reliability_bins(p, y), curves, precision_at_k(doubt, wrong, 5), sets]
 
 
@@ -356,8 +358,6 @@ RESULTS: Cases = {
     "kernel, sum, mean diagonal": lambda: kernel(outputs="sum", normalize="mean_diagonal"),
     "kernel, one class, logits": lambda: kernel(outputs=1, head="logits"),
     "kernel, chords": lambda: kernel(outputs="trace", path=epk.chords(every=2)),
-    "kernel, sketched": lambda: kernel(outputs="trace", features=32, nodes=5),
-    "kernel, sketched, cosine": lambda: kernel(training=False, outputs="trace", features=32, normalize="cosine"),
     **each("attribute", lambda name: on(epk.attribute, name), RUNS),
     "attribute, logits": lambda: on(epk.attribute, "plain", head="logits"),
     "attribute, one class": lambda: on(epk.attribute, "Adam", classes=torch.tensor([0, 1, 2, 0])),

@@ -145,10 +145,10 @@ def _names(page: Path, *packages: str) -> str:
 def _exported(page: Path) -> str:
     """Return the names of the top level by the page of the reference that has them."""
     tree = ast.parse((ROOT / "epk_gp" / "__init__.py").read_text())
-    lists = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("epk_gp.")
     ]
-    top = ast.literal_eval(lists[0])
+    top = sorted(alias.name for node in imports for alias in node.names)
     rows = []
     for other in sorted(page.parent.glob("*.md")):
         text = other.read_text()

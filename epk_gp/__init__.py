@@ -5,40 +5,46 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epk_gp.analysis.labels import label_errors, next_to_label
-    from epk_gp.core.checks import ComputeOptions
-    from epk_gp.core.graphs import Graph
-    from epk_gp.core.inputs import Points
-    from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
-    from epk_gp.core.show import CertificateWarning
-    from epk_gp.core.trajectory import Trajectory, network_outputs
-    from epk_gp.gp.models import LogitGP
-    from epk_gp.gp.softmax import softmax_uncertainty
-    from epk_gp.gp.uncertain_classifier import UncertainClassifier
-    from epk_gp.gram.path_features import path_features
-    from epk_gp.gram.path_kernel import PathKernel, gram_block
-    from epk_gp.kernel_machine.attribute import attribute
-    from epk_gp.kernel_machine.influence import Smoothing, influence, self_influence
-    from epk_gp.kernel_machine.reconstruct import reconstruct
-    from epk_gp.kernel_machine.retrain import retrain
-    from epk_gp.kernels.epk import EPKKernel
-    from epk_gp.kernels.tagging import test_copy, train_copy
-    from epk_gp.quadrature.rules import (
-        adaptive,
-        chords,
-        gauss_legendre,
-        layerwise,
-        left_endpoint,
-        left_riemann,
-        midpoint,
-        straight,
-    )
-    from epk_gp.recording.causes import StepMismatchError
-    from epk_gp.recording.recorder import Recorder
-    from epk_gp.recording.train import train
-    from epk_gp.report.write import write_report
-    from epk_gp.storage.run import load_trajectory
-    from epk_gp.storage.writer import Storage
+    from epk_gp.analysis.labels import label_errors as label_errors
+    from epk_gp.analysis.labels import next_to_label as next_to_label
+    from epk_gp.core.checks import ComputeOptions as ComputeOptions
+    from epk_gp.core.graphs import Graph as Graph
+    from epk_gp.core.inputs import Points as Points
+    from epk_gp.core.losses import CrossEntropy as CrossEntropy
+    from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
+    from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
+    from epk_gp.core.show import CertificateWarning as CertificateWarning
+    from epk_gp.core.trajectory import Trajectory as Trajectory
+    from epk_gp.core.trajectory import network_outputs as network_outputs
+    from epk_gp.gp.models import LogitGP as LogitGP
+    from epk_gp.gp.softmax import softmax_uncertainty as softmax_uncertainty
+    from epk_gp.gp.uncertain_classifier import UncertainClassifier as UncertainClassifier
+    from epk_gp.gram.path_features import path_features as path_features
+    from epk_gp.gram.path_kernel import PathKernel as PathKernel
+    from epk_gp.gram.path_kernel import gram_block as gram_block
+    from epk_gp.kernel_machine.attribute import attribute as attribute
+    from epk_gp.kernel_machine.influence import Smoothing as Smoothing
+    from epk_gp.kernel_machine.influence import influence as influence
+    from epk_gp.kernel_machine.influence import self_influence as self_influence
+    from epk_gp.kernel_machine.reconstruct import reconstruct as reconstruct
+    from epk_gp.kernel_machine.retrain import retrain as retrain
+    from epk_gp.kernels.epk import EPKKernel as EPKKernel
+    from epk_gp.kernels.tagging import test_copy as test_copy
+    from epk_gp.kernels.tagging import train_copy as train_copy
+    from epk_gp.quadrature.rules import adaptive as adaptive
+    from epk_gp.quadrature.rules import chords as chords
+    from epk_gp.quadrature.rules import gauss_legendre as gauss_legendre
+    from epk_gp.quadrature.rules import layerwise as layerwise
+    from epk_gp.quadrature.rules import left_endpoint as left_endpoint
+    from epk_gp.quadrature.rules import left_riemann as left_riemann
+    from epk_gp.quadrature.rules import midpoint as midpoint
+    from epk_gp.quadrature.rules import straight as straight
+    from epk_gp.recording.causes import StepMismatchError as StepMismatchError
+    from epk_gp.recording.recorder import Recorder as Recorder
+    from epk_gp.recording.train import train as train
+    from epk_gp.report.write import write_report as write_report
+    from epk_gp.storage.run import load_trajectory as load_trajectory
+    from epk_gp.storage.writer import Storage as Storage
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
@@ -77,6 +83,7 @@ else:
         "storage.run": ("load_trajectory",),
         "storage.writer": ("Storage",),
     }
+    __all__ = sorted(["write_report", *(name for names in _MODULES.values() for name in names)])
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder."""
@@ -97,46 +104,3 @@ else:
 
 
 __version__ = "0.2.0.dev0"
-
-__all__ = [
-    "CertificateWarning",
-    "ComputeOptions",
-    "CrossEntropy",
-    "EPKKernel",
-    "Graph",
-    "LogitGP",
-    "MeanSquaredError",
-    "PathKernel",
-    "PerSampleLoss",
-    "Points",
-    "Recorder",
-    "Smoothing",
-    "StepMismatchError",
-    "Storage",
-    "Trajectory",
-    "UncertainClassifier",
-    "adaptive",
-    "attribute",
-    "chords",
-    "gauss_legendre",
-    "gram_block",
-    "influence",
-    "label_errors",
-    "left_endpoint",
-    "left_riemann",
-    "load_trajectory",
-    "layerwise",
-    "midpoint",
-    "network_outputs",
-    "next_to_label",
-    "path_features",
-    "reconstruct",
-    "retrain",
-    "self_influence",
-    "softmax_uncertainty",
-    "straight",
-    "test_copy",
-    "train",
-    "train_copy",
-    "write_report",
-]

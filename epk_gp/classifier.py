@@ -1,8 +1,8 @@
-"""A scikit-learn classifier: a recorded network, and the uncertainty of its predictions. Needs scikit-learn."""
+"""A scikit-learn classifier: a recorded network, which leads to the uncertainty of its predictions."""
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
-from epk_gp.core.checks import as_tensor, validate_count, validate_positive
+from epk_gp.core.checks import as_tensor, validate_positive
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
@@ -33,7 +31,7 @@ def one_hidden_layer(num_features: int, num_classes: int, width: int = 32) -> nn
 
 @final
 class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
-    """Train and record a network, predict with it, and estimate its uncertainty by the GP of its exact path kernel.
+    """Train and record a network, and predict with it; `uncertain_classifier` says how sure it is.
 
     Inputs are rows of features and are not scaled: put a `StandardScaler` in front.
 
@@ -44,9 +42,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         lr: Learning rate of plain gradient descent.
         batch_size: Points per step; all by default.
         optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
-        outputs: "full" or "independent", as in `LogitGP`.
-        num_condition: Training points, evenly spaced, that the GP is conditioned on; all by default.
-        gp_steps: Steps of its marginal-likelihood fit.
         random_state: Seed of initial weights and batches. A function `network` draws its weights from a generator of
             the classifier's own, although it is written as if it drew from torch's global one, which is neither used
             nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
@@ -66,9 +61,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         lr: float = 0.5,
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
-        outputs: Literal["full", "independent"] = "full",
-        num_condition: int | None = None,
-        gp_steps: int = 50,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.network = network
@@ -76,9 +68,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         self.lr = lr
         self.batch_size = batch_size
         self.optimizer = optimizer
-        self.outputs = outputs
-        self.num_condition = num_condition
-        self.gp_steps = gp_steps
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "EPKClassifier":
@@ -96,8 +85,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         """
         features, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
-        if self.num_condition is not None:
-            validate_count(self.num_condition, "num_condition")
         if self.optimizer is None:
             validate_positive(self.lr, "lr")
         elif not callable(self.optimizer):
@@ -123,7 +110,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             generator=torch.Generator().manual_seed(seed),
         )
         self.classes_ = encoder.classes_
-        self._gp: LogitGP | None = None
         return self
 
     def decision_function(self, X: ArrayLike) -> Float[np.ndarray, "n C"] | Float[np.ndarray, " n"]:
@@ -140,32 +126,6 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         z = self._logits(X)
         labels: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
         return labels
-
-    def predict_uncertainty(self, X: ArrayLike, num_samples: int = 1024) -> SoftmaxUncertainty:
-        """Evaluate the softmax's distribution under the GP with the exact path kernel.
-
-        The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`. To abstain or to
-        detect by, `uncertain_classifier` has better scores.
-
-        Args:
-            X: (n, features).
-            num_samples: Samples per point, the same at every call.
-        """
-        points = self._points(X)
-        generator = torch.Generator().manual_seed(0)
-        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator)
-
-    def gp(self) -> LogitGP:
-        """Return the fitted GP; it is built and fitted at the first call."""
-        check_is_fitted(self)
-        if self._gp is None:
-            trajectory: Trajectory = self.trajectory_
-            M = trajectory.num_points
-            count = M if self.num_condition is None else min(int(self.num_condition), M)
-            gp = LogitGP(trajectory, self.outputs, points=torch.arange(count) * M // count)
-            gp.fit(self.gp_steps)
-            self._gp = gp
-        return self._gp
 
     def uncertain_classifier(self, X: ArrayLike, y: ArrayLike, **settings: Any) -> UncertainClassifier:
         """Return the trained network beside a Gaussian process on the labels of all its training points.
@@ -199,7 +159,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _logits(self, X: ArrayLike) -> Tensor:
-        points = self._points(X)
+        points = self._points(X)  # checks first that there is a run
         return network_outputs(self.trajectory_, points)
 
 

@@ -47,7 +47,9 @@ def write_json(
     """
     content = {
         "command": command,
-        "config": {name: _plain(value) for name, value in config.items()},
+        "config": {
+            name: v if isinstance(v, int | float | str | list | dict | None) else str(v) for name, v in config.items()
+        },
         "results": results,
         **provenance(timer),
     }
@@ -80,7 +82,3 @@ def write_npz(file: Path, arrays: Mapping[str, Tensor]) -> None:
     """Write named arrays as a NumPy .npz file."""
     plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
     np.savez(file, **plain)
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, int | float | str | bool | list | dict | None) else str(value)

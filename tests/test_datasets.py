@@ -32,16 +32,6 @@ def compress(folder: Path) -> Path:
     return folder
 
 
-def test_a_part_keeps_inputs_and_labels_together():
-    data = three_gaussians(4, dim=2)
-    index = torch.tensor([5, 0])
-    for part in (data[index], data[3:5], data[data.labels == 1]):
-        assert part.num_classes == 3
-        assert len(part) == len(part.inputs) == len(part.labels)
-    assert torch.equal(data[index].inputs[0], data.inputs[5])
-    assert torch.equal(data[index].labels, data.labels[index])
-
-
 def test_gaussians_have_the_paper_s_shape_classes_and_moments_and_are_shuffled():
     data = three_gaussians()
     assert (data.inputs.shape, data.inputs.dtype) == ((3000, 100), torch.float64)
@@ -110,6 +100,9 @@ def test_images_are_read_as_written_from_the_folder_that_is_named(tmp_path, prep
     expected = torch.tensor([0, 51, 102, 153, 204, 255, 0, 0, 1, 2, 3, 4], dtype=torch.float64).reshape(3, 1, 2, 2)
     assert torch.equal(data.inputs, expected / 255)
     assert data.labels.tolist() == [7, 0, 9]
+    for part in (data[torch.tensor([2, 1])], data[data.labels != 7]):  # inputs and labels stay together
+        assert sorted(part.labels.tolist()) == [0, 9]
+        assert torch.equal(part.inputs[part.labels == 9], data.inputs[2:])
     assert (data.num_classes, data.name) == (10, "mnist")
     monkeypatch.setenv("EPK_GP_DATA", str(tmp_path))
     assert mnist_folder(split="test").labels.tolist() == [1, 1, 1]
@@ -138,10 +131,7 @@ def test_damaged_images_are_refused(tmp_path, images, message, finish):
         mnist_folder(finish(write(tmp_path, images)))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [lambda b: b[:-9], lambda b: b[:20], lambda b: b"no gzip" + b, lambda b: b[:12] + b"\xff\xff\xff" + b[15:]],
-)
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b"no" + b, lambda b: b[:12] + b"\xff\xff" + b[14:]])
 def test_damaged_gzip_files_are_refused(tmp_path, damage):
     path = compress(write(tmp_path)) / "train-images-idx3-ubyte.gz"
     path.write_bytes(damage(path.read_bytes()))
@@ -149,14 +139,8 @@ def test_damaged_gzip_files_are_refused(tmp_path, damage):
         mnist_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [("mnist", "train"), ("mnist", "test"), ("fashion-mnist", "test"), ("kmnist", "test")]
-)
-def test_the_real_files_are_read(name, split):
-    folder = Path(os.environ.get("EPK_GP_DATA", "")) / name
-    if "EPK_GP_DATA" not in os.environ or not folder.is_dir():
-        pytest.skip(f"set EPK_GP_DATA to a folder that holds {name}/")
-    data = mnist_folder(folder, split=split, dtype=torch.float32)
-    assert data.inputs.shape == (60000 if split == "train" else 10000, 1, 28, 28)
-    assert (data.inputs.min(), data.inputs.max()) == (0, 1)
-    assert len(data.labels.unique()) == data.num_classes
+def test_the_real_files_are_read():
+    if not os.environ.get("EPK_GP_DATA"):
+        pytest.skip("set EPK_GP_DATA to a folder that holds mnist/")
+    data = mnist_folder(split="test", dtype=torch.float32)
+    assert (data.inputs.shape, len(data.labels.unique())) == ((10000, 1, 28, 28), 10)

@@ -146,7 +146,7 @@ def label_values(
 
 
 def dirichlet_targets(
-    labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01, dtype: torch.dtype = torch.float64
+    labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01
 ) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
     """Transform class labels to regression targets with known noise.
 
@@ -159,10 +159,9 @@ def dirichlet_targets(
         labels: Class of each of n points.
         num_classes: C. GPyTorch infers it from the largest label, and misses classes without a point.
         alpha_epsilon: Concentration of the classes that are not the label.
-        dtype: Of the result.
 
     Returns:
-        Targets y and variances sigma^2.
+        Targets y and variances sigma^2, float64.
 
     Raises:
         TypeError: The labels are not integers, or a number is of the wrong kind.
@@ -172,7 +171,7 @@ def dirichlet_targets(
     validate_count(num_classes, "num_classes")
     validate_tensor(labels, "labels", ndim=1)
     validate_labels(labels, len(labels), num_classes)
-    alpha = torch.nn.functional.one_hot(labels.long(), int(num_classes)).to(dtype) + alpha_epsilon
+    alpha = torch.nn.functional.one_hot(labels.long(), int(num_classes)).double() + alpha_epsilon
     variances = (1 / alpha).log1p()
     return alpha.log() - variances / 2, variances
 

@@ -125,8 +125,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             )
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         likelihood = coupling.likelihood(variances)
-        structure = coupling.structure
-        gram_bytes = 8 * structure.num_matrices * (structure.rows_per_point * N) ** 2
+        gram_bytes = 8 * coupling.num_matrices * (coupling.rows_per_point * N) ** 2
         x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         by_gram = normalize == "mean_diagonal" and N == trajectory.num_points <= NORMALIZATION_POINTS
         kernel = EPKKernel(
@@ -311,19 +310,18 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         if block_size is not None:
             validate_count(block_size, "block_size")
-        coupling, structure = self.coupling, self.coupling.structure
+        coupling = self.coupling
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
         means, covariances = [], []
         with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
             factor, weights = self.factorize()
             own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
-            rows_per_point = structure.num_matrices * structure.rows_per_point
-            budget = config.options.memory_budget
-            size = posterior_points(budget, factor.element_size(), rows_per_point, factor.shape[-1])
+            per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget
+            size = posterior_points(budget, factor.element_size(), per_point, factor.shape[-1])
+            size = size if block_size is None else int(block_size)
             largest_variance = 0.0
-            for number, rows in enumerate(x.split(size if block_size is None else int(block_size))):
-                first = number * (size if block_size is None else int(block_size))
-                blocks, norms = point_blocks(config, rows, first=first)
+            for number, rows in enumerate(x.split(size)):
+                blocks, norms = point_blocks(config, rows, first=number * size)
                 prior = coupling.covariances(self._scale()[:, None, None] * blocks)
                 largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
                 mean_update, covariance_update = self._updates(config, rows, (norms, own_norms), factor, weights)
@@ -393,7 +391,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     def _rows(self, values: Tensor) -> Tensor:
         """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (B, rows)."""
-        return values.reshape(self.coupling.num_right_sides, -1)
+        return values.reshape(self.coupling.batch_shape.numel(), -1)
 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""

@@ -34,7 +34,7 @@ NOISE_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
-class OutputCoupling:
+class OutputCoupling(OutputStructure):
     """How a Gaussian process over C outputs is put together.
 
     One process whose outputs covary through the kernel's C x C blocks ("full"); one process per output, with the kernel
@@ -47,30 +47,19 @@ class OutputCoupling:
       matrix belongs to B / K vectors of rows, the right-hand sides of its equations: to C where the outputs share one.
 
     Attributes:
-        structure: What the kernel makes of the C x C block of two points: "full", "independent" or "trace".
+        kind: What the kernel makes of the C x C block of two points: "full", "independent" or "trace".
+        num_outputs: C.
     """
-
-    structure: OutputStructure
-
-    @property
-    def num_outputs(self) -> int:
-        """C."""
-        return self.structure.num_outputs
 
     @property
     def is_batch(self) -> bool:
         """Whether the outputs are a batch of processes in GPyTorch, which do not covary."""
-        return self.structure.kind != "full"
+        return self.kind != "full"
 
     @property
     def batch_shape(self) -> torch.Size:
         """Batch shape of GPyTorch's distributions: [] for one process, [C] for one per output."""
         return torch.Size([self.num_outputs] if self.is_batch else [])
-
-    @property
-    def num_right_sides(self) -> int:
-        """B, vectors of rows."""
-        return self.batch_shape.numel()
 
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
         """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C]).
@@ -94,7 +83,7 @@ class OutputCoupling:
 
     def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
         """Cut the C x C blocks of single points out of K matrices; zero between outputs that do not covary."""
-        R = self.structure.rows_per_point
+        R = self.rows_per_point
         blocks = matrices.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).diagonal(dim1=1, dim2=3)  # (K, R, R, n)
         return self.covariances(blocks.movedim(-1, 0))
 
@@ -120,7 +109,7 @@ class OutputCoupling:
         Raises:
             ValueError: Variances are given for outputs that share a covariance: each would get one of its own.
         """
-        constraint, is_shared = GreaterThan(NOISE_FLOOR), self.structure.kind == "trace"
+        constraint, is_shared = GreaterThan(NOISE_FLOOR), self.kind == "trace"
         if variances is not None and is_shared:
             raise ValueError(
                 "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: got "
@@ -145,7 +134,7 @@ def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
     """
     if outputs not in ("full", "independent", "trace"):
         raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
-    return OutputCoupling(OutputStructure(outputs, num_outputs))
+    return OutputCoupling(outputs, num_outputs)
 
 
 @final
@@ -255,9 +244,5 @@ def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, t
         return NetworkMean(config, coupling, 0 if mean == "initial" else -1, trajectory)
     if mean not in ("constant", "zero"):
         raise ValueError(f"mean must be one of ['initial', 'constant', 'zero', 'network']: got {mean!r}.")
-    one = (
-        ConstantMean(batch_shape=coupling.batch_shape)
-        if mean == "constant"
-        else ZeroMean(batch_shape=coupling.batch_shape)
-    )
+    one = (ConstantMean if mean == "constant" else ZeroMean)(batch_shape=coupling.batch_shape)
     return one if coupling.is_batch else MultitaskMean([one], num_tasks=coupling.num_outputs)

@@ -21,14 +21,11 @@ class LeaveOneOut:
         posterior: Of the latent outputs, without noise.
         residual: Target minus predicted mean, (N, C).
         log_density: Of the targets under the prediction with noise, (N,). Their sum is the log pseudo-likelihood.
-        standardized: Residual divided by the predictive standard deviation, per output: near 1 in mean square if the
-            GP is calibrated, (N, C).
     """
 
     posterior: LogitPosterior
     residual: Float[Tensor, "N C"]
     log_density: Float[Tensor, " N"]
-    standardized: Float[Tensor, "N C"]
 
 
 def leave_one_out(gp: LogitGP) -> LeaveOneOut:
@@ -69,7 +66,6 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
             posterior=LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), tolerance),
             residual=residual,
             log_density=log_density,
-            standardized=residual / noisy.diagonal(dim1=-2, dim2=-1).sqrt(),
         )
 
 

@@ -98,7 +98,7 @@ def softmax_uncertainty(
     _validate_sampling(num_samples, generator)
     levels = _parse_levels(quantiles)
     root, max_clipped = symmetric_root(posterior)
-    eps = _standard_normals(num_samples, generator, posterior.mean)
+    eps = torch.randn(num_samples, root.shape[1], generator=generator, dtype=root.dtype, device=root.device)
     return _uncertainty(posterior.mean, root, eps, levels, max_clipped)
 
 
@@ -122,7 +122,7 @@ def isotropic_softmax_uncertainty(
     _validate_sampling(num_samples, generator)
     if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
         raise ValueError("means must be finite, and variances finite and not negative: some are not.")
-    eps = _standard_normals(num_samples, generator, mean)
+    eps = torch.randn(num_samples, mean.shape[1], generator=generator, dtype=mean.dtype, device=mean.device)
     return _uncertainty(mean, variance.sqrt()[:, None, None], eps, mean.new_zeros(0), 0.0)
 
 
@@ -141,11 +141,6 @@ def _uncertainty(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor, max_cl
         max_clipped_eigenvalue=max_clipped,
         quantiles=quantiles.movedim(1, 0),
     )
-
-
-def _standard_normals(num_samples: int, generator: torch.Generator | None, mean: Tensor) -> Tensor:
-    """Sample standard normals, (samples, C)."""
-    return torch.randn(num_samples, mean.shape[1], generator=generator, dtype=mean.dtype, device=mean.device)
 
 
 def _validate_sampling(num_samples: int, generator: torch.Generator | None) -> None:

@@ -57,10 +57,6 @@ class Stacking:
         unknown = total + (share / logits.shape[1]).log()
         return torch.logaddexp(logits + torch.log1p(-share)[:, None], unknown[:, None])
 
-    def bar_factor(self) -> float:
-        """Return what the process's standard deviation is multiplied by in the logits' error bars."""
-        return max(self.process, self.alone)
-
 
 def stack_logits(
     network: Float[Tensor, "n C"],
@@ -124,11 +120,6 @@ def most_likely_temperature(logits: Float[Tensor, "n C"], labels: Int[Tensor, " 
     return exp(float(minimize_scalar(loss, bounds=(-_LOG_RANGE, _LOG_RANGE), method="bounded").x))
 
 
-def conformity_scores(probability: Float[Tensor, "n C"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return 1 - p of the true class at points that nothing was fitted to, in ascending order."""
-    return (1 - probability.gather(1, labels[:, None])[:, 0]).sort().values
-
-
 def conformal_sets(probability: Float[Tensor, "n C"], scores: Float[Tensor, " m"], alpha: float) -> Bool[Tensor, "n C"]:
     """Return the classes whose score is at most the ceil((m + 1)(1 - alpha))-th smallest of m held-out scores.
 
@@ -138,7 +129,7 @@ def conformal_sets(probability: Float[Tensor, "n C"], scores: Float[Tensor, " m"
 
     Args:
         probability: Of n new points.
-        scores: Ascending (`conformity_scores`).
+        scores: Ascending (`UncertainClassifier.conformity_scores_`).
         alpha: Allowed share of sets without the true class, in (0, 1). Below 1 / (m + 1) every set holds all classes.
 
     Raises:

@@ -43,7 +43,6 @@ from epk_gp.gp.stacking import (
     ClassUncertainty,
     Stacking,
     conformal_sets,
-    conformity_scores,
     most_likely_temperature,
     stack_logits,
 )
@@ -214,7 +213,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.classes_: np.ndarray = names
         self.process_: LabelProcess = process
         self.stacking_: Stacking = stacking
-        self.conformity_scores_: Tensor = conformity_scores(probability, classes[second])
+        right = probability.gather(1, classes[second][:, None])[:, 0]  # at points that nothing was fitted to
+        self.conformity_scores_: Tensor = (1 - right).sort().values
         return self
 
     def predict_proba(self, X: object) -> Float[Tensor, "n C"] | Float[np.ndarray, "n C"]:
@@ -443,7 +443,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _variance(self, judged: _Judgement) -> Tensor:
         """Return the variance of each logit of the points that the process causes."""
-        return self.stacking_.bar_factor() ** 2 * self.process_.outputscale * judged.variance
+        return max(self.stacking_.process, self.stacking_.alone) ** 2 * self.process_.outputscale * judged.variance
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(_stacked(self.stacking_, judged), dim=1)

@@ -5,13 +5,13 @@ Each block is computed once.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from threading import RLock
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float64, Int, Int64, Shaped
+from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeOptions, validate_count
@@ -19,10 +19,9 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.plans import summed_block_points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.pairs import SetPairs
+from epk_gp.gram.pairs import PointSets, SetPairs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import PathSketch, trace_coefficients
-from epk_gp.kernels.tagging import as_points, as_set_pairs, distinct_points, same_points
+from epk_gp.kernels.tagging import as_points, distinct_points, same_points
 
 Kind = Literal["full", "independent", "trace", "sum"]
 Outputs = Kind | int
@@ -76,22 +75,6 @@ class OutputStructure:
         """Return what the structure makes of each of n blocks K(x_i, x_i)."""
         R = self.rows_per_point
         return torch.einsum(_EQUATIONS[self.kind], blocks).reshape(len(blocks), self.num_matrices, R, R)
-
-    def sketch_coefficients(
-        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
-    ) -> Float64[Tensor, "nodes K C"]:
-        """Return the sums of outputs whose gradients are sketched, at each node.
-
-        Args:
-            run: The run whose steps are the nodes.
-            classes: Those of the structure's K matrices that are wanted.
-            seed: Draws signs of the outputs, whose average over nodes gives the trace.
-        """
-        if self.kind == "trace":
-            return trace_coefficients(run, seed)
-        every = torch.eye(self.num_outputs, dtype=torch.float64)
-        rows = {"full": every, "independent": every[classes.cpu()], "sum": torch.ones_like(every[:1])}[self.kind]
-        return rows.expand(run.num_steps, -1, -1)
 
     def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
         """Return the diagonals, (K, n * R), of the matrices between n points and themselves."""
@@ -231,7 +214,6 @@ class KernelConfig:
         options: How blocks are computed.
         cache: Blocks that have been computed, as the path kernel has them.
         is_cosine: Values are divided by the square roots of the kernel's own diagonal at both points.
-        sketch: Sketches the gradients of all outputs; None for the kernel itself.
     """
 
     path_kernel: PathKernel
@@ -239,7 +221,6 @@ class KernelConfig:
     options: ComputeOptions
     cache: BlockCache
     is_cosine: bool = False
-    sketch: PathSketch | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KernelConfig":
         return self
@@ -314,10 +295,20 @@ def set_pairs(
         y: (*c, m, D + 1); b and c broadcast to d.
         matrices: Which of the structure's K matrices each pair has.
     """
-    kind = config.structure.kind
+
+    def sets(z: Tensor) -> PointSets:
+        points, shape = as_points(config.trajectory, z.reshape(-1, z.shape[-1])), (z.shape[:-2].numel(), z.shape[-2])
+        return PointSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape))
+
+    def set_of_element(z: Tensor) -> Tensor:
+        own = z.shape[:-2]
+        return torch.arange(own.numel(), device=z.device).view(own).expand(matrices.shape).flatten()
+
+    kind, left = config.structure.kind, sets(x)
+    right = left if same_points(x, y) else sets(y)
     classes = matrices.flatten() if kind == "independent" else None
-    pairs = as_set_pairs(config.trajectory, x, y, matrices.shape)
-    return replace(pairs, classes=classes, is_summed=kind == "sum", is_traced=kind == "trace")
+    of_left, of_right = set_of_element(x), set_of_element(y)
+    return SetPairs(left, right, of_left, of_right, classes=classes, is_summed=kind == "sum", is_traced=kind == "trace")
 
 
 def _pairs_of_sets(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:

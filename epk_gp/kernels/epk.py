@@ -5,19 +5,16 @@ from typing import Any, Literal, Unpack, cast, final
 
 import gpytorch
 import torch
-from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
 from jaxtyping import Float, Shaped, UInt8
-from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_integer, validate_positive
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import NUM_NODES, PathSketch, validate_path_of_nodes
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, diagonal_blocks, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
-from epk_gp.kernels.values import kernel_values, sketched_values, square_lengths
+from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature.rules import (
     QuadratureRule,
     WeightPath,
@@ -55,8 +52,6 @@ def _training_diagonal(config: KernelConfig, matrices: Tensor) -> Tensor:
     count = min(len(inputs), NORMALIZATION_POINTS)
     indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
     x = train_copy(inputs[indices].reshape(count, -1).to(torch.float64))
-    if config.sketch is not None:
-        return square_lengths(config, x, matrices)
     return config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()]
 
 
@@ -83,10 +78,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     edited while it was computed.
 
     Derivatives are computed anew in every backward pass. Measured: a variational step that learns its inducing points
-    takes 2.2 to 3.2 times one with fixed points, whose own block is kept; 2.6 to 4.5 times for cosines, 2.8 to 4.3 for
-    sketched features. Points that are joined with others, as training with test points in a posterior, are left out
-    where nobody uses their gradient; should the joint tensor retain its own, it is NaN there. Inducing points that all
-    classes share are differentiated as one set.
+    takes 2.2 to 3.2 times one with fixed points, whose own block is kept, or 2.6 to 4.5 times for cosines. Points that
+    are joined with others, as training with test points in a posterior, are left out where nobody uses their gradient;
+    should the joint tensor retain its own, it is NaN there. Inducing points that all classes share are differentiated
+    as one set.
     Parameters that belong to no layer are differentiated sample by sample where torch cannot batch that: such networks
     take many times longer, and fewer points or steps are what helps.
 
@@ -106,11 +101,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
             cosines is a correlation matrix, its diagonal 1 exactly.
-        features: k, the number of sketched features that stand for the kernel (`path_features`); None for the kernel
-            itself. Matrices are then low-rank operators, and GPyTorch's inference is linear in the number of points.
-            The rule plays no part.
-        nodes: Nodes of the path that features are sketched at, 20 by default; only with `features`.
-        seed: Draws the sketches.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
         active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
         options: `memory_budget`, see `ComputeOptions`.
@@ -134,9 +124,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         normalize: Normalization = None,
         *,
         path: WeightPath = straight(),
-        features: int | None = None,
-        nodes: int | None = None,
-        seed: int = 0,
         cache_bytes: int = CACHE_BYTES,
         active_dims: Sequence[int] | None = None,
         **options: Unpack[ComputeSettings],
@@ -154,25 +141,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         elif normalize not in (None, "cosine", "mean_diagonal"):
             known = "None, 'cosine', 'mean_diagonal' or a positive number"
             raise ValueError(f"normalize must be {known}: got {normalize!r}.")
-        if nodes is not None and features is None:
-            raise ValueError(f"nodes needs features=, whose sketches are taken at them: got nodes={nodes} alone.")
         super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
-        sketch = None
-        if features is not None:
-            validate_count(features, "features")
-            if nodes is not None:
-                validate_count(nodes, "nodes")
-            validate_integer(seed, "seed")
-            validate_path_of_nodes(path_kernel.path)
-            num_nodes = NUM_NODES if nodes is None else int(nodes)
-            every = torch.eye(trajectory.num_outputs, dtype=torch.float64).expand(num_nodes, -1, -1)
-            sketch = PathSketch(
-                trajectory, num_nodes, path_kernel.head, every, int(features), int(seed), path_kernel.path
-            )
-        is_cosine = normalize == "cosine"
-        cache = BlockCache(cache_bytes)
-        self.config = KernelConfig(path_kernel, structure, compute_options, cache, is_cosine, sketch)
+        self.config = KernelConfig(
+            path_kernel, structure, compute_options, BlockCache(cache_bytes), normalize == "cosine"
+        )
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
         self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)
@@ -189,9 +162,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype until `.to` changes it. Values follow the points."""
-        kinds = {self._anchor.dtype, *(p.dtype for p in self.parameters())}
-        if len(kinds) > 1:
-            raise RuntimeError(f"The kernel's parameters have multiple dtypes: {kinds}.")
         return self._anchor.dtype  # type: ignore[no-any-return]
 
     @property
@@ -239,7 +209,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
-    ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"] | LinearOperator:
+    ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
         """Evaluate the kernel, or its diagonal.
 
         Args:
@@ -251,7 +221,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
         Returns:
             (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", else 1.
-            With `features` an operator of that shape.
 
         Raises:
             TypeError: Points of a kind that the kernel cannot take, inside a transformation of `torch.func`, or with a
@@ -265,13 +234,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         validate_batches(self._matrices.shape, *([x1] if is_one_set else [x1, x2]))
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
-        return self._values(x1, x2, diag=diag)
-
-    def prediction_strategy(self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any) -> Any:
-        """Return how GPyTorch predicts: by the features' own linear model where there are any, one row per point."""
-        is_linear = self.config.sketch is not None and self.config.structure.rows_per_point == 1
-        strategy = LinearPredictionStrategy if is_linear else DefaultPredictionStrategy
-        return strategy(train_inputs, train_prior_dist, train_labels, likelihood)
+        values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
+        return values if self.scale == 1 else values / self.scale
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
         """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
@@ -297,10 +261,3 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             f"EPKKernel({self.trajectory!r}, outputs={self.outputs!r}, head={self.config.path_kernel.head!r}, "
             f"rule={self.config.path_kernel.rule!r}, {along}{scale}, batch_shape={tuple(self.batch_shape)})"
         )
-
-    def _values(self, x1: Tensor, x2: Tensor | None = None, *, diag: bool) -> Any:
-        x2 = x1 if x2 is None else x2
-        if self.config.sketch is not None:
-            return sketched_values(self.config, x1, x2, self._matrices.to(x1.device), self.scale, diag=diag)
-        values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
-        return values if self.scale == 1 else values / self.scale

@@ -10,7 +10,6 @@ from torch import Tensor
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.inputs import Inputs, Points, pack_inputs
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.pairs import PointSets, SetPairs
 
 
 def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
@@ -172,31 +171,6 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
         X = integers
     is_one_kind = len(is_train) and bool((is_train == is_train[:1]).all())
     return Points(X, bool(is_train[0]) if is_one_kind else is_train)
-
-
-def as_set_pairs(
-    trajectory: Trajectory, x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"], batch: torch.Size
-) -> SetPairs:
-    """Translate a batch of pairs of sets of tagged points to `SetPairs`, all outputs of each pair.
-
-    Args:
-        trajectory: The run.
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1); the sets are one object if they are the same.
-        batch: b and c broadcast to it.
-    """
-
-    def sets(z: Tensor) -> PointSets:
-        points, shape = as_points(trajectory, z.reshape(-1, z.shape[-1])), (z.shape[:-2].numel(), z.shape[-2])
-        return PointSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape))
-
-    def set_of_element(z: Tensor) -> Tensor:
-        own = z.shape[:-2]
-        return torch.arange(own.numel(), device=z.device).view(own).expand(batch).flatten()
-
-    left = sets(x)
-    right = left if same_points(x, y) else sets(y)
-    return SetPairs(left, right, set_of_element(x), set_of_element(y))
 
 
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:

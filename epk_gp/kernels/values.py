@@ -1,4 +1,4 @@
-"""Values of a GPyTorch kernel, exact or from sketched features, as they are or as cosines; and their derivatives.
+"""Values of a GPyTorch kernel, as they are or as cosines, and their derivatives.
 
 GPyTorch joins fixed points with those that are optimised, training with test points or data with inducing points, and
 hands over slices of the joint tensor. All of them require gradients then, although those of the fixed points are thrown
@@ -11,18 +11,12 @@ too; equal points of two tensors have two.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
-from linear_operator import LinearOperator
-from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOperator, RootLinearOperator
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from epk_gp.core.step import content_key
-from epk_gp.gram.sketch import PathSketch
 from epk_gp.kernels.blocks import (
     KernelConfig,
     batch_of_blocks,
@@ -33,13 +27,11 @@ from epk_gp.kernels.blocks import (
     set_pairs,
 )
 from epk_gp.kernels.tagging import (
-    as_points,
     first_of,
     is_transformed,
     repeated_dims,
     requires_graph,
     same_points,
-    squeeze_repeated,
 )
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
@@ -221,106 +213,6 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
     if x is y:
         return True
     return x.shape[-2:] == y.shape[-2:] and x.dtype == y.dtype and torch.equal(*torch.broadcast_tensors(x, y))
-
-
-def sketched_values(
-    config: KernelConfig,
-    x: Shaped[Tensor, "*b n columns"],
-    y: Shaped[Tensor, "*c m columns"],
-    matrices: Int64[Tensor, "*k"],
-    scale: float,
-    *,
-    diag: bool = False,
-) -> Float[Tensor, "*d rows"] | LinearOperator:
-    """Return products of sketched features as a low-rank operator, or their diagonal.
-
-    Args:
-        config: The kernel.
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1).
-        matrices: Which of the structure's K matrices, (*k); b, c and k broadcast to d.
-        scale: What values are divided by.
-        diag: Only the diagonal, for n = m.
-
-    Raises:
-        ValueError: A cosine is asked for at a point whose features are zero.
-    """
-    same = y is x or (x.shape == y.shape and same_points(x, y))
-    if same and (requires_graph(x) or requires_graph(y)):  # equal points of two tensors have two gradients
-        same = is_gradient_joint(x, y)
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
-    left = _roots(config, x, matrices, batch, scale)
-    right = left if same else _roots(config, y, matrices, batch, scale)
-    if diag:
-        return (left * right).sum(-1)
-    if not same:
-        return MatmulLinearOperator(left, right.mT)
-    return LowRankRootLinearOperator(left) if left.shape[-1] < left.shape[-2] else RootLinearOperator(left)
-
-
-def square_lengths(config: KernelConfig, x: Shaped[Tensor, "n columns"], matrices: Int64[Tensor, "*k"]) -> Tensor:
-    """Return the diagonals of sketched matrices at some points, not normalized, in float64."""
-    return _roots(replace(config, is_cosine=False), x, matrices, matrices.shape, 1.0).double().square().sum(-1)
-
-
-def _roots(config: KernelConfig, x: Tensor, matrices: Tensor, batch: torch.Size, scale: float) -> Tensor:
-    """Compute the features of each row of a batch of matrices, (*d, rows, k)."""
-    classes, own = matrices.unique(return_inverse=True)
-    single = x if requires_graph(x) else squeeze_repeated(x)  # each copy has a gradient of its own
-    rows = single.reshape(-1, single.shape[-1])
-    copies, whole = rows.detach().clone(), cast(PathSketch, config.sketch)
-    sketch = whole.with_coefficients(config.structure.sketch_coefficients(whole.run, classes, whole.seed))
-
-    def compute() -> Tensor:
-        with torch.no_grad():
-            return sketch.features(as_points(config.trajectory, copies), config.options)
-
-    features = config.cache.computed(("features", config.cache_key, content_key(copies, classes)), compute)  # (n, K, k)
-    if requires_graph(x):
-        features = cast(Tensor, _DifferentiableFeatures.apply(rows, features, sketch))  # type: ignore[no-untyped-call]
-    (K, k), R = features.shape[1:], config.structure.rows_per_point
-    if R > 1:  # point-major rows: point i, output c
-        roots = features.reshape(*single.shape[:-2], 1, single.shape[-2] * R, k)
-    else:
-        roots = features.reshape(*single.shape[:-1], K, k).transpose(-3, -2)
-    if config.is_cosine:
-        roots = roots * inverse_norms_of(roots.square().sum(-1), R)[..., None]
-    elif scale != 1:
-        roots = roots / scale**0.5
-    every = roots.expand(*batch, *roots.shape[-3:])
-    if roots.shape[-3] == 1:
-        return every.squeeze(-3)
-    index = own.expand(batch)[..., None, None, None].expand(*batch, 1, *roots.shape[-2:])
-    return every.gather(-3, index).squeeze(-3)
-
-
-class _DifferentiableFeatures(torch.autograd.Function):
-    """Attach derivatives in the points to features; they are computed anew in every backward pass.
-
-    The features are an argument: inside `forward` torch switches off the forward-mode derivatives by which a network is
-    examined when it is first used.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, features: Tensor, sketch: PathSketch) -> Tensor:
-        """Return the features."""
-        ctx.save_for_backward(x)
-        ctx.sketch = sketch
-        return features
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
-        """Differentiate, at the points whose features are used only; a gradient that is thrown away is NaN."""
-        (x,) = ctx.saved_tensors
-        if is_gradient_dropped(ctx.next_functions[0][0], x):  # a slice of points that were joined with others
-            return torch.full_like(x, torch.nan), None, None
-        result = torch.zeros_like(x)
-        rows = (weights != 0).flatten(1).any(1).nonzero().squeeze(1)
-        if len(rows):
-            points = as_points(ctx.sketch.run, x[rows].detach())
-            result[rows, :-1] = ctx.sketch.input_gradients(points, weights[rows]).flatten(1)
-        return result, None, None
 
 
 class _Values(torch.autograd.Function):

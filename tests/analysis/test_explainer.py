@@ -21,15 +21,14 @@ def explainer(case):
     return Explainer(trajectory=case.trajectory, scores=contribution_scores)
 
 
-@pytest.mark.parametrize("targets", [CLASSES, torch.tensor(CLASSES), torch.tensor(CLASSES, dtype=torch.int32)])
-def test_explanations_are_contributions_to_the_targets(case, explainer, targets):
+@pytest.mark.parametrize("targets", [CLASSES, torch.tensor(CLASSES, dtype=torch.int32)])
+def test_explanations_are_contributions_to_the_targets_or_influence_by_default(case, explainer, targets):
     whole = epk.attribute(case.trajectory, case.test).samples
     expected = torch.stack([whole[n, c] for n, c in enumerate(CLASSES)])
     assert_close(explainer.explain(test_data=case.test, targets=targets), expected)
-
-
-def test_influence_is_what_an_explainer_shows_unless_told_otherwise(case):
-    shown = Explainer(trajectory=case.trajectory).explain(case.test, CLASSES)
+    # as `quanda.explainers.utils._init_explainer` calls it: by keywords, with more than is needed
+    unused = {"model": object(), "train_dataset": range(7), "checkpoints": ["file"], "checkpoints_load_func": None}
+    shown = Explainer(**unused, trajectory=case.trajectory).explain(case.test, targets)
     assert torch.equal(shown, epk.influence(case.trajectory, case.test, classes=torch.tensor(CLASSES)).values[:, 0])
 
 
@@ -52,29 +51,13 @@ def test_captums_name_gives_all_scores_or_the_most_extreme_ones(case, explainer)
         assert_close(found.influence_scores, whole.gather(1, expected[:, :2]))
 
 
-def test_an_explainer_is_made_as_quanda_makes_it(case):
-    """As `quanda.explainers.utils._init_explainer` calls it: by keywords, with more than is needed."""
-    explainer = Explainer(
-        model=object(),
-        train_dataset=range(7),
-        checkpoints=["file"],
-        checkpoints_load_func=None,
-        trajectory=case.trajectory,
-        scores=contribution_scores,
-    )
-    assert explainer.explain(test_data=case.test, targets=CLASSES).shape == (5, 7)
-
-
-def test_other_data_are_refused(case):
-    with pytest.raises(ValueError, match="train_dataset must be the run's 7 training samples in their order: got 6"):
-        Explainer(train_dataset=range(6), trajectory=case.trajectory)
-    with pytest.raises(ValueError, match=r"task must be one of .*: got 'causal_lm'"):
-        Explainer(trajectory=case.trajectory, task="causal_lm")
-
-
-def test_numbers_that_mean_nothing_are_refused(case, explainer):
-    with pytest.raises(ValueError, match="k must be at most 7, the number of training samples: got 8"):
-        explainer.influence((case.test, torch.tensor(CLASSES)), k=8)
-    regression = Explainer(trajectory=make_case("one_class").trajectory, scores=contribution_scores)
-    with pytest.raises(ValueError, match=r"self_influence needs a run on classes.*got targets of shape \(7, 1\)"):
-        regression.self_influence()
+def test_what_means_nothing_is_refused(case, explainer):
+    run, regression = case.trajectory, make_case("one_class").trajectory
+    for call, message in (
+        (lambda: Explainer(train_dataset=range(6), trajectory=run), "train_dataset must be the run's 7 .*: got 6"),
+        (lambda: Explainer(trajectory=run, task="causal_lm"), "task must be one of .*: got 'causal_lm'"),
+        (lambda: explainer.influence((case.test, torch.tensor(CLASSES)), k=8), "k must be at most 7, .*: got 8"),
+        (lambda: Explainer(trajectory=regression).self_influence(), r"needs a run on classes.*of shape \(7, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -69,11 +69,6 @@ def test_weights_that_are_not_finite_are_refused(run):
         influence.predict(torch.full((10,), torch.nan))
 
 
-def test_nodes_without_features_are_refused(run):
-    with pytest.raises(ValueError, match="nodes needs features="):
-        epk.EPKKernel(run, nodes=4)
-
-
 def test_float_targets_without_a_loss_name_the_loss():
     net, (X, _) = mlp(outputs=1), data()
     for y in (X[:, 0], X[:, :1]):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.models import LogitGP
@@ -67,70 +66,12 @@ def test_single_precision_runs_are_conditioned_in_double():
     softmax_uncertainty(posterior)
 
 
-def test_images_are_conditioned_and_predicted():
-    X = torch.randn(6, 1, 4, 4, dtype=torch.float64)
-    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, C)).double()
-    run = make_run(net, X, torch.arange(6) % C)
-    posterior = LogitGP(run, targets="dirichlet").logit_posterior(X[:2])
-    assert posterior.covariance.shape == (2, C, C)
-    with pytest.raises(ValueError, match=r"X_test must have shape \(n, 1, 4, 4\)"):
-        LogitGP(run).logit_posterior(X[:2].flatten(1))
-
-
 def test_the_head_reaches_kernel_mean_and_targets(trajectory, X_test):
     gp = LogitGP(trajectory, mean="network", head="log_softmax")
     assert torch.equal(gp.train_targets, network_outputs(trajectory, trajectory.inputs, head="log_softmax"))
     posterior = gp.logit_posterior(X_test)
     assert torch.equal(posterior.mean, network_outputs(trajectory, X_test, head="log_softmax"))
     assert (posterior.covariance - LogitGP(trajectory).logit_posterior(X_test).covariance).abs().max() > 1e-3
-
-
-def test_unknown_options_are_refused(trajectory, unchecked):
-    with pytest.raises(ValueError, match="outputs must be 'full', 'independent' or 'trace': got 'sum'"):
-        LogitGP(trajectory, "sum")
-    with pytest.raises(ValueError, match="normalize must be 'cosine' or 'mean_diagonal': got None"):
-        LogitGP(trajectory, normalize=None)
-    with pytest.raises(ValueError, match=r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"):
-        LogitGP(trajectory, mean="b")
-    with pytest.raises(ValueError, match="targets must be 'network', 'dirichlet' or 'labels': got 'label'"):
-        LogitGP(trajectory, targets="label")
-    with pytest.raises(ValueError, match="head must be one of"):
-        LogitGP(trajectory, head="softmax")
-    for noise in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="noise must be a finite variance above"):
-            LogitGP(trajectory, noise=noise)
-
-
-def test_points_that_do_not_choose_training_points_are_refused(trajectory, unchecked):
-    for points in ([], torch.zeros(2, 2, dtype=torch.long)):
-        with pytest.raises(ValueError, match="at least one index"):
-            LogitGP(trajectory, points=points)
-    for points in ([-1], [0, M]):
-        with pytest.raises(ValueError, match=r"points must lie in 0\.\.8 \(the training points\): got"):
-            LogitGP(trajectory, points=points)
-    with pytest.raises(ValueError, match="points must not repeat: got 2 repeated"):
-        LogitGP(trajectory, points=[1, 1, 2, 2])
-    for points in (torch.ones(M, dtype=torch.bool), [0.5]):
-        with pytest.raises(TypeError, match=r"points must be indices: got .* mask\.nonzero"):
-            LogitGP(trajectory, points=points)
-
-
-def test_test_points_are_validated(trajectory, X_test):
-    gp = LogitGP(trajectory)
-    with pytest.raises(ValueError, match="X_test must have shape"):
-        gp.logit_posterior(test_copy(X_test))
-    X_test[1, 0] = float("nan")
-    with pytest.raises(ValueError, match="X_test must be finite: row 1"):
-        gp.logit_posterior(X_test)
-    with pytest.raises(ValueError, match="block_size must be at least 1: got 0"):
-        gp.logit_posterior(trajectory.inputs, block_size=0)
-
-
-def test_options_that_a_process_cannot_use_are_refused(trajectory):
-    assert LogitGP(trajectory, memory_budget=1 << 21).kernel.config.options.memory_budget == 1 << 21
-    for option in ({"progress": True}, {"checkpoint": "folder"}, {"accumulate": torch.float64}):
-        with pytest.raises(TypeError, match=r"LogitGP\(\) got an unexpected keyword argument"):
-            LogitGP(trajectory, **option)
 
 
 @pytest.mark.parametrize("outputs", ["full", "independent"])
@@ -152,3 +93,39 @@ def test_other_training_points_are_refused_and_other_targets_taken(trajectory, X
     assert_close(gp.logit_posterior(X_test).mean, before)
     with pytest.raises(RuntimeError, match="Cannot modify"):  # GPyTorch's own
         gp.set_train_data(targets=targets[:1, :1])
+
+
+NOISE = "noise must be a finite variance above"
+ARGUMENTS = [
+    ({"outputs": "sum"}, ValueError, "outputs must be 'full', 'independent' or 'trace': got 'sum'"),
+    ({"normalize": None}, ValueError, "normalize must be 'cosine' or 'mean_diagonal': got None"),
+    ({"mean": "b"}, ValueError, r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"),
+    ({"targets": "label"}, ValueError, "targets must be 'network', 'dirichlet' or 'labels': got 'label'"),
+    ({"head": "softmax"}, ValueError, "head must be one of"),
+    *(({"noise": noise}, ValueError, NOISE) for noise in (0.0, -1.0, float("nan"), float("inf"))),
+    *(({"points": points}, ValueError, "at least one index") for points in ([], torch.zeros(2, 2, dtype=torch.long))),
+    *(({"points": points}, ValueError, r"points must lie in 0\.\.8 .*: got") for points in ([-1], [0, M])),
+    ({"points": [1, 1, 2, 2]}, ValueError, "points must not repeat: got 2 repeated"),
+    ({"points": torch.ones(M, dtype=torch.bool)}, TypeError, r"points must be indices: got .* mask\.nonzero"),
+    ({"points": [0.5]}, TypeError, "points must be indices: got"),
+    ({"progress": True}, TypeError, r"LogitGP\(\) got an unexpected keyword argument"),
+    ({"outputs": "trace", "targets": "dirichlet"}, ValueError, "outputs='trace' shares .* noise must be one"),
+]
+
+
+def test_what_a_process_cannot_use_is_refused(trajectory, X_test, unchecked):
+    assert LogitGP(trajectory, memory_budget=1 << 21).kernel.config.options.memory_budget == 1 << 21
+    for arguments, error, message in ARGUMENTS:
+        with pytest.raises(error, match=message):
+            LogitGP(trajectory, **arguments)
+    gp = LogitGP(trajectory)
+    broken = X_test.clone().index_fill(0, torch.tensor(1), float("nan"))
+    for call, message in (
+        (lambda: gp.logit_posterior(test_copy(X_test)), "X_test must have shape"),
+        (lambda: gp.logit_posterior(broken), "X_test must be finite: row 1"),
+        (lambda: gp.logit_posterior(trajectory.inputs, block_size=0), "block_size must be at least 1: got 0"),
+        (lambda: gp.fit(steps=0), "steps must be at least 1: got 0"),
+        (lambda: gp.fit(lr=0.0), "lr must be positive and finite: got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -13,7 +13,7 @@ from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import gram_block
-from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.kernels.tagging import test_copy
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
 from gp_cases import (
     MEANS,
@@ -32,11 +32,20 @@ from gp_cases import (
 BRUTE_FORCE = [("full", "initial", "network"), ("independent", "zero", "dirichlet")]  # by loops over `autograd.grad`
 
 
-@pytest.mark.parametrize(("outputs", "mean", "targets"), list(itertools.product(OUTPUTS, MEANS, TARGETS)))
-def test_the_posterior_is_gpytorchs_own(trajectory, X_test, outputs, mean, targets):
+CASES = [
+    *itertools.product(OUTPUTS, MEANS, TARGETS),
+    *itertools.product([*OUTPUTS, "trace"], ["zero", "initial"], ["labels"]),
+]
+
+
+@pytest.mark.parametrize("normalize", ["mean_diagonal", "cosine"])
+@pytest.mark.parametrize(("outputs", "mean", "targets"), CASES)
+def test_the_posterior_is_gpytorchs_own(trajectory, X_test, outputs, mean, targets, normalize):
     """Noise learned, and that of Dirichlet targets. Sums in another order round."""
-    gp = with_hyperparameters(LogitGP(trajectory, outputs, mean, targets, noise=0.03))
+    gp = with_hyperparameters(LogitGP(trajectory, outputs, mean, targets, noise=0.03, normalize=normalize))
     posterior = gp.logit_posterior(X_test, block_size=4)
+    if outputs == "trace":
+        assert gp.covar_module.outputscale.numel() == gp.likelihood.noise.numel() == 1
     with torch.no_grad():
         expected_mean, expected_covariance = per_point(gp(test_copy(X_test)), outputs)
     torch.testing.assert_close(posterior.mean, expected_mean, rtol=0, atol=1e-12)
@@ -87,29 +96,6 @@ def test_the_posterior_is_the_textbooks(trajectory, X_test, outputs, mean, targe
     torch.testing.assert_close(posterior.covariance, joint[i, :, i, :], rtol=0, atol=1e-9)
 
 
-def test_the_wrong_models_give_other_posteriors(trajectory, X_test):
-    """Negative controls: training copies for test copies, no coupling, and the noise of observations each show."""
-    gp = LogitGP(trajectory)
-    posterior = gp.logit_posterior(X_test)
-    size = posterior.covariance.abs().max()
-    with torch.no_grad():
-        frozen = per_point(gp(train_copy(X_test)), "full")[1]
-        noisy = per_point(gp.likelihood(gp(test_copy(X_test))), "full")[1]
-    uncoupled = LogitGP(trajectory, "independent").logit_posterior(X_test).covariance
-    for wrong in (frozen, noisy, uncoupled):
-        assert (wrong - posterior.covariance).abs().max() > 1e-3 * size
-
-
-@pytest.mark.parametrize("outputs", OUTPUTS)
-def test_blocks_do_not_change_the_posterior(trajectory, X_test, outputs):
-    gp = LogitGP(trajectory, outputs)
-    whole = gp.logit_posterior(X_test, block_size=100)
-    by_budget = LogitGP(trajectory, outputs, memory_budget=1 << 20).logit_posterior(X_test)
-    for posterior in (gp.logit_posterior(X_test, block_size=4), by_budget):
-        torch.testing.assert_close(posterior.mean, whole.mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(posterior.covariance, whole.covariance, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_a_covariance_lies_between_zero_and_the_prior(trajectory, X_test, outputs):
     gp = LogitGP(trajectory, outputs)
@@ -135,15 +121,6 @@ def test_the_eigenvalue_tolerance_bounds_the_rounding_of_a_direction_without_var
     assert lowest.abs().max() < posterior.eigenvalue_tolerance < 1e-12
     assert lowest.min() < 0  # or the bound is not tested
     assert softmax_uncertainty(posterior).max_clipped_eigenvalue == pytest.approx(-float(lowest.min()))
-
-
-def test_conditioning_on_few_points_leaves_more_variance(trajectory, X_test):
-    few, all_points = (LogitGP(trajectory, points=points) for points in ([0, 4], None))
-    assert few.points.tolist() == [0, 4]
-    assert torch.equal(few.train_inputs[0], train_copy(trajectory.inputs[[0, 4]]))
-    variances = [gp.logit_posterior(X_test).covariance.diagonal(dim1=-2, dim2=-1) for gp in (few, all_points)]
-    assert (variances[0] > variances[1] - 1e-12).all()
-    assert (variances[0] - variances[1]).max() > 1e-3
 
 
 def test_the_network_as_mean_and_target_is_the_posterior_mean(trajectory, X_test):

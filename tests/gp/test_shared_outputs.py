@@ -2,120 +2,20 @@
 
 from contextlib import contextmanager
 
-import gpytorch
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.analysis.maps import grid_coordinates, lift, principal_plane, uncertainty_on_plane
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import test_copy, train_copy
-from gp_cases import C, D, M, with_hyperparameters
-from helpers import assert_close
+from gp_cases import D
 from kernel_cases import make_run as make_other_run
-
-NORMALIZE = ["cosine", "mean_diagonal"]
-MEANS = ["initial", "constant", "zero"]
-
-
-def process(trajectory, mean="zero", normalize="cosine", **options):
-    return with_hyperparameters(LogitGP(trajectory, "trace", mean, "labels", normalize=normalize, **options))
-
-
-class ScalarGP(gpytorch.models.ExactGP):
-    """One output, as any user writes it."""
-
-    def __init__(self, x, y, kernel, noise):
-        likelihood = gpytorch.likelihoods.GaussianLikelihood()
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), gpytorch.kernels.ScaleKernel(kernel)
-        self.double()
-        likelihood.noise = noise
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("mean", MEANS)
-def test_shared_outputs_are_as_many_scalar_processes(trajectory, X_test, mean, normalize):
-    """GPyTorch's, one for each output, with the same kernel, scale and noise."""
-    gp = process(trajectory, mean, normalize)
-    posterior, joint = gp.logit_posterior(X_test, block_size=4), gp(X_test)
-    x, scale, noise = train_copy(trajectory.inputs), gp.covar_module.outputscale, gp.likelihood.noise
-    assert (scale.numel(), noise.numel()) == (1, 1)
-    for c in range(C):
-        y = gp.coupling.from_rows(gp.target_rows())[:, c] - gp.prior_mean(x)[:, c]
-        peer = ScalarGP(x, y.detach(), EPKKernel(trajectory, "trace", "logits", normalize=normalize), noise)
-        peer.covar_module.outputscale = scale
-        expected = peer.eval()(test_copy(X_test))
-        torch.testing.assert_close(posterior.mean[:, c], expected.mean + gp.prior_mean(X_test)[:, c], rtol=0, atol=1e-9)
-        torch.testing.assert_close(posterior.covariance[:, c, c], expected.variance, rtol=0, atol=1e-9)
-        torch.testing.assert_close(joint.covariance_matrix[c], expected.covariance_matrix, rtol=0, atol=1e-9)
-    torch.testing.assert_close(joint.mean.mT, posterior.mean, rtol=0, atol=1e-9)
-    off_diagonal = posterior.covariance - torch.diag_embed(posterior.covariance.diagonal(dim1=1, dim2=2))
-    assert (off_diagonal == 0).all()
-    if normalize == "cosine":
-        far = gp.logit_posterior(1e6 * X_test).covariance
-        assert far.max() <= scale.detach()  # the prior variance, whatever the length of the gradients
-
-
-@pytest.mark.parametrize("outputs", ["full", "independent"])
-def test_cosines_serve_processes_of_other_couplings(trajectory, X_test, outputs):
-    """Against GPyTorch's own prediction, which evaluates the kernel itself."""
-    gp = with_hyperparameters(LogitGP(trajectory, outputs, "zero", "labels", normalize="cosine"))
-    found, expected = gp.logit_posterior(X_test, block_size=4), gp(X_test)
-    mean, variance = (expected.mean, expected.variance) if outputs == "full" else (expected.mean.T, expected.variance.T)
-    torch.testing.assert_close(found.mean, mean, rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), variance, rtol=0, atol=1e-9)
-    raw = with_hyperparameters(LogitGP(trajectory, outputs, "zero", "labels")).logit_posterior(X_test)
-    assert (raw.mean - found.mean).abs().max() > 1e-3  # the negative control
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-def test_a_point_is_left_out_as_if_it_had_never_been_there(trajectory, normalize):
-    gp = process(trajectory, "initial", normalize)
-    found = leave_one_out(gp)
-    for i in (0, 5):
-        others = [j for j in range(M) if j != i]
-        rest = process(trajectory, "initial", normalize, points=others)
-        posterior = rest.logit_posterior(trajectory.inputs[i : i + 1])
-        x = train_copy(trajectory.inputs[i : i + 1])  # the left-out point is a training copy
-        with torch.no_grad():
-            at_copy = rest(x)
-        torch.testing.assert_close(found.posterior.mean[i], at_copy.mean[:, 0], rtol=0, atol=1e-9)
-        torch.testing.assert_close(found.posterior.covariance[i].diagonal(), at_copy.variance[:, 0], rtol=0, atol=1e-9)
-        assert (posterior.mean[0] - found.posterior.mean[i]).abs().max() > 1e-6  # the negative control: a test copy
-        noisy = at_copy.variance[:, 0] + gp.likelihood.noise
-        y = gp.coupling.from_rows(gp.target_rows())[i]
-        density = torch.distributions.Normal(at_copy.mean[:, 0], noisy.sqrt()).log_prob(y).sum()
-        torch.testing.assert_close(found.log_density[i], density.detach(), rtol=1e-9, atol=1e-9)
-
-
-def test_posteriors_of_shared_outputs_go_where_others_go(trajectory, X_test):
-    gp = process(trajectory, "zero")
-    uncertainty = softmax_uncertainty(gp.logit_posterior(X_test), 64, torch.Generator().manual_seed(0))
-    assert uncertainty.mean.shape == (len(X_test), C)
-    twin = LogitGP(trajectory, "trace", "zero", "labels", normalize="cosine")
-    twin.load_state_dict(gp.state_dict())
-    assert torch.equal(twin.logit_posterior(X_test).mean, gp.logit_posterior(X_test).mean)
-    x = X_test[:, None, None]  # a batch of single points, before that of the outputs
-    batch = gp(x)
-    assert_close(batch.mean.detach()[..., 0], gp.logit_posterior(X_test).mean)
-
-
-def test_noise_that_would_tell_the_outputs_apart_is_refused(trajectory):
-    with pytest.raises(ValueError, match="outputs='trace' shares one factorisation, so that the noise must be one"):
-        LogitGP(trajectory, "trace", "zero", "dirichlet")
 
 
 def test_a_test_point_without_a_direction_is_named_by_its_number(trajectory, monkeypatch):
-    gp = process(trajectory)
+    gp = LogitGP(trajectory, "trace", "zero", "labels", normalize="cosine")
     original = PathKernel.diagonal_blocks
     monkeypatch.setattr(
         PathKernel, "diagonal_blocks", lambda k, a, o: original(k, a, o) * (a.X[:, :1, None] != 7.0).double()
@@ -172,21 +72,6 @@ def test_conditioning_holds_few_matrices_at_once(monkeypatch):
         leave_one_out(gp)
     assert fit.most == 3  # the cached Gram matrix, its copy, eigenvectors
     assert predict.most == left_out.most == 2  # beside the cached one: its copy and the factor; factor and inverse
-    for coupled in (LogitGP(run, "independent", "zero", "labels"),):  # the negative control
-        with LargeStorages(8 * N * N) as count:
-            coupled.fit(steps=1)
-        assert count.largest >= 3 * 8 * N * N
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-def test_a_map_shows_the_kernel_of_the_process(trajectory, normalize):
-    gp = LogitGP(trajectory, "trace", "zero", "labels", normalize=normalize)
-    plane = principal_plane(trajectory.inputs)
-    found = uncertainty_on_plane(gp, plane, size=3, num_samples=8)
-    shown = found.kernel
-    if normalize == "cosine":
-        assert torch.equal(shown, torch.ones_like(shown))
-    else:
-        nodes = grid_coordinates(*(torch.as_tensor(axis) for axis in (found.x, found.y)))
-        X = lift(plane, nodes).to(torch.float64)
-        assert_close(shown.flatten(), gp.kernel(X, diag=True))
+    with LargeStorages(8 * N * N) as count:
+        LogitGP(run, "independent", "zero", "labels").fit(steps=1)
+    assert count.largest >= 3 * 8 * N * N  # the negative control

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
@@ -84,18 +83,8 @@ def test_the_variance_tells_far_points_from_near_ones(model, run, points):
     if model.features == "exact":
         assert far.out_of_distribution.min() > 0.99
     assert far.out_of_distribution.median() > u.out_of_distribution.max()
-
-
-def test_without_the_kernel_on_inputs_far_points_look_alike(run, points):
-    """The control: gradients of a tanh network hardly change far from the data."""
-    model = epk.UncertainClassifier(run, nodes=4, inputs_kernel=None).fit(*gaussians(20, 1))
-    assert model.uncertainty(-10 * points[0]).out_of_distribution.min() < 0.9
-
-
-def test_monte_carlo_scores_are_the_same_in_every_call(model, points):
-    first, second = model.uncertainty(points[0]), model.uncertainty(points[0].clone())
-    assert (first.std == second.std).all()
-    assert (first.mutual_information == second.mutual_information).all()
+    control = epk.UncertainClassifier(run, nodes=4, inputs_kernel=None).fit(*gaussians(20, 1))
+    assert control.uncertainty(-10 * points[0]).out_of_distribution.min() < 0.9  # gradients far away hardly change
 
 
 def test_stacking_finds_the_weights_of_the_labels_it_is_given(generator):
@@ -158,17 +147,6 @@ def test_what_is_surer_than_labels_support_is_lowered_to_it_and_nothing_else_cha
     assert_close(p[1:3], logits[1:3].softmax(1), rtol=1e-14, atol=0)
 
 
-def test_labels_that_are_all_predicted_rightly_do_not_make_the_weights_endless(generator):
-    """Of 60 labels none says that a wrong class has a probability below 1e-6."""
-    labels = torch.arange(60) % C
-    process = torch.eye(C, dtype=torch.float64)[labels] + 0.1 * torch.randn(60, C, generator=generator).double()
-    found = stack_logits(process, process, labels)
-    assert found.network + found.process < 30
-    p = torch.softmax(found.logits(process, process), 1)
-    assert p.min() > 1e-6
-    assert (p.argmax(1) == labels).all()
-
-
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 0.5])
 def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     """Exchangeable scores: coverage lies between 1 - alpha and 1 - alpha + 1 / (m + 1), here within four deviations."""
@@ -180,40 +158,7 @@ def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     coverage = float(sets.gather(1, labels[asked, None]).double().mean())
     deviation = (2 * alpha * (1 - alpha) / 20_000) ** 0.5
     assert abs(coverage - (1 - alpha)) < 4 * deviation + 1e-4
-
-
-def test_too_few_scores_for_an_alpha_give_all_classes():
-    p = torch.tensor([[0.9, 0.1]], dtype=torch.float64)
-    assert conformal_sets(p, torch.linspace(0, 0.1, 8).double(), 0.1).all()
-    assert not conformal_sets(p, torch.linspace(0, 0.1, 9).double(), 0.1).all()
-
-
-def test_a_saved_classifier_says_the_same(model, points, tmp_path):
-    X = points[0]
-    model.save(tmp_path / "model")
-    read = epk.UncertainClassifier.load(tmp_path / "model", make_net())
-    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-12, atol=1e-12)
-    u, v = model.uncertainty(X), read.uncertainty(X)
-    assert_close(v.out_of_distribution, u.out_of_distribution, rtol=1e-9, atol=1e-12)
-    assert (read.predict_set(X) == model.predict_set(X)).all()
-    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == [
-        "classifier.json",
-        "classifier.safetensors",
-    ]
-
-
-def test_the_kernel_is_squared_where_it_is_exact_and_to_the_power_that_is_asked_for(run, points, tmp_path):
-    """Of a sketch the default is the kernel itself; a saved process keeps its power."""
-    for features, power, expected in (("exact", None, 2), ("exact", 1, 1), (64, None, 1), (64, 3, 3)):
-        model = epk.UncertainClassifier(run, nodes=2, features=features, power=power).fit(*gaussians(20, 1))
-        folder = tmp_path / f"{features}-{power}"
-        model.save(folder)
-        read = epk.UncertainClassifier.load(folder, make_net())
-        assert model.process_.kernel.power == read.process_.kernel.power == expected
-        assert read.power == power
-        assert_close(read.predict_proba(points[0]), model.predict_proba(points[0]), rtol=1e-9, atol=1e-12)
-    with pytest.raises(ValueError, match="power must be"):
-        epk.UncertainClassifier(run, power=0).fit(*gaussians(20, 1))
+    assert conformal_sets(p[:1], torch.linspace(0, 0.1, 8).double(), 0.1).all()  # too few scores
 
 
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
@@ -240,89 +185,20 @@ def test_a_damaged_file_is_recognised(model, tmp_path):
         epk.UncertainClassifier.load(tmp_path, make_net())
     with pytest.raises(FileNotFoundError, match="that UncertainClassifier.save wrote"):
         epk.UncertainClassifier.load(tmp_path / "nothing", make_net())
-
-
-def test_another_network_is_recognised(model, tmp_path):
-    model.save(tmp_path)
+    model.save(tmp_path / "whole")
     other = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, C)).double()
     with pytest.raises(ValueError, match="the network must be the recorded one"):
-        epk.UncertainClassifier.load(tmp_path, other)
-
-
-def test_arrays_in_give_arrays_out(model, points):
-    X = points[0].numpy()
-    assert isinstance(model.predict(X), np.ndarray)
-    assert isinstance(model.uncertainty(X).error, np.ndarray)
-    np.testing.assert_allclose(model.predict_proba(X), model.predict_proba(points[0]).numpy())
-
-
-def test_moving_statistics_and_images_are_served(generator, tmp_path):
-    """A network with BatchNorm on images: flattened rows are reshaped, and statistics are stored."""
-    torch.manual_seed(0)
-
-    def build():
-        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)).double()
-
-    net = build()
-    X = torch.randn(24, 1, 4, 4, dtype=torch.float64, generator=generator)
-    y = (X.mean((1, 2, 3)) > 0).long()
-    run = epk.train(net, X, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), steps=5, batch_size=12)
-    model = epk.UncertainClassifier(run, nodes=3).fit(X + 0.1, y)
-    model.save(tmp_path)
-    read = epk.UncertainClassifier.load(tmp_path, build())
-    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(model.predict_proba(X.flatten(1).numpy()), model.predict_proba(X).numpy())
+        epk.UncertainClassifier.load(tmp_path / "whole", other)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"features": "fast"}, "features must be a number, 'exact' or None: got 'fast'"),
-        ({"inputs_kernel": "linear"}, "inputs_kernel must be 'rbf' or None"),
-        ({"nodes": 0}, "nodes must be at least 1"),
-        ({"points": [0, 0]}, "points must not repeat"),
-    ],
+    ("features", "power", "expected"), [("exact", None, 2), ("exact", 1, 1), (64, None, 1), (64, 3, 3)]
 )
-def test_a_setting_that_cannot_be_used_is_named(run, change, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        epk.UncertainClassifier(run, **change).fit(*gaussians(20, 1))
-
-
-def test_bad_validation_points_are_named(run, unchecked):
-    X, y = gaussians(20, 1)
-    model = epk.UncertainClassifier(run, nodes=4)
-    with pytest.raises(ValueError, match="at least 20 validation points: got 10"):
-        model.fit(X[:10], y[:10])
-    with pytest.raises(ValueError, match=r"got shape \(59,\) for 60 points"):
-        model.fit(X, y[:-1])
-    with pytest.raises(ValueError, match="must have shape"):
-        model.fit(X[:, :2], y)
-    with pytest.raises(ValueError, match=r"must lie in 0..2"):
-        model.fit(X, y + 1)
-    with pytest.raises(ValueError, match="that the network has not seen: 45 of 50 are training points"):
-        model.fit(torch.cat([run.inputs, X[:5]]), torch.cat([run.targets, y[:5]]))
-    with pytest.raises(RuntimeError, match="must be fitted before it is asked"):
-        model.predict(X)
-
-
-def test_alpha_must_be_a_share(model, points, unchecked):
-    with pytest.raises(ValueError, match="alpha must lie between 0 and 1: got 1.5"):
-        model.predict_set(points[0], 1.5)
-
-
-def test_a_regression_run_is_refused():
-    X = torch.randn(10, DIM, dtype=torch.float64)
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    run = epk.train(net, X, torch.zeros(10, C).double(), optimizer=optimizer, steps=2, loss=epk.MeanSquaredError())
-    with pytest.raises(ValueError, match="UncertainClassifier needs the run of a classifier"):
-        epk.UncertainClassifier(run).fit(X, torch.zeros(10).long())
-
-
-@pytest.mark.parametrize("features", ["exact", 64])
-def test_a_classifier_follows_chords(features, run, points, tmp_path):
-    """Its process is that of nodes on them, also after it was saved; straight steps give another."""
-    asked = {"nodes": 4, "features": features}
+def test_a_classifier_follows_chords_and_keeps_its_power_and_says_the_same_when_read(
+    features, power, expected, run, points, tmp_path
+):
+    """Its process is that of nodes on them; straight steps give another. The exact kernel is squared by default."""
+    asked = {"nodes": 4, "features": features, "power": power}
     model = epk.UncertainClassifier(run, path=epk.chords(10), **asked).fit(*gaussians(20, 1))
     assert model.process_.kernel.nodes.digest == nodes_trajectory(run, 4, path=epk.chords(10)).digest
     straight = epk.UncertainClassifier(run, **asked).fit(*gaussians(20, 1))
@@ -333,14 +209,45 @@ def test_a_classifier_follows_chords(features, run, points, tmp_path):
         fitted.save(tmp_path / name)
         read = epk.UncertainClassifier.load(tmp_path / name, make_net())
         assert read.get_params()["path"] == fitted.path
-        assert_close(read.predict_proba(points[0]), fitted.predict_proba(points[0]))
+        assert read.power == power
+        assert fitted.process_.kernel.power == read.process_.kernel.power == expected
+        assert_close(read.predict_proba(points[0]), fitted.predict_proba(points[0]), rtol=1e-9, atol=1e-12)
+        variances = (other.uncertainty(points[0]).out_of_distribution for other in (read, fitted))
+        assert_close(*variances, rtol=1e-9, atol=1e-12)
+        assert (read.predict_set(points[0]) == fitted.predict_set(points[0])).all()
     assert "chords" not in (tmp_path / "straight" / "classifier.json").read_text()
 
 
-def test_a_classifier_needs_a_path_that_nodes_lie_on(run, unchecked):
-    for path, error, message in (
-        (epk.layerwise(), ValueError, r"a node is one state of all weights.*got layerwise\(every=1\)"),
-        ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
-    ):
+SETTINGS = [
+    ({"features": "fast"}, ValueError, "features must be a number, 'exact' or None: got 'fast'"),
+    ({"inputs_kernel": "linear"}, ValueError, "inputs_kernel must be 'rbf' or None"),
+    ({"nodes": 0}, ValueError, "nodes must be at least 1"),
+    ({"power": 0}, ValueError, "power must be"),
+    ({"points": [0, 0]}, ValueError, "points must not repeat"),
+    ({"path": epk.layerwise()}, ValueError, r"a node is one state of all weights.*got layerwise\(every=1\)"),
+    ({"path": "chords"}, TypeError, "path must be a path such as .*: got 'chords'"),
+]
+
+
+def test_what_cannot_be_used_is_named(model, run, unchecked):
+    X, y = gaussians(20, 1)
+    for change, error, message in SETTINGS:
         with pytest.raises(error, match=message):
-            epk.UncertainClassifier(run, path=path).fit(*gaussians(20, 1))
+            epk.UncertainClassifier(run, **change).fit(X, y)
+    fresh, seen = epk.UncertainClassifier(run, nodes=4), torch.cat([run.inputs, X[:5]])
+    for points, labels, message in (
+        (X[:10], y[:10], "at least 20 validation points: got 10"),
+        (X, y[:-1], r"got shape \(59,\) for 60 points"),
+        (X[:, :2], y, "must have shape"),
+        (X, y + 1, r"must lie in 0..2"),
+        (seen, torch.cat([run.targets, y[:5]]), "the network has not seen: 45 of 50 are training points"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fresh.fit(points, labels)
+    with pytest.raises(RuntimeError, match="must be fitted before it is asked"):
+        fresh.predict(X)
+    with pytest.raises(ValueError, match="alpha must lie between 0 and 1: got 1.5"):
+        model.predict_set(X, 1.5)
+    regression = replace(run, loss=epk.MeanSquaredError(), targets=torch.zeros(45, C).double())
+    with pytest.raises(ValueError, match="UncertainClassifier needs the run of a classifier"):
+        epk.UncertainClassifier(regression).fit(X, y)

@@ -56,18 +56,11 @@ def test_repeated_points_in_a_batch_are_computed_once(trajectory, counter):
         assert counter.points == once
 
 
-def test_a_batch_of_single_points_costs_one_diagonal(trajectory, counter):
-    x = mixed(50, 1)
-    EPKKernel(trajectory)(x).to_dense()
-    assert counter.calls == ["diagonal_blocks"]
-    assert counter.points == 50
-
-
-def test_a_batch_against_shared_points_is_one_block(trajectory, counter):
-    x, y = mixed(20, 2), mixed(5).expand(20, 5, D + 1)
-    EPKKernel(trajectory)(x, y).to_dense()
-    assert counter.calls == ["block"]
-    assert counter.points == 20 * 2 + 5
+def test_single_points_cost_one_diagonal_and_shared_points_one_block(trajectory, counter):
+    EPKKernel(trajectory)(mixed(50, 1)).to_dense()
+    assert (counter.calls, counter.points) == (["diagonal_blocks"], 50)
+    EPKKernel(trajectory)(mixed(20, 2), mixed(5).expand(20, 5, D + 1)).to_dense()
+    assert (counter.calls[1:], counter.points - 50) == (["block"], 20 * 2 + 5)
 
 
 def test_the_sum_over_classes_obeys_the_memory_budget(trajectory, counter):

@@ -79,18 +79,6 @@ class TestPeerIndependentCosine(TestPeerIndependent):
     options = {"normalize": "cosine"}  # noqa: RUF012
 
 
-class TestPeerTraceCosine(TestPeerTrace):
-    options = {"normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerSumCosine(TestPeerSum):
-    options = {"normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerClassCosine(TestPeerClass):
-    options = {"normalize": "cosine"}  # noqa: RUF012
-
-
 class TestPeerOnPlainInputs(Peer, unittest.TestCase):
     """Without a copy column: GPyTorch's points as they are."""
 
@@ -103,23 +91,3 @@ class TestPeerOnPlainInputs(Peer, unittest.TestCase):
     @staticmethod
     def with_copies(x):
         return x
-
-
-class TestPeerFullSketched(TestPeerFull):
-    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerIndependentSketched(TestPeerIndependent):
-    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerTraceSketched(TestPeerTrace):
-    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerSumSketched(TestPeerSum):
-    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
-
-
-class TestPeerClassSketched(TestPeerClass):
-    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012

@@ -1,16 +1,10 @@
 """The cosine of a kernel: every value divided by the square roots of the kernel's own diagonal at both points."""
 
-import copy
-import pickle
-
-import gpytorch
 import pytest
 import torch
 from torch import nn
-from torch.autograd import gradcheck
 
 import epk_gp as epk
-from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
@@ -74,44 +68,10 @@ def test_a_matrix_is_normalised_some_rows_at_a_time_and_the_cache_is_left_alone(
     assert sorted(counter.calls) == ["diagonal_blocks"] * 2 + ["trace_block"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("outputs", MODES)
-def test_cosines_have_the_derivative_of_their_values(outputs):
-    case = make_case("tanh", steps=1)
-    kernel = EPKKernel(case.trajectory, outputs, "logits", epk.gauss_legendre(2), "cosine")
-    x, column = case.test[:2].flatten(1).clone().requires_grad_(), torch.tensor([[1.0], [0.0]]).double()
-    y = torch.cat([test_copy(case.test[2:4]), train_copy(case.trajectory.inputs[:2])])
-    calls = {
-        "against others": lambda z: kernel.forward(z, y),
-        "others against them": lambda z: kernel.forward(y, z),
-        "against themselves": lambda z: kernel.forward(z, z),
-        "diagonal": lambda z: kernel.forward(z, z, diag=True),
-        "diagonal of two sets": lambda z: kernel.forward(z, y[:2], diag=True),
-        "repeated points": lambda z: kernel.forward(z.expand(2, 1, 2, -1), y),
-    }
-    for name, call in calls.items():
-        assert gradcheck(lambda x, call=call: call(torch.cat([x, column], 1)), (x,), fast_mode=True), name
-
-
-def test_a_diagonal_of_cosines_does_not_move_with_the_points(trajectory):
-    """Not either where one side stands still: a cosine is largest there."""
-    x, kernel = mixed(4).requires_grad_(), EPKKernel(trajectory, normalize="cosine")
-    moving = kernel.forward(x, x.detach().flip(0))  # the negative control
-    for values, is_zero in (
-        (kernel(x, diag=True), True),
-        (kernel.forward(x, x.detach()).diagonal(), True),
-        (moving.diagonal(), False),
-    ):
-        (gradient,) = torch.autograd.grad(values.sum(), x)
-        assert torch.equal(gradient, torch.zeros_like(gradient)) == is_zero
-
-
-@pytest.mark.parametrize("features", [None, 5])
 @pytest.mark.parametrize("other_side", ["stands still", "is another tensor"])
-def test_equal_points_of_two_tensors_have_a_gradient_each(features, other_side):
+def test_equal_points_of_two_tensors_have_a_gradient_each(other_side):
     case = make_case("tanh", steps=1)
-    sketch = {} if features is None else {"features": features, "nodes": 2}
-    kernel = EPKKernel(case.trajectory, "trace", "logits", normalize="cosine", **sketch)
+    kernel = EPKKernel(case.trajectory, "trace", "logits", normalize="cosine")
     x = case.test[:3].flatten(1).clone().requires_grad_()
     y = x.detach().clone().requires_grad_(other_side == "is another tensor")
     inputs = (x, y) if y.requires_grad else (x,)
@@ -121,24 +81,6 @@ def test_equal_points_of_two_tensors_have_a_gradient_each(features, other_side):
     expected = torch.autograd.grad((weights * kernel(x, y + apart).to_dense()).sum(), inputs)
     for gradient, of_others in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, of_others, rtol=1e-6, atol=1e-6)
-
-
-def test_slices_of_a_joint_tensor_are_differentiated_once_for_a_matrix_of_cosines(trajectory, monkeypatch):
-    """GPyTorch hands over the inducing points as two slices of what it joined them with."""
-    sizes, original = [], PathKernel.pairs_input_gradients
-    monkeypatch.setattr(
-        PathKernel,
-        "pairs_input_gradients",
-        lambda kernel, pairs, *arguments: sizes.append(1) or original(kernel, pairs, *arguments),
-    )
-    kernel = EPKKernel(trajectory, "trace", normalize="cosine")
-    learned, weights = mixed(3).requires_grad_(), torch.arange(9.0, dtype=torch.float64).reshape(3, 3)
-    joint = torch.cat([learned, mixed(2)])
-    (weights * kernel.forward(joint[:3], joint[:3])).sum().backward()
-    assert sizes == [1]
-    whole = learned.detach().requires_grad_()
-    (weights * kernel.forward(whole, whole)).sum().backward()
-    assert_close(learned.grad, whole.grad, 1e4)
 
 
 def dead_run():
@@ -163,29 +105,3 @@ def test_a_point_without_a_direction_is_named(outputs):
         with pytest.raises(ValueError, match=NO_DIRECTION + where):
             call()
     EPKKernel(run, outputs, normalize="mean_diagonal")(test_copy(x)).to_dense()
-
-
-def test_copies_pickles_and_texts_of_a_kernel_of_cosines_stay_one(trajectory):
-    kernel, x = EPKKernel(trajectory, "independent", normalize="cosine"), mixed(4)
-    assert "normalize='cosine'" in repr(kernel)
-    assert "scale" not in repr(kernel)
-    expected = kernel(x).to_dense()
-    assert torch.equal(copy.deepcopy(kernel)(x).to_dense(), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(kernel))(x).to_dense(), expected)
-    assert torch.equal(kernel[1](x).to_dense(), expected[1])
-    EPKKernel(trajectory, "independent", normalize="cosine").load_state_dict(kernel.state_dict())
-
-
-@pytest.mark.parametrize("outputs", ["trace", "sum", 1])
-def test_gpytorchs_operators_compose_cosines_with_other_kernels(trajectory, outputs):
-    x, y = mixed(5), mixed(4)
-    kernel = EPKKernel(trajectory, outputs, normalize="cosine")
-    rbf = gpytorch.kernels.RBFKernel(active_dims=[0, 1]).double()
-    for joint, expected in (
-        (kernel * rbf, lambda a, b: kernel(a, b).to_dense() * rbf(a, b).to_dense()),
-        (kernel + rbf, lambda a, b: kernel(a, b).to_dense() + rbf(a, b).to_dense()),
-        (gpytorch.kernels.ScaleKernel(kernel) * rbf, lambda a, b: 0.6931471805599453 * (kernel * rbf)(a, b).to_dense()),
-    ):
-        assert_close(joint.double()(x, y).to_dense(), expected(x, y))
-        assert_close(joint(x).to_dense(), expected(x, x))
-        assert_close(joint(x, diag=True), expected(x, x).diagonal())

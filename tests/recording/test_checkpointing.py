@@ -11,7 +11,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import epk_gp as epk
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
-from epk_gp.core.model import TensorSpec, functionalize
+from epk_gp.core.model import functionalize
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.adjoint import LossProducts
 from loops import data, record, sgd
