@@ -1,6 +1,7 @@
 """Count the files that a call goes through, and its deepest stack: `gram_block`, `attribute` and one recorded step.
 
-Each call runs twice, and the second is counted: the first also plans how the network is differentiated.
+Each call runs twice, and the second is counted: the first also plans how the network is differentiated. The step that
+is counted is one whose gradient is checked, which not every step is.
 """
 
 import sys
@@ -47,7 +48,7 @@ def recorded_run(make_optimizer: Callable[[Any], torch.optim.Optimizer], *layers
     X, y = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 2
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *layers, nn.Linear(8, 2)).double()
     optimizer = make_optimizer(net.parameters())
-    with epk.Recorder(net, optimizer, X, y) as recorder:
+    with epk.Recorder(net, optimizer, X, y, check_every=1) as recorder:
 
         def step() -> None:
             batch = torch.arange(10)

@@ -17,7 +17,6 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.storage.passes import pass_bytes
 from epk_gp.storage.schema import chunk_schema
 from epk_gp.storage.verify import check_run, export_run
 
@@ -63,7 +62,7 @@ def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = Fal
         num_statistics = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"
     if summary.num_passes:
-        num_bytes = sum(pass_bytes(step.passes) for step in summary.steps)
+        num_bytes = sum(forward.num_bytes for step in summary.steps for forward in step.passes)
         lines["forward passes"] = f"{summary.num_passes} recorded, {num_bytes / 1e6:.2f} MB"
     if header["unexplained"] is not None:
         lines["unexplained"] = f"up to {header['unexplained']:g} of a step"

@@ -83,6 +83,12 @@ class ForwardPass:
         """Whether the network in evaluation mode, on the rows as seen, computes what the pass computed."""
         return self.modes is None and self.random_state is None and self.device_random_state is None
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes its tensors take in memory."""
+        seen = [own for rows in (self.inputs, self.targets) if rows is not None for own in (rows.index, rows.values)]
+        return sum(value.nbytes for value in (*vars(self).values(), *seen) if isinstance(value, Tensor))
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardPass":
         """Return the pass with another tensor in the place of each of its own."""
         changed: dict[str, Any] = {}

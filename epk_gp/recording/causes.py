@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -174,11 +173,6 @@ class StepCheck:
     statistics_error: float = 0.0
     without_gradient: Set[str] = frozenset()
 
-    @cached_property
-    def clipped(self) -> Float[Tensor, " P"]:
-        """The recomputed gradient after the stated clipping."""
-        return self.gradient * self.clip_factor
-
 
 def explain_mismatch(
     net: nn.Module, model: FunctionalModel, check: StepCheck, *, follows_rule: bool, unseen: str | None
@@ -195,7 +189,7 @@ def explain_mismatch(
     used, gradient = check.used, check.gradient
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if not follows_rule and allclose(used, check.clipped):
+    if not follows_rule and allclose(used, check.gradient * check.clip_factor):
         return (
             "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "

@@ -222,7 +222,8 @@ def check_step(
             check = replace(check, clip_factor=clip.factor(check.gradient))
             is_consistent = _is_consistent(setup, check)
     if not (follows_rule and is_consistent):
-        predicted, _ = predict_step(made.update, sizes, start, check.clipped, observed.momentum)
+        clipped = check.gradient * check.clip_factor
+        predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
             cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=made.unseen)
@@ -235,8 +236,8 @@ def check_step(
             raise StepMismatchError(
                 f"{where} {rule} on the gradient of {setup.loss} on the given batch: it differs by "
                 f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
-                f"gradient by {float((check.used - check.clipped).abs().max()):.2e} (largest entry "
-                f"{float(check.clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
+                f"gradient by {float((check.used - clipped).abs().max()):.2e} (largest entry "
+                f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
     return scale_gradient(made.update, check.clip_factor, sizes), momentum
 
@@ -312,8 +313,9 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    difference, state, P = (check.used - check.clipped).abs().max(), check.state, setup.model.num_weights
-    if difference <= relative_rounding(state.dtype) * check.clipped.abs().max():
+    clipped = check.gradient * check.clip_factor
+    difference, state, P = (check.used - clipped).abs().max(), check.state, setup.model.num_weights
+    if difference <= relative_rounding(state.dtype) * clipped.abs().max():
         return True
     if not _is_repeatable(setup, check):
         return False

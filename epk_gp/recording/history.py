@@ -15,7 +15,7 @@ from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, matrix_bytes
-from epk_gp.storage.passes import pass_bytes, stored_steps, validate_pass
+from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
@@ -130,7 +130,8 @@ class RunHistory:
         step = replace(step, passes=on_cpu).map(copy_in)
         hashing = partial(fingerprint_step, self._digests[index - 1], step, update, result.end, after)
         job: Future[str] = Future()
-        if sum(value.nbytes for value in (result.end, *update.tensors())) + pass_bytes(step.passes) >= _IN_BACKGROUND:
+        num_bytes = sum(value.nbytes for value in (result.end, *update.tensors()))
+        if num_bytes + sum(forward.num_bytes for forward in step.passes) >= _IN_BACKGROUND:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
             job = self._thread.submit(hashing)
         else:
@@ -221,7 +222,9 @@ class CommitSchedule:
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
-        self._pass_bytes += sum(pass_bytes(step.passes) for step in self._history.steps[self._num_counted :])
+        self._pass_bytes += sum(
+            forward.num_bytes for step in self._history.steps[self._num_counted :] for forward in step.passes
+        )
         self._num_counted = self._num_completed
         if self.writer.schema.thins:
             self._history.thin(self._num_completed, self.writer.schema)

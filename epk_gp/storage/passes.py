@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step
+from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.storage.files import SAFETENSORS_DTYPES, pack, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk
 from epk_gp.storage.schema import ChunkSchema
@@ -42,11 +42,6 @@ def _tensors_of(forward: ForwardPass) -> dict[str, Tensor]:
         if (seen := getattr(forward, name)) is not None:
             tensors |= {f"{name}.index": seen.index, f"{name}.values": seen.values}
     return {name: value for name, value in tensors.items() if value is not None}
-
-
-def pass_bytes(passes: Passes) -> int:
-    """Return how many bytes the tensors of passes take in memory."""
-    return sum(value.nbytes for forward in passes for value in _tensors_of(forward).values())
 
 
 def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
