@@ -334,7 +334,7 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
             return _agree(iter([found]) if isinstance(found, tuple) else found)
     except Exception as error:
         # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise
         return False
 

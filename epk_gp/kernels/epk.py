@@ -162,6 +162,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype until `.to` changes it. Values follow the points."""
+        kinds = {self._anchor.dtype, *(p.dtype for p in self.parameters())}
+        if len(kinds) > 1:
+            raise RuntimeError(f"The kernel's parameters have multiple dtypes: {kinds}.")
         return self._anchor.dtype  # type: ignore[no-any-return]
 
     @property

@@ -14,12 +14,13 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core import show
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.attribute import FactoredTerms, attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
+from epk_gp.work import run as progress
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
@@ -146,7 +147,7 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
 def slow_clock(monkeypatch):
     """A clock on which every step takes ten seconds."""
     clock = functools.partial(next, itertools.count(0, 10))
-    monkeypatch.setattr(show, "SlowCallNotice", functools.partial(show.SlowCallNotice, clock=clock))
+    monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def slow_clock(monkeypatch):
 )
 def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow_clock, options, said):
     trajectory, X = run
-    with pytest.warns(show.SlowCallWarning) as caught:
+    with pytest.warns(SlowCallWarning) as caught:
         epk.attribute(trajectory, X, **options)
     (warning,) = caught
     (ways,) = re.findall(r"^the attribution will take about [\d.]+ minutes: (.*)\.$", str(warning.message))

@@ -63,8 +63,12 @@ def test_batches_of_a_shuffled_loader_say_their_rows_and_augmentation_hidden_in_
 
 
 def test_a_dataset_without_numbers_is_refused():
-    with pytest.raises(TypeError, match="items by index: got IterableDataset"):
-        IndexedDataset(IterableDataset())
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(TypeError, match="items by index: got Stream"):
+        IndexedDataset(Stream())
 
 
 def test_callbacks_are_found_and_others_are_not():
