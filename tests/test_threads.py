@@ -158,13 +158,19 @@ def test_a_torch_without_its_private_levels_is_no_error(
 
 
 def interrupt(work: Callable[[], object], line: int) -> bool:
-    """Raise KeyboardInterrupt before a line of the package or of torch's parametrisation; return whether it was."""
+    """Raise KeyboardInterrupt before a line of the package or of torch's parametrisation; return whether it was.
+
+    torch.func's own context managers are left out: one that does not run to its end leaves torch's levels open.
+    """
     parts = ("epk_gp", "stateless", "_named_member_accessor", "forward_ad", "contextlib")
     left = line
 
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal left
-        if not any(part in frame.f_code.co_filename for part in parts):
+        file = frame.f_code.co_filename
+        if "contextlib" in file and hasattr(manager := frame.f_locals.get("self"), "gen"):
+            file += manager.gen.gi_code.co_filename
+        if "_functorch" in file or not any(part in file for part in parts):
             return None
         left -= event == "line"
         if left == 0 and event == "line":
