@@ -332,9 +332,9 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
         with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
             found = attempt()
             return _agree(iter([found]) if isinstance(found, tuple) else found)
-    except Exception as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Warning) as error:
         # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise
         return False
 
@@ -420,9 +420,11 @@ class MappedRows:
 
     Attributes:
         works: Whether it does; None as long as that is not known.
+        least: Of each value the least size that its difference is compared with; 0 by default.
     """
 
     works: bool | None = None
+    least: Sequence[float] = ()
 
     def __call__(
         self,
@@ -447,11 +449,14 @@ class MappedRows:
                 self.works = False
             else:
                 if self.works is None or compares:
-                    self.works = all(_differ_by_rounding(a[0], b) for a, b in zip(found, single(0), strict=True))
+                    least = self.least or [0.0] * len(found)
+                    pairs = zip(found, single(0), least, strict=True)
+                    self.works = all(_differ_by_rounding(a[0], b, size) for a, b, size in pairs)
                 if self.works:
                     return found
         return [torch.stack(values) for values in zip(*map(single, range(count)), strict=True)]
 
 
-def _differ_by_rounding(a: Tensor, b: Tensor) -> bool:
-    return not b.numel() or float((a - b).abs().max()) <= _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
+def _differ_by_rounding(a: Tensor, b: Tensor, least: float) -> bool:
+    rounding = _ROUNDING.get(b.dtype, 1e-2)
+    return not b.numel() or float((a - b).abs().max()) <= rounding * max(least, float(b.abs().max()))

@@ -272,7 +272,8 @@ class LossProducts:
     _has_forward_mode: bool = True
     # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
     _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
-    _rows: MappedRows = field(default_factory=MappedRows)  # passes, one for each direction
+    # passes, one for each direction: a loss may be near zero
+    _rows: MappedRows = field(default_factory=lambda: MappedRows(least=(1.0, 0.0)))
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
 
@@ -422,14 +423,21 @@ class LossProducts:
         if self._has_forward_mode:
             try:
                 primals, slopes = self._forward(state, data, directions)
+                if self._rows.works and not self._has_values(primals, expected):
+                    self._rows.works = False
+                    primals, slopes = self._forward(state, data, directions)
             except (RuntimeError, NotImplementedError):
                 self._has_forward_mode = False
             else:
                 # forward mode may draw other random numbers, or take another kernel
-                self._has_forward_mode = _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                self._has_forward_mode = self._has_values(primals, expected)
                 if self._has_forward_mode:
                     return slopes.to(directions)
         return self._sample_by_sample(state, data, directions)
+
+    @staticmethod
+    def _has_values(losses: Tensor, expected: Tensor) -> bool:
+        return _is_same(losses, expected, expected.abs().max().clamp(min=1.0))
 
     def _forward(self, state: Tensor, data: PassData, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses and their derivatives along all directions, mapped over directions where torch can.

@@ -179,12 +179,14 @@ class Influence(Displayed):
 
     def _summary(self) -> Summary:
         (n, K), table = self.outputs.shape, PointsTable(self.outputs)
-        rows = [table.row("value", self.outputs)]
+        by_point = ("outputs", "values", "adjoint_norms")
+        head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
+        rows = [table.row("value", head.outputs)]
         if table.places and self._is_by_sample:
-            rows.append(table.row("jackknife standard deviation", self.std))
+            rows.append(table.row("jackknife standard deviation", head.std))
         if table.places:
-            rows.append(table.row("growth along the run", self.growth))
-        rows += table.largest("largest derivatives", self.values, partial(group_name, self.axes))
+            rows.append(table.row("growth along the run", head.growth))
+        rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
         return Summary(
             f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",

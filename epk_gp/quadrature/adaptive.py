@@ -106,7 +106,8 @@ class _Refinement:
         at_middle = ~found.error.isfinite() & (intervals.stage == 0)
         reason = self._stop_points(torch.where(at_middle, OPEN, reason), intervals.point)
         failed = (reason == OPEN).nonzero().squeeze(1)
-        option = self._raised_stage(found[failed], lineage[failed])
+        rest = found[failed]
+        option = self._raised_stage(rest, lineage[failed])
         # the least that any refinement takes: the next order, a search with two parts, or two halves
         plan = self.segment.net.plan
         searches = ~intervals.is_searched[failed] & (plan.supports_interpolation or plan.shares_pass)
@@ -116,7 +117,7 @@ class _Refinement:
         reason[failed] = torch.where(fits, OPEN, QuadratureStatus.EVALUATION_LIMIT)
         kept = fits.nonzero().squeeze(1)
         failed = failed[kept]
-        parts, parents = self._parts(found[failed], lineage[failed], option[kept])
+        parts, parents = self._parts(rest[kept], lineage[failed], option[kept])
         fits = self._fits(parts.point, (table.size - table.num_known)[parts.stage])
         reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
         return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents

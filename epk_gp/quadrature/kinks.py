@@ -239,7 +239,7 @@ def _stand_differently(
                 outputs[-1].append(evaluate(X[rows], t[rows]))
             calls.append(recorder.calls)
         for at_a, at_b in zip(*calls, strict=True):
-            switches[rows] |= at_a.differ(at_b).any(dim=1)
+            switches[rows] |= at_a.differ(at_b).any(dim=1).to(X.device)
     return switches, [torch.cat(of_end) for of_end in zip(*outputs, strict=True)]
 
 
