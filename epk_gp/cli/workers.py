@@ -107,5 +107,5 @@ def _is_of_workers(error: Exception) -> bool:
     return (
         isinstance(error, RuntimeError)
         and last is not None
-        and last.tb_frame.f_globals["__name__"].startswith("epk_gp.work.")
+        and last.tb_frame.f_globals.get("__name__", "").startswith("epk_gp.work.")
     )

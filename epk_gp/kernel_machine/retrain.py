@@ -428,7 +428,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     Raises:
         TypeError: The weights are no tensor of floating-point numbers.
         ValueError: There is not one finite weight per sample, or steps on other gradients are not known: those of
-            Muon, Rprop and of update rules of the user's own.
+            Muon, Adafactor, Rprop, SparseAdam and of update rules of the user's own.
     """
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)
