@@ -257,7 +257,6 @@ def test_another_number_is_not_in_the_prose():
 
 
 def covered_words(figure: Figure) -> list[str]:
-    figure.draw_without_rendering()
     boxes, f = {text: text.get_window_extent() for text in texts_of(figure)}, figure.bbox
     inside = {t for t, b in boxes.items() if b.x0 >= f.x0 and b.y0 >= f.y0 and b.x1 <= f.x1 and b.y1 <= f.y1}
     pairs = itertools.combinations(boxes.items(), 2)

@@ -98,17 +98,16 @@ def test_a_regression_has_no_classes(tmp_path):
     assert [row[3] for row in figure["table"]["rows"]] == pytest.approx(rmse.tolist(), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        (epk.straight(), "straight steps"),
-        (epk.chords(4), "straight lines, each over 4 steps"),
-        (epk.layerwise(), "derivatives averaged operation by operation, each over 1 step"),
-    ],
-    ids=["straight", "chords", "layerwise"],
-)
-def test_contributions_are_those_of_the_path_that_is_asked_for(path, said, tmp_path):
-    trajectory, X, y = report_case("momentum")
+PATHS = {
+    "straight steps": epk.straight(),
+    "straight lines, each over 4 steps": epk.chords(4),
+    "derivatives averaged operation by operation, each over 1 step": epk.layerwise(),
+}
+
+
+@pytest.mark.parametrize("said", PATHS)
+def test_contributions_are_those_of_the_path_that_is_asked_for(said, tmp_path):
+    (trajectory, X, y), path = report_case("momentum"), PATHS[said]
     content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, path=path, top=12)
     assert facts(content, "This report")["path of integration"] == said
     assert content["certificate"]["certified"]
@@ -182,12 +181,12 @@ def test_many_layers_are_joined_by_their_names_or_as_neighbours():
     many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
     for net, first, count in ((blocks, "0 (Sequential)", 7), (many, "0 to 2", MAX_LAYERS)):
         optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
-        division = divide(epk.train(net, X, y, optimizer=optimizer, steps=2))
-        assert (division.layers[0], len(division.layers)) == (first, count)
-        group = division.axes[1].group.tolist()
+        _, layers, ranges = divide(epk.train(net, X, y, optimizer=optimizer, steps=2))
+        assert (layers.names[0], len(layers.names)) == (first, count)
+        group = layers.group.tolist()
         assert group == sorted(group)
         assert set(group) == set(range(count))
-        assert division.ranges == ((0, 1), (1, 2))
+        assert ranges.group.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
