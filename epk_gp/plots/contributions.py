@@ -17,6 +17,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots import style
 
+_SIGNS = (style.RAISED, style.LOWERED)  # colours
 _CUT = 2.5  # a bar is cut where it is longer than this many times the longest bar of a single point
 _IMAGES_PER_ROW = 6
 _IMAGE_ROW = 0.98  # inches of a row of training images, with captions
@@ -107,7 +108,7 @@ def training_image(
     caption: str,
     contribution: float = 0.0,
     *,
-    colours: tuple[str, str] = (style.RAISED, style.LOWERED),
+    colours: tuple[str, str] = _SIGNS,
 ) -> Axes:
     """Draw an image with a frame that shows a sign: solid if it is positive, dashed if it is negative.
 
@@ -135,9 +136,7 @@ def training_image(
 
 
 def image_row(
-    axes: Iterable[Axes],
-    entries: Iterable[tuple[style.Numbers, str, float, str]],
-    colours: tuple[str, str] = (style.RAISED, style.LOWERED),
+    axes: Iterable[Axes], entries: Iterable[tuple[style.Numbers, str, float, str]], colours: tuple[str, str] = _SIGNS
 ) -> None:
     """Draw images, each with the text above it, its sign and the text below it; Axes that are left over are empty."""
     for ax, entry in itertools.zip_longest(axes, entries):

@@ -91,8 +91,8 @@ def uncertainty_map(
     if regions is None or borders is None:
         fine = _interpolated(x, y, z)
     else:
-        fine = _interpolated_by_region(x, y, z, style.as_numpy("regions", regions), borders)
-    shades = _draw_shades(ax, (x, y), fine, limits or (float(z.min()), float(z.max())))
+        fine = _by_region(x, y, z, style.as_numpy("regions", regions), borders)
+    shades = _draw_shades(ax, x, y, fine, limits or (float(z.min()), float(z.max())))
     if colorbar:
         draw_colorbar([ax], shades, colorbar_label)
     if borders is not None:
@@ -264,9 +264,7 @@ def _interpolated(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return np.asarray(spline(fine_y, fine_x).clip(z.min(), z.max()))
 
 
-def _interpolated_by_region(
-    x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders
-) -> np.ndarray:
+def _by_region(x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders) -> np.ndarray:
     """Interpolate the values of each class by themselves, continued to the other nodes harmonically."""
     style.require_shape("regions", regions, z.shape)
     fine, at = _interpolated(x, y, z), borders.region_at(*_fine_axes(x, y))
@@ -280,9 +278,7 @@ def _interpolated_by_region(
     return fine
 
 
-def _draw_shades(
-    ax: Axes, axes: tuple[np.ndarray, np.ndarray], fine: np.ndarray, limits: tuple[float, float]
-) -> ContourSet:
+def _draw_shades(ax: Axes, x: np.ndarray, y: np.ndarray, fine: np.ndarray, limits: tuple[float, float]) -> ContourSet:
     low, high = limits
     if high <= low:  # all values are equal: one shade
         high = low + max(abs(low), 1.0) * 1e-6
@@ -290,7 +286,7 @@ def _draw_shades(
     half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
     shown = fine.clip(levels[0], levels[-1])
     ends: dict[str, Any] = {"vmin": levels[0] + half, "vmax": levels[-1] - half}
-    shades = ax.contourf(*_fine_axes(*axes), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
+    shades = ax.contourf(*_fine_axes(x, y), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
     shades.set_edgecolor("face")  # no light seams between the shades
     return shades
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias
+from typing import ParamSpec, TypeAlias
 
 import matplotlib.style
 import numpy as np
@@ -106,8 +106,7 @@ def save_figure(
     place = Path(file)
     with figure_style():
         if place.suffix != ".png":
-            metadata: dict[str, Any] = {"Date": None, "Description": description}
-            figure.savefig(place, metadata=metadata)
+            figure.savefig(place, metadata={"Date": None, "Description": description})
             return
         buffer = BytesIO()
         figure.savefig(buffer, dpi=_DPI, metadata={"Software": None})

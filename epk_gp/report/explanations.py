@@ -187,9 +187,7 @@ def shorten(view: dict[str, Any], top: int) -> dict[str, Any]:
     return shortened
 
 
-def _view(
-    terms: Terms, layer: int | None, r: int | None, top: int, labels: Tensor | None, num_classes: int
-) -> dict[str, Any]:
+def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tensor | None, C: int) -> dict[str, Any]:
     """Return the view of one layer and one range of steps; None stands for all of them."""
     layers, ranges = (slice(None) if i is None else slice(i, i + 1) for i in (layer, r))
     cells = terms.samples[:, layers, ranges]
@@ -198,8 +196,8 @@ def _view(
     lowered, rest_lowered = _ranked(samples, -1, top)
     by_label = None
     if labels is not None:  # those that the loss leaves out, as -100, are no classes, and their samples have no terms
-        known = (labels >= 0) & (labels < num_classes)
-        by_label = torch.zeros(num_classes, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
+        known = (labels >= 0) & (labels < C)
+        by_label = torch.zeros(C, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
     others = {
         "decay": int(terms.decay[layers, ranges].sum()),
         "statistics": int(terms.statistics[ranges].sum()) if layer is None else 0,

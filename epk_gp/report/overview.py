@@ -288,9 +288,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _cosine_table(
-    cosines: Float[Tensor, "k k"], groups: Int64[Tensor, " k"] | None, names: tuple[str, ...]
-) -> tuple[list[str], list[list[Any]]]:
+def _cosine_table(cosines: Tensor, groups: Tensor | None, names: Sequence[str]) -> Table:
     """Average the cosines between classes; without classes, describe their distribution."""
     off = ~torch.eye(len(cosines), dtype=torch.bool)
     if groups is None:
@@ -358,17 +356,15 @@ def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"
     K = kernel.trace_block(cells, samples, budget).cpu()
     norms = kernel.diagonal_blocks(samples, budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
     cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
-    nearest: list[list[int]] = drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist()
-    return nearest
+    return list(drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist())
 
 
 def _figure(
     name: str, title: str, sentence: str, draw: Draw, table: Table, height: float = 3.4, width: float = 5.0
 ) -> dict[str, Any]:
     """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
-    rows = {"head": list(table[0]), "rows": [list(row) for row in table[1]]}
-    picture = svg(_drawn(draw, height, width))
-    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": rows}
+    picture, (head, rows) = svg(_drawn(draw, height, width)), table
+    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": {"head": head, "rows": rows}}
 
 
 def _drawn(draw: Draw, height: float, width: float) -> Figure:

@@ -264,7 +264,6 @@ def _point(request: ReportRequest, number: int, found: Explained, sure: Certaint
         f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
-    band = None if sure.band is None else sure.band[:, number].T.tolist()
     return {
         "name": f"point {n}",
         "label": None if request.true_classes is None else int(request.true_classes[n]),
@@ -272,7 +271,7 @@ def _point(request: ReportRequest, number: int, found: Explained, sure: Certaint
         "values": values,
         "input": look.show(request.X[n]),
         "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
-        "band": None if band is None else [[significant(low), significant(high)] for low, high in band],
+        "band": None if sure.band is None else [list(map(significant, b)) for b in sure.band[:, number].T.tolist()],
         "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
         "explanations": {str(c): content for (row, c), content in found[0].items() if row == number},
     }

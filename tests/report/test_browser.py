@@ -51,14 +51,13 @@ def states(content):
 
 def test_the_sums_shown_are_those_of_the_content(open_report, content):
     """Also after choosing another point, class, layer and range of steps by the controls."""
-    page = open_report(content)
-    assert len({view_sum(content, state) for state in states(content)}) == len(states(content))
-    for state in states(content):
-        point, target, layer, steps = state
+    page, sums = open_report(content), [view_sum(content, state) for state in states(content)]
+    assert len(set(sums)) == len(sums)
+    for (point, target, layer, steps), expected in zip(states(content), sums, strict=True):
         page.locator(f"#points [data-point='{point}']").click()
         for control, value in (("class", target), ("steps", "*"), ("layer", layer), ("steps", steps)):
             page.select_option(f"#{control}", value)
-        assert shown_sum(page) == (view_sum(content, state), exact_text(view_sum(content, state)))
+        assert shown_sum(page) == (expected, exact_text(expected))
         assert page.locator("#sum").get_attribute("data-agrees") == "true"
         assert not page.locator(".disagrees").count()
     go(page, "#view=run")
@@ -70,8 +69,8 @@ def test_the_sums_shown_are_those_of_the_content(open_report, content):
 def test_a_sum_that_is_wrong_by_one_unit_is_an_error(open_report, content):
     """The negative control."""
     target = min(content["points"][0]["explanations"], key=int)
-    for place in ("views.*|*.raised.0.1", "views.*|*.rest_lowered.1", "views.*|*.decay", "views.*|*.total",
-                  "views.*|*.labels.2", "initial", "network"):  # fmt: skip
+    whole = ("raised.0.1", "rest_lowered.1", "decay", "total", "labels.2")
+    for place in (*(f"views.*|*.{name}" for name in whole), "initial", "network"):
         changed = {**content, "points": copy.deepcopy(content["points"][:2])}
         owner, _, name = f"points.0.explanations.{target}.{place}".rpartition(".")
         owner = at(changed, owner)
@@ -121,8 +120,8 @@ def required(content, state):
 def test_bars_and_the_curve_have_the_side_and_length_of_their_numbers(open_report, content):
     state = states(content)[1]
     page = open_report(content, fragment_of(state), reduced_motion="reduce")
-    rows = page.evaluate(
-        """() => [...document.querySelectorAll('.bars tbody tr')].map((row) => {
+    rows = page.locator(".bars tbody tr").evaluate_all(
+        """all => all.map((row) => {
           const [track, fill] = ['.track', '.fill'].map((name) => row.querySelector(name).getBoundingClientRect());
           return [row.closest('table').caption.textContent, Number(row.querySelector('td .number').value),
             track.left + track.width / 2, track.width / 2, fill.left, fill.right];
@@ -134,14 +133,12 @@ def test_bars_and_the_curve_have_the_side_and_length_of_their_numbers(open_repor
         end, other = (left, right) if value < 0 else (right, left)
         assert other == pytest.approx(middle, abs=0.5)
         assert abs(end - middle) == pytest.approx(max(half * abs(value) / largest[chart], 1), abs=0.6)
-    dots = page.evaluate(
-        """() => [...document.querySelectorAll('.chart .dot')].map((dot) =>
-          [Number(dot.getAttribute('cx')), Number(dot.getAttribute('cy')), dot.querySelector('title').textContent])"""
+    dots = page.locator(".chart .dot").evaluate_all(
+        "all => all.map((dot) => [dot.cx.baseVal.value, dot.cy.baseVal.value, dot.textContent])"
     )
     running, ends = view_of(content, state)[0]["running"], [0] + [last for _, last in content["ranges"]]
-    assert [dot[2] for dot in dots] == [
-        f"after {end} steps: {exact_text(value)}" for end, value in zip(ends, running, strict=True)
-    ]
+    titles = [f"after {end} steps: {exact_text(value)}" for end, value in zip(ends, running, strict=True)]
+    assert [dot[2] for dot in dots] == titles
     for column, numbers in ((0, ends), (1, running)):
         places = [dot[column] for dot in dots]
         scale = (places[-1] - places[0]) / (numbers[-1] - numbers[0])
@@ -317,8 +314,7 @@ def test_points_are_searched_and_sorted(open_report, content):
     assert listed() == []
     page.fill("#find", "label class b,")
     page.select_option("#sort", "name")
-    named_b = [point["name"] for point in points if point["label"] == 1]
-    assert listed() == sorted(named_b, key=lambda name: -int(name.split()[-1]))
+    assert listed() == [point["name"] for point in points[::-1] if point["label"] == 1]
     page.fill("#find", "sample wrong")  # words that do not stand together
     assert sorted(listed()) == sorted(by_entropy)
 
@@ -345,10 +341,9 @@ def test_the_left_and_right_arrow_keys_show_the_neighbouring_points(open_report,
 def test_the_keyboard_reaches_everything(open_report, content):
     page = open_report(content, viewport={"width": 400, "height": 800})
     page.locator(".chooser-body").evaluate("(details) => { details.open = true; }")
-    reached = []
+    name, reached = "e.id || e.dataset.view || e.dataset.key || e.className || e.tagName", []
     while len(reached) < 80:
         press(page, "Tab")
-        name = "e.id || e.dataset.view || e.dataset.key || e.className || e.tagName"
         reached.append(page.evaluate(f"(e => {name})({ACTIVE})"))
         assert page.evaluate(f"(e => e.tagName === 'BODY' || getComputedStyle(e).outlineStyle !== 'none')({ACTIVE})")
     assert reached[0] == "skip"

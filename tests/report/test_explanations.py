@@ -18,11 +18,6 @@ def explanations(content):
     return [(n, int(c), e) for n, p in enumerate(content["points"]) for c, e in p["explanations"].items()]
 
 
-def rounding_of(trajectory, content):
-    """A quantum for each contribution that was rounded."""
-    return trajectory.num_points * len(content["layers"]) * len(content["ranges"]) * content["quantum"]
-
-
 def named(view):
     return view["raised"] + view["lowered"]
 
@@ -76,8 +71,8 @@ def test_the_terms_are_those_of_the_attribution(reported):
     edges = [first for first, _ in content["ranges"]][1:]
     axes = [by_sample(trajectory), by_layer(trajectory), by_step(trajectory, edges)]
     expected, by_parts = epk.attribute(trajectory, X[:2]), attribute_by(trajectory, X[:2], axes).values
-    limit = rounding_of(trajectory, content) + (1e-5 if name == "float32" else 1e-12)
     L, R, quantum = len(content["layers"]), len(content["ranges"]), content["quantum"]
+    limit = trajectory.num_points * L * R * quantum + (1e-5 if name == "float32" else 1e-12)  # each is rounded
     for n, c, explanation in explanations(content):
         view, values = explanation["views"]["*|*"], expected.samples[n, c]
         for index, value, _ in named(view):
@@ -115,17 +110,11 @@ def test_influence_stands_beside_contributions_of_the_whole_and_says_whether_it_
     trajectory, X, y = report_case("gradient_descent")
     f = epk.network_outputs(trajectory, X[[1, 3]])
     of_all, of_largest = (epk.influence(trajectory, X[[1, 3]], classes=c) for c in (None, f.argmax(dim=1)))
-    uncertified = replace(of_all, findings=("how a scale would change is not known",))
-    for influence, words in (
-        (of_all, "The influence beside the contributions is certified."),
-        (of_largest, "The influence beside the contributions is certified."),
-        (
-            uncertified,
-            "The influence beside the contributions is NOT CERTIFIED: how a scale would change is not known.",
-        ),
-    ):
+    uncertified = replace(of_all, findings=("its scale is not known",))
+    said = ("certified.", "certified.", "NOT CERTIFIED: its scale is not known.")
+    for influence, words in zip((of_all, of_largest, uncertified), said, strict=True):
         content = written(tmp_path, trajectory, X, y, explained=[1, 3], influence=influence, outputs=1)
-        assert words in content["certificate"]["sentences"]
+        assert f"The influence beside the contributions is {words}" in content["certificate"]["sentences"]
         assert content["certificate"]["certified"] is True  # of the contributions
         for n, c, explanation in explanations(content):
             for key, view in explanation["views"].items():
