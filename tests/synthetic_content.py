@@ -37,9 +37,7 @@ class Sizes:
     pixels: int = 14
 
 
-LARGE = Sizes(  # 60,000 training images
-    points=100, classes=10, explained=2, samples=60_000, shown=10, layers=5, ranges=6, pairs=False, pixels=28
-)  # fmt: skip
+LARGE = Sizes(points=100, classes=10, samples=60_000, shown=10, layers=5, ranges=6, pairs=False, pixels=28)  # images
 
 
 def image(generator: np.random.Generator, pixels: int) -> str:
@@ -61,8 +59,7 @@ def made_input(generator: np.random.Generator, sizes: Sizes) -> dict[str, Any]:
     if sizes.kind == "values":
         names = ("age", "hours per week", "capital gain", "years of education", "weight of the sample", "height")
         return {"values": [[name, round(float(generator.normal() * 10), 3)] for name in names]}
-    x, y = generator.uniform(-3, 3, size=2)
-    return {"position": [round(float(x), 4), round(float(y), 4)]}
+    return {"position": generator.uniform(-3, 3, size=2).round(4).tolist()}
 
 
 def explanation(generator: np.random.Generator, sizes: Sizes, labels: torch.Tensor) -> dict[str, Any]:
@@ -81,19 +78,18 @@ def explanation(generator: np.random.Generator, sizes: Sizes, labels: torch.Tens
     terms = Terms(QUANTUM, samples, decay, statistics, unexplained, running)
     influence = torch.from_numpy(generator.normal(size=M) * 0.03)
     views = all_views(terms, sizes.shown, labels, sizes.classes, influence)
-    views = {key: view for key, view in views.items() if sizes.pairs or is_margin(key)}
-    return {"initial": initial, "network": running[-1], "running": list(running), "views": views}
+    shown = {key: view for key, view in views.items() if sizes.pairs or is_margin(key)}
+    return {"initial": initial, "network": running[-1], "running": list(running), "views": shown}
 
 
 def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """Return one explained test point."""
     logits = generator.normal(size=sizes.classes) * 2
     probabilities = np.round(np.exp(logits) / np.exp(logits).sum(), 6)
-    order = [int(index) for index in np.argsort(-probabilities)]
+    order = np.argsort(-probabilities).tolist()
     label = order[0] if generator.random() < 0.7 else order[1]
     spread = 0.3 * probabilities * (1 - probabilities)
     band = np.round(np.stack([(probabilities - spread).clip(0), (probabilities + spread).clip(max=1)], axis=1), 6)
-    explained = sorted({*order[: sizes.explained], label})
     return {
         "name": f"test sample {number * 7}",
         "label": label,
@@ -103,9 +99,9 @@ def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Itera
         "band": band.tolist(),
         "scores": [
             ["error score", round(1 - float(probabilities.max()), 6), "Probability that the predicted class is wrong."],
-            *([name, round(float(generator.random()), 6), f"The {name}."] for name in ("distance score", "entropy")),
+            *([name, round(generator.random(), 6), f"The {name}."] for name in ("distance score", "entropy")),
         ],
-        "explanations": {str(c): next(made) for c in explained},
+        "explanations": {str(c): next(made) for c in sorted({*order[: sizes.explained], label})},
     }
 
 
@@ -113,11 +109,9 @@ def point(generator: np.random.Generator, sizes: Sizes, number: int, made: Itera
 def figure(generator: np.random.Generator) -> Any:
     """Return a small figure with two curves."""
     drawing = new_figure(2.6, 5.2)
-    axes = drawing.add_subplot()
-    for colour, name in ((RAISED, "in distribution"), (WRONG, "out of distribution")):
-        axes.plot(np.sort(generator.random(30)), np.linspace(0, 1, 30), color=colour, label=name)
-    axes.set(xlabel="score", ylabel="share of points")
-    axes.legend()
+    for colour in (RAISED, WRONG):
+        drawing.gca().plot(np.sort(generator.random(30)), np.linspace(0, 1, 30), color=colour)
+    drawing.gca().set(xlabel="score", ylabel="share of points")
     return drawing
 
 
@@ -130,36 +124,28 @@ def overview_map(generator: np.random.Generator, sizes: Sizes, samples: list[int
     return {
         "title": "Predicted class and its probability of being wrong",
         "sentence": "The plane of the two inputs.",
-        "extent": [-3, 3, -3, 3],
-        "axes": ["first input", "second input"],
-        "shape": [ny, nx],
-        "svg": svg(figure(generator)),
-        "area": [0.1, 0.1, 0.9, 0.9],
-        "predicted": predicted.reshape(-1).tolist(),
-        "wrong": wrong.reshape(-1).tolist(),
-        "coarse": [my, mx],
+        "extent": [-3, 3, -3, 3], "axes": ["first input", "second input"], "shape": [ny, nx], "coarse": [my, mx],
+        "svg": svg(figure(generator)), "area": [0.1, 0.1, 0.9, 0.9],
+        "predicted": predicted.reshape(-1).tolist(), "wrong": wrong.reshape(-1).tolist(),
         "behind": [[int(s) for s in generator.choice(samples, size=3, replace=False)] for _ in range(my * mx)],
-    }
+    }  # fmt: skip
 
 
-def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network on drawn strokes") -> dict[str, Any]:
+def made_content(sizes: Sizes, *, seed: int = 0) -> dict[str, Any]:
     """Return the content of a report."""
     generator = np.random.default_rng(seed)
     labels = torch.from_numpy(generator.integers(0, sizes.classes, size=min(sizes.samples, NAMED)))
     made = itertools.cycle([explanation(generator, sizes, labels) for _ in range(min(MOST, 3 * sizes.points))])
     points = [point(generator, sizes, number, made) for number in range(sizes.points)]
-    named = named_samples(points)
+    explanations = [explanation for point in points for explanation in point["explanations"].values()]
+    views = [view for explanation in explanations for view in explanation["views"].values()]
+    named = sorted({row[0] for view in views for row in view["raised"] + view["lowered"]})
     shown = {str(sample): {**made_input(generator, sizes), "label": int(labels[sample])} for sample in named}
     right = sum(point["label"] == point["predicted"] for point in points)
     return {
-        "version": 1,
-        "title": title,
-        "quantum": QUANTUM,
-        "outputs": {
-            "head": "log_softmax",
-            "name": "log-probability",
-            "classes": [f"class {chr(65 + number)}" for number in range(sizes.classes)],
-        },
+        "version": 1, "title": "A small network on drawn strokes", "quantum": QUANTUM,
+        "outputs": {"head": "log_softmax", "name": "log-probability",
+                    "classes": [f"class {chr(65 + number)}" for number in range(sizes.classes)]},
         "layers": [f"{number} (Linear)" for number in range(sizes.layers)],
         "ranges": [[50 * number, 50 * (number + 1)] for number in range(sizes.ranges)],
         "card": [
@@ -173,11 +159,9 @@ def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network o
                           "They agree: the largest difference is far below the limit."],
             "rows": [["largest difference", "3.2e-12", "1e-06"], ["largest error of a step", "1.1e-14", "1e-08"]],
         },
-        "samples": {"count": sizes.samples, "shown": shown},
-        "points": points,
+        "samples": {"count": sizes.samples, "shown": shown}, "points": points,
         "overview": {
-            "accuracy": right / sizes.points,
-            "count": sizes.points,
+            "accuracy": right / sizes.points, "count": sizes.points,
             "figures": [
                 {"id": "reliability", "title": "Reliability", "sentence": "How often predictions are right.",
                  "svg": svg(figure(generator)),
@@ -193,10 +177,3 @@ def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network o
             "map": overview_map(generator, sizes, named) if sizes.kind == "position" else None,
         },
     }  # fmt: skip
-
-
-def named_samples(points: list[dict[str, Any]]) -> list[int]:
-    """Return every training sample that a view names."""
-    explanations = [explanation for point in points for explanation in point["explanations"].values()]
-    views = [view for explanation in explanations for view in explanation["views"].values()]
-    return sorted({row[0] for view in views for row in view["raised"] + view["lowered"]})

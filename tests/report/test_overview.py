@@ -45,12 +45,12 @@ def path_cosines(trajectory, X):
     return K, K / (d[:, None] * d)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def overview(problem):
     return problem["content"]["overview"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def figures(overview):
     return {figure["id"]: figure for figure in overview["figures"]}
 
