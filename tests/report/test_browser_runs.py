@@ -1,5 +1,7 @@
 """Reports of recorded runs in a browser: what the library wrote is what the page shows."""
 
+import copy
+
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
@@ -9,7 +11,6 @@ import epk_gp as epk
 from commands import run
 from report_cases import embedded, report_case
 from shown_numbers import check_numbers, fragment_of, go, shown_sum, view_sum
-from synthetic_content import Sizes, made_content
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +53,13 @@ def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
         assert numbers(".samples .label .number") == pytest.approx(trajectory.targets[samples, output].tolist(), 1e-3)
 
 
-def test_it_says_whose_class_and_probabilities_are_shown_and_what_to_ask_where_contributions_cancel(open_report):
-    content = made_content(Sizes(points=2, explained=1))
-    content["outputs"]["probabilities_of"] = "network and process"
-    content["points"][0]["predicted"] = (content["points"][0]["predicted"] + 1) % 4
+def test_it_says_whose_class_and_probabilities_are_shown_and_what_to_ask_where_contributions_cancel(
+    open_report, content
+):
+    content = {**content, "points": copy.deepcopy(content["points"][:2])}
+    for point in content["points"]:
+        point["predicted"] = max(range(14), key=lambda c: point["probabilities"][c])
+    content["points"][0]["predicted"] = (content["points"][0]["predicted"] + 1) % 14
     for point, amplification in zip(content["points"], (36.2, 3.0), strict=True):
         for explanation in point["explanations"].values():
             explanation["amplification"] = amplification
