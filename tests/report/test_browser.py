@@ -8,7 +8,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 import epk_gp as epk
 from epk_gp.report.write import lessen
-from report_cases import report_case, written
+from report_cases import embedded, report_case, written
 from shown_numbers import at, check_numbers, exact_text, fragment_of, go, read, shown_sum, view_of, view_sum
 
 pytestmark = pytest.mark.slow
@@ -460,3 +460,62 @@ def test_no_width_scrolls_sideways(open_report, content, pictures, tmp_path):
         for view in VIEWS:
             go(page, view)
             assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), view
+
+
+def check_run(page, content):
+    """Compare sums and numbers of all explained outputs, and of every fourth other view of the last one."""
+    outputs = [(n, target) for n, point in enumerate(content["points"]) for target in point["explanations"]]
+    number, target = outputs[-1]
+    others = list(content["points"][number]["explanations"][target]["views"])[1::4]
+    for state in [(*output, "*", "*") for output in outputs] + [(number, target, *key.split("|")) for key in others]:
+        go(page, fragment_of(state))
+        assert shown_sum(page)[0] == view_sum(content, state)
+        assert not page.get_by_role("alert").count()
+        check_numbers(page, content, state)
+    go(page, "#view=run")
+    assert page.locator("#all-sums").inner_text().startswith("✓ All")
+    assert page.locator("#certificate h3").inner_text() == "✓ Certified"
+    go(page, "#view=overview")
+    assert page.locator(".figure svg").count() == len(content["overview"]["figures"])
+
+
+@pytest.mark.parametrize("name", ["momentum", "regression", "images", "batch_norm", "words"])
+def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
+    trajectory, X, y = report_case(name)
+    file = epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, top=3)
+    page = open_file(file)
+    check_run(page, embedded(file))
+    if name != "regression":
+        return
+    f = epk.network_outputs(trajectory, X)
+    go(page, "#point=0")
+
+    def numbers(place):
+        return [float(value) for value in page.locator(place).evaluate_all("all => all.map((e) => e.value)")]
+
+    for output in (0, 1):  # predictions and all targets
+        page.select_option("#class", str(output))
+        assert numbers(".headline .number") == pytest.approx([float(f[0, output]), float(y[0, output])], rel=1e-4)
+        samples = [int(number) for number in numbers(".samples .sample-number .number")]
+        assert numbers(".samples .label .number") == pytest.approx(trajectory.targets[samples, output].tolist(), 1e-3)
+
+
+def test_it_says_whose_class_and_probabilities_are_shown_and_what_to_ask_where_contributions_cancel(
+    open_report, content
+):
+    content = {**content, "points": copy.deepcopy(content["points"][:2])}
+    for point in content["points"]:
+        point["predicted"] = max(range(14), key=lambda c: point["probabilities"][c])
+    content["points"][0]["predicted"] = (content["points"][0]["predicted"] + 1) % 14
+    for point, amplification in zip(content["points"], (36.2, 3.0), strict=True):
+        for explanation in point["explanations"].values():
+            explanation["amplification"] = amplification
+    page = open_report(content)
+    card = page.locator(".card", has=page.locator(".probabilities"))
+    for number, is_first in ((0, True), (1, False)):
+        page.click(f"#points [data-point='{number}']")
+        assert page.locator(".headline").inner_text().split("\n")[-1].startswith("the network predicts class ")
+        assert card.locator("h4").inner_text() == "Class probabilities of the network and process"
+        assert ("is the most probable class" in card.inner_text()) == is_first
+        words = "difference between two classes’ contributions, or ask for an influence"
+        assert (words in page.inner_text("#shown")) == ("Amplification 36: " in page.inner_text("#shown")) == is_first
