@@ -189,28 +189,17 @@ def test_certificate_and_card_are_shown_and_what_is_not_certified_is_marked_in_e
     assert text(page, "#certificate h3") == "✗ Not certified"
 
 
-@pytest.mark.parametrize("kind", ["image", "text", "values", "position", "no classes"])
-def test_every_kind_of_input_is_shown(open_report, content, tmp_path, kind):
-    cases = {"image": "images", "text": "words", "values": "momentum", "no classes": "regression"}
-    if kind != "position":
-        trajectory, X, y = report_case(cases[kind])  # of a regression without targets nothing of the whole is known
-        content = written(tmp_path, trajectory, X, None if kind == "no classes" else y, explained=2, top=5)
+def test_a_point_of_the_plane_stands_among_the_samples_that_moved_it(open_report, content):
     page = open_report(content, "#point=1")
-    card, given = page.locator(".input-card"), content["points"][1]["input"]
-    if kind == "image":
-        assert card.locator("img").get_attribute("src") == given["image"]
-        assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
-    elif kind == "text":
-        assert card.locator("blockquote").inner_text() == given["text"]
-    elif kind == "position":
-        view = view_of(content, (1, page.input_value("#class"), "*", "*"))[1]
-        counts = [card.locator(f"path.{mark}").count() for mark in ("cross", "raises", "lowers")]
-        assert counts == [1, len(view["raised"]), len(view["lowered"])]
-    else:
-        assert card.locator("tbody tr").count() == len(given["values"])
-    assert ("wrong" in text(page, "#prediction").lower()) == (kind != "no classes")
-    go(page, "#view=overview")
-    assert page.locator("#overview").is_visible()
+    view = view_of(content, (1, page.input_value("#class"), "*", "*"))[1]
+    counts = [page.locator(f".input-card path.{mark}").count() for mark in ("cross", "raises", "lowers")]
+    assert counts == [1, len(view["raised"]), len(view["lowered"])]
+
+
+def test_a_report_that_knows_nothing_of_the_whole_says_so(open_report, tmp_path):
+    trajectory, X, _ = report_case("regression")
+    page = open_report(written(tmp_path, trajectory, X, explained=1), "#view=overview")
+    assert "This report has no numbers of the whole." in text(page, "#overview")
 
 
 @pytest.mark.parametrize("policy", ["Content-Security-Policy", "No-Policy"])
@@ -462,8 +451,12 @@ def test_no_width_scrolls_sideways(open_report, content, pictures, tmp_path):
             assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), view
 
 
-def check_run(page, content):
-    """Compare sums and numbers of all explained outputs, and of every fourth other view of the last one."""
+@pytest.mark.parametrize("name", ["momentum", "regression", "images", "batch_norm", "words"])
+def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
+    """The sums and numbers of all explained outputs and of every fourth other view of the last one, and the input."""
+    trajectory, X, y = report_case(name)
+    file = epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, top=3)
+    page, content = open_file(file), embedded(file)
     outputs = [(n, target) for n, point in enumerate(content["points"]) for target in point["explanations"]]
     number, target = outputs[-1]
     others = list(content["points"][number]["explanations"][target]["views"])[1::4]
@@ -472,19 +465,20 @@ def check_run(page, content):
         assert shown_sum(page)[0] == view_sum(content, state)
         assert not page.get_by_role("alert").count()
         check_numbers(page, content, state)
+    card, given = page.locator(".input-card"), content["points"][number]["input"]
+    if name == "images":
+        assert card.locator("img").get_attribute("src") == given["image"]
+        assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+    elif name == "words":
+        assert card.locator("blockquote").inner_text() == given["text"]
+    else:
+        assert card.locator("tbody tr").count() == len(given["values"])
+    assert ("wrong" in text(page, "#prediction").lower()) == (name != "regression")
     go(page, "#view=run")
-    assert page.locator("#all-sums").inner_text().startswith("✓ All")
-    assert page.locator("#certificate h3").inner_text() == "✓ Certified"
+    assert text(page, "#all-sums").startswith("✓ All")
+    assert text(page, "#certificate h3") == "✓ Certified"
     go(page, "#view=overview")
     assert page.locator(".figure svg").count() == len(content["overview"]["figures"])
-
-
-@pytest.mark.parametrize("name", ["momentum", "regression", "images", "batch_norm", "words"])
-def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
-    trajectory, X, y = report_case(name)
-    file = epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, top=3)
-    page = open_file(file)
-    check_run(page, embedded(file))
     if name != "regression":
         return
     f = epk.network_outputs(trajectory, X)
