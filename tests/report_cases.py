@@ -63,9 +63,6 @@ def report_case(name: str):
     return _run(_mlp(), rows, labels, **options[name]), points, true
 
 
-CASES = ("momentum", "gradient_descent", "regression", "images", "float32", "batch_norm", "words", "one_step")
-
-
 def written(folder: Path, trajectory: Any, X: Any, y: Any = None, **arguments: Any) -> dict[str, Any]:
     """Write a report without a kernel matrix, unless it is asked for, and return its content."""
     file = epk.write_report(folder / "report.html", trajectory, X, y, **{"kernel_points": 0} | arguments)

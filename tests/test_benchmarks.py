@@ -29,6 +29,7 @@ def test_the_committed_tables_are_those_of_the_committed_numbers(load):
     assert load("table").markdown(numbers) == (FOLDER / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_committed_chart_is_that_of_the_committed_numbers():
     """`docs/pictures/benchmarks.py` draws it; the ratios are among its words."""
     chart = page_code.load(FOLDER.parent / "docs" / "pictures" / "benchmarks.py")

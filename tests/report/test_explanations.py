@@ -9,8 +9,9 @@ import epk_gp as epk
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.report.explanations import LARGEST, choose_quantum, significant, to_units
-from report_cases import CASES, report_case, terms_of, written
+from report_cases import report_case, terms_of, written
 
+OTHERS = ("regression", "images", "float32", "batch_norm", "words", "one_step")
 WHOLE = ("decay", "statistics", "unexplained", "rounding", "total")
 
 
@@ -22,7 +23,7 @@ def named(view):
     return view["raised"] + view["lowered"]
 
 
-@pytest.fixture(scope="module", params=[CASES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CASES[1:])])
+@pytest.fixture(scope="module", params=["momentum", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def reported(request, tmp_path_factory):
     trajectory, X, y = report_case(request.param)
     folder = tmp_path_factory.mktemp(request.param)
