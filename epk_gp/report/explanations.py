@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -86,8 +86,12 @@ class Terms:
     running: tuple[int, ...]
 
 
-# The content of each output by its point and index, the quantum of all its numbers, and the certificate of all outputs.
-Explained = tuple[dict[tuple[int, int], dict[str, Any]], float, Certificate]
+class Explained(NamedTuple):
+    """The content of each output by its point and index, the quantum of all numbers, and the certificate of all."""
+
+    outputs: dict[tuple[int, int], dict[str, Any]]
+    quantum: float
+    certificate: Certificate
 
 
 def explain(request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, path: WeightPath, top: int) -> Explained:
@@ -100,7 +104,7 @@ def explain(request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, p
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
     trajectory, X, options, influence = request.trajectory, request.explained, request.options, influence_on(request)
-    explanations: dict[tuple[int, int], dict[str, Any]] = {}
+    outputs: dict[tuple[int, int], dict[str, Any]] = {}
     certificates: list[Certificate] = []
     quantum = 0.0
     cells = trajectory.num_points * (len(axes[1].names) + 1) * len(axes[2].names)
@@ -117,14 +121,14 @@ def explain(request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, p
         for number, k in enumerate(chosen.tolist()):
             terms = rounded_terms(result, number, quantum)
             quantum = terms.quantum
-            explanations[int(request.rows[k]), int(request.classes[k])] = {
+            outputs[int(request.rows[k]), int(request.classes[k])] = {
                 "initial": terms.running[0],
                 "network": terms.running[-1],
                 "running": list(terms.running),
                 "amplification": significant(float(result.amplification[number, 0]), 3),
                 "views": all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k]),
             }
-    return explanations, quantum, reduce(Certificate.merged, certificates)
+    return Explained(outputs, quantum, reduce(Certificate.merged, certificates))
 
 
 def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Terms:

@@ -49,7 +49,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # its head and its rows
 _AXES = ("first direction of the plane", "second direction of the plane")
 
 # Matplotlib's settings are those of the process: threads that write reports draw one after the other.
-_DRAWING = threading.RLock()
+_DRAWING = threading.Lock()
 
 
 def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
             handles = map_handles(labels, names=request.class_names)
             ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
 
-    figure = _drawn(draw, 5.2, 5.6)
+    figure, picture = _drawn(draw, 5.2, 5.6)
     left, bottom, width, height = figure.axes[0].get_position().bounds
     sentence = (
         "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
@@ -336,7 +336,7 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         "extent": [float(m.x[0]), float(m.x[-1]), float(m.y[0]), float(m.y[-1])],
         "axes": list(_AXES),
         "shape": list(m.probability.shape),
-        "svg": svg(figure),
+        "svg": picture,
         "area": [significant(v, 6) for v in (left, 1 - bottom - height, left + width, 1 - bottom)],
         "predicted": m.network_class.flatten().tolist(),
         "wrong": [significant(v, 3) for v in wrong.clamp(min=0).flatten().tolist()],
@@ -363,26 +363,21 @@ def _figure(
     name: str, title: str, sentence: str, draw: Draw, table: Table, height: float = 3.4, width: float = 5.0
 ) -> dict[str, Any]:
     """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
-    picture, (head, rows) = svg(_drawn(draw, height, width)), table
+    (_, picture), (head, rows) = _drawn(draw, height, width), table
     return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": {"head": head, "rows": rows}}
 
 
-def _drawn(draw: Draw, height: float, width: float) -> Figure:
-    with _DRAWING, style.figure_style():
-        figure = style.new_figure(height, width)
-        draw(figure.subplots())
-        figure.draw_without_rendering()  # marks of axes are made here, with the sizes of the style
-    return figure
-
-
-def svg(figure: Figure) -> str:
-    """Return a figure as an SVG element: text as text, no background, nothing that changes from run to run."""
+def _drawn(draw: Draw, height: float, width: float) -> tuple[Figure, str]:
+    """Return a figure and its SVG element: text as text, no background, nothing that changes from run to run."""
     buffer = BytesIO()
     with _DRAWING, style.figure_style(), matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure = style.new_figure(height, width)
+        draw(figure.subplots())
+        figure.draw_without_rendering()  # the layout of what is drawn, with which it is saved
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue().decode()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # equal ids in several figures; none of them is referred to
     text = re.sub(r"\s*\n\s*", "\n", text)
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # hundredths of a point
-    return text.replace(style.INK, REPORT_INK).strip()
+    return figure, text.replace(style.INK, REPORT_INK).strip()

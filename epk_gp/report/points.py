@@ -46,7 +46,7 @@ class Appearance:
     """How the points of a run are shown.
 
     Args:
-        trajectory: The run. The smallest entry of its images is white, the largest one black.
+        run: The run. The smallest entry of its images is white, the largest one black.
         names: Names of the features of rows; None for x1, x2, ...
         decode: Makes a text of one input: of a tensor, or of the tuple or dictionary that the network takes.
 
@@ -55,24 +55,22 @@ class Appearance:
         ValueError: There is not one name per feature, or points are no rows of features.
     """
 
-    def __init__(
-        self, trajectory: Trajectory, names: Sequence[str] | None = None, decode: Decode | None = None
-    ) -> None:
-        X = trajectory.inputs
+    def __init__(self, run: Trajectory, names: Sequence[str] | None = None, decode: Decode | None = None) -> None:
+        X = run.inputs
         if decode is not None and not callable(decode):
             raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
-        if names is not None and (X.ndim != 2 or trajectory.model.signature.layout is not None):
+        if names is not None and (X.ndim != 2 or run.model.signature.layout is not None):
             raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
         if names is not None and len(names) != X.shape[1]:
             raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
         images = as_images(X) if X.is_floating_point() else None
-        self.trajectory, self.decode, self.names = trajectory, decode, None if names is None else list(map(str, names))
+        self.run, self.decode, self.names = run, decode, None if names is None else list(map(str, names))
         self.low, self.high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
 
     def show(self, row: Shaped[Tensor, "..."], *, is_sample: bool = False) -> dict[str, Any]:
         """Return one packed input as a report has it; fewer numbers of a training sample than of another one."""
-        row, signature = row.detach().cpu(), self.trajectory.model.signature
-        parts: Any = row[None] if signature.graph is not None else self.trajectory.unpack(row[None])
+        row, signature = row.detach().cpu(), self.run.model.signature
+        parts: Any = row[None] if signature.graph is not None else self.run.unpack(row[None])
         one: Any
         if isinstance(parts, Mapping):
             one = {key: value[0] for key, value in parts.items()}
@@ -97,7 +95,7 @@ class Appearance:
 
     def describe_cut(self) -> str | None:
         """Return which numbers of a point a report leaves out; None if it shows all."""
-        row, most = self.trajectory.inputs[0], _MAX_VALUES_OF_SAMPLE
+        row, most = self.run.inputs[0], _MAX_VALUES_OF_SAMPLE
         if row.numel() <= most or "values" not in self.show(row):
             return None
         explained = f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point"

@@ -144,23 +144,22 @@ def write_report(
     require_room(request, axes, MAX_BYTES)
 
     found = explain(request, axes, rule, path, top)
-    outputs_explained, quantum, certificate = found
     missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
-        ("explained", f"{len(request.points)} of {len(request.X)} points, {len(outputs_explained)} outputs"),
+        ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
         ("head", request.head),
         ("path of integration", _PATHS[type(path)].format(steps=count(path.every, "step"))),
         ("quadrature", rule.name),
-        ("gradient evaluations", f"{certificate.evaluations:.1f} for each point and step, to choose nodes"),
-        ("numbers", f"whole multiples of {quantum:g}; what they leave is a term of its own, rounding"),
+        ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
+        ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
         ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
         *([] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]),
         *([] if cut is None else [("shown of an input", cut)]),
     ]
     content = _content(request, axes, found, look, how) | ({"title": title} if title else {})
     atomic_write(place, document(content, top, MAX_BYTES).encode())
-    warn_unless_certified("the report", certificate.findings)
+    warn_unless_certified("the report", found.certificate.findings)
     return place
 
 
@@ -197,7 +196,7 @@ def _content(
     content: dict[str, Any] = {
         "version": VERSION,
         "title": f"Report of run {run.digest[:12]}",
-        "quantum": found[1],
+        "quantum": found.quantum,
         "outputs": {
             "head": request.head,
             "name": _OUTPUT_NAMES[request.head],
@@ -273,7 +272,7 @@ def _point(request: ReportRequest, number: int, found: Explained, sure: Certaint
         "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
         "band": None if sure.band is None else [list(map(significant, b)) for b in sure.band[:, number].T.tolist()],
         "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
-        "explanations": {str(c): content for (row, c), content in found[0].items() if row == number},
+        "explanations": {str(c): content for (row, c), content in found.outputs.items() if row == number},
     }
 
 
