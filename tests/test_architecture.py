@@ -1,6 +1,7 @@
 """Imports point one way: optimizers, core, storage and recording; autodiff to kernel_machine; kernels, gp; the rest.
 
-That none stands inside a function, where it would hide a circle, is ruff's rule PLC0415.
+That none stands inside a function, where it would hide a circle, is ruff's rule PLC0415. Files are short, signatures too,
+and the table of code lines counts what is code.
 """
 
 import ast
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import epk_gp
+from page_code import load
 
 ROOT = Path(epk_gp.__file__).parent
 LAYERS = (  # each imports those before it, and itself
@@ -106,3 +108,29 @@ def test_the_reader_of_imports_sees_every_form(tmp_path):
         file = tmp_path / f"{number}.py"
         file.write_text(source)
         assert imported_by(file) == names
+
+
+TEXT = '''"""A docstring
+of two lines."""
+
+# a comment
+import os  # a line with a comment
+
+
+def f(a,
+      b):
+    """Another one."""
+    return """text
+that is data"""
+'''
+
+
+def test_every_file_has_one_capability_and_one_folder_and_code_is_counted():
+    size = load(ROOT.parent / "docs" / "size.py")
+    assert size.code_lines(TEXT) == 1 + 2 + 2
+    folders, capabilities = size.sizes()
+    for k in (0, 1):  # code lines, files
+        assert sum(found[k] for found in folders.values()) == sum(found[k] for found in capabilities.values()) > 100
+    assert [name for name, (_, files) in capabilities.items() if not files] == []
+    assert size.capability("cli/report.py") == "the report"  # the longest pattern decides
+    assert size.capability("cli/gram.py") == "the command line"
