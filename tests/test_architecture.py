@@ -1,7 +1,7 @@
 """Imports point one way: optimizers, core, storage and recording; autodiff to kernel_machine; kernels, gp; the rest.
 
-That none stands inside a function, where it would hide a circle, is ruff's rule PLC0415. Files and signatures are short,
-and the table of code lines counts what is code.
+That none stands inside a function, where it would hide a circle, is ruff's PLC0415. Files and signatures are short, and
+the table of code lines counts what is code.
 """
 
 import ast
