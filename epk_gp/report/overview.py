@@ -322,7 +322,7 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
             handles = map_handles(labels, names=request.class_names)
             ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
 
-    figure, picture = _drawn(draw, 5.2, 5.6)
+    figure, picture = _drawn(draw, 5.2, 5.6)  # which moves its axes when it is saved
     left, bottom, width, height = figure.axes[0].get_position().bounds
     sentence = (
         "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
