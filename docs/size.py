@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "epk_gp"
 MADE = re.compile(r"^<!-- made: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)  # what docs/expand.py writes
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {
@@ -75,16 +75,16 @@ CAPABILITIES = {
 
 
 def code_lines(text: str) -> int:
-    """Count the lines of a file that are not blank, not comments and not docstrings."""
-    docstrings = set[int]()
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    tokens = (token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LAYOUT)
-    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
+    """Count the lines of a file that are not blank, not comments and not docstrings: statements that are a string."""
+    lines, statement = set[int](), list[tokenize.TokenInfo]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NEWLINE:
+            if any(part.type != tokenize.STRING for part in statement):
+                lines.update(line for part in statement for line in range(part.start[0], part.end[0] + 1))
+            statement.clear()
+        elif token.type not in LAYOUT:
+            statement.append(token)
+    return len(lines)
 
 
 def capability(file: str) -> str:
@@ -102,8 +102,9 @@ def sizes() -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]
         file = path.relative_to(PACKAGE).as_posix()
         folder = file.rpartition("/")[0] or "top level"
         folders.add(folder)
+        count = code_lines(path.read_text(encoding="utf-8"))
         for name in (folder, capability(file)):
-            lines[name] += code_lines(path.read_text(encoding="utf-8"))
+            lines[name] += count
             files[name] += 1
     return (
         {name: (lines[name], files[name]) for name in sorted(folders)},

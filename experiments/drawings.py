@@ -1,8 +1,9 @@
-"""Drawings of experiments: rules by cost and error, and the terms of an output."""
+"""Drawings of experiments: kernel machines against their networks, rules by cost and error, terms of an output."""
 
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -18,18 +19,85 @@ from epk_gp.plots.style import (
     LOWERED,
     PALETTE,
     RAISED,
+    REST,
     SMALL,
     UP,
     Numbers,
     as_numpy,
+    class_colour,
     plain,
     require_shape,
     short,
 )
-from epk_gp.plots.summaries import few_decades
 
 _MARKERS = "osD^v"
 _MEMBER = re.compile(r"^(.+?),? (tol \S+|\d+)$")  # "left Riemann 10": a rule of a family
+
+
+def compare_outputs(
+    ax: Axes,
+    network: Float[Numbers, "*shape"],
+    machine: Float[Numbers, "*shape"],
+    show: Literal["outputs", "differences", "errors"],
+    *,
+    label: str = "kernel machine",
+) -> Axes:
+    """Draw a kernel machine against its network, with the largest error in the legend.
+
+    Call it once per rule to compare rules in one figure, the coarsest first. The errors' logarithmic axis has a band at
+    the bottom, which float64 cannot represent: half a unit in the last place of the largest output. An error of exactly
+    0 is drawn inside the band.
+
+    Args:
+        ax: Axes to draw into.
+        network: Outputs of the trained network, of any shape.
+        machine: Outputs of the kernel machine, in the same order.
+        show: The machine's outputs, as in Figure 4 of Bell et al. (2023); what they miss, to scale; or its size.
+        label: Label of `machine` in the legend, such as the name of the quadrature rule.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: The two shapes differ, or there is no output, or an output is not finite.
+    """
+    x, y = as_numpy("network", network), as_numpy("machine", machine)
+    if x.shape != y.shape or x.size == 0:
+        raise ValueError(f"network and machine must have one shape and an output: got {x.shape} and {y.shape}.")
+    x, y = x.ravel(), y.ravel()
+    index, error = len(ax.collections), np.abs(y - x)
+    place: Literal["best", "upper left", "center right"] = "best"
+    kind, drawn, name = "largest", y - x, "kernel machine − network"
+    if show == "outputs":
+        kind, drawn, place, name = "largest |error|", y, "upper left", "kernel machine output"
+        ax.set(aspect="equal", adjustable="datalim")
+    elif show == "errors":
+        floor = np.finfo(np.float64).eps / 2 * max(float(np.abs(x).max()), np.finfo(np.float64).tiny)
+        drawn, place, name = error.clip(min=floor / 5), "center right", "|kernel machine − network|"
+        if index == 0:
+            band = "below the rounding of float64"
+            ax.axhspan(floor / 30, floor, color=REST, linewidth=0, zorder=0, label=band)
+    if index == 0 and show != "errors":
+        origin, slope = ((0.0, 0.0), 1.0) if show == "outputs" else ((float(x[0]), 0.0), 0.0)
+        ax.axline(origin, slope=slope, color=GREY, linewidth=1, zorder=1)
+    ax.scatter(
+        x, drawn, s=16, color=class_colour(index), marker=_MARKERS[index % 5], alpha=0.75, linewidth=0, zorder=2,
+        label=plain(f"{label}: {kind} {short(error.max())}"),
+    )  # fmt: skip
+    if show == "errors":
+        ax.set(yscale="log")
+        ax.set_ylim(floor / 30, None)
+        few_decades(ax)
+    ax.set(xlabel="network output", ylabel=name)
+    ax.legend(loc=place, fontsize=SMALL)
+    return ax
+
+
+def few_decades(ax: Axes) -> None:
+    """Mark every few decades of a logarithmic ordinate, written as 1e−6."""
+    ax.yaxis.set_major_locator(LogLocator(numticks=7))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def error_against_evaluations(

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from drawings import few_decades
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots.style import PALETTE, new_figure, styled
-from epk_gp.plots.summaries import few_decades
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
 from quantities.alignment import gradient_alignment

@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
+from drawings import compare_outputs
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.plots.style import new_figure, styled
-from epk_gp.plots.summaries import compare_outputs
 from harness import Experiment, main, uncertified_results
 from problems import SMALL_TOY, Toy, record_toy
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +23,18 @@ def load(path: Path) -> ModuleType:
 def pages_tool() -> ModuleType:
     """`docs/expand.py`, which writes what pages show of other files."""
     return load(DOCS / "expand.py")
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """Import modules of these folders as their scripts do, the last folder first, and forget all of them afterwards."""
+    names = [file.stem for folder in folders for file in folder.glob("*.py")]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def same(shown: str, printed: str) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
 
 
 def _run(net: nn.Module, X, y, *, loss=None, steps=9, batch_size=None, **options):
@@ -61,13 +63,28 @@ def report_case(name: str):
     return _run(_mlp(), rows, labels, **options[name]), points, true
 
 
-CASES = ("momentum", "gradient_descent", "regression", "images", "float32", "batch_norm", "words", "one_step")
-
-
 def written(folder: Path, trajectory: Any, X: Any, y: Any = None, **arguments: Any) -> dict[str, Any]:
     """Write a report without a kernel matrix, unless it is asked for, and return its content."""
     file = epk.write_report(folder / "report.html", trajectory, X, y, **{"kernel_points": 0} | arguments)
     return embedded(file)
+
+
+def report_of_everything(folder: Path) -> dict[str, Any]:
+    """Return the content of a report with everything that it can hold: 60 points of the plane, in 14 classes."""
+    torch.manual_seed(0)
+    y = torch.arange(186) % 14
+    angle = 2 * math.pi / 14 * y.double()
+    X = 2 * torch.stack([angle.cos(), angle.sin()], dim=1) + 0.3 * torch.randn(186, 2, dtype=torch.float64)
+    layers = [nn.Linear(2, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 14)]
+    run = _run(nn.Sequential(*layers).double(), X[:98], y[:98], steps=48, batch_size=14, weight_decay=0.01)
+    gp = epk.LogitGP(run, points=range(14), rule=epk.gauss_legendre(1))
+    return written(
+        folder, run, X[126:], y[126:], explained=60, top=5, rule=epk.adaptive(1e-8), kernel_points=28,
+        class_names=[f"class {letter}" for letter in "ABCDEFGHIJKLMN"], outside=9 * X[:20],
+        influence=epk.influence(run, X[126:]), suspects=epk.label_errors(run, nodes=4),
+        posterior=epk.UncertainClassifier(run, nodes=4).fit(X[98:126], y[98:126]),
+        uncertainty_map=uncertainty_on_plane(gp, coordinate_plane(X), size=18, num_samples=32),
+    )  # fmt: skip
 
 
 def embedded(file: Path) -> dict[str, Any]:

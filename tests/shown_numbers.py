@@ -1,5 +1,7 @@
 """What a report shows as numbers, and what its content says that they must be."""
 
+import math
+
 WALK = """
 (root) => {
   const element = document.querySelector(root);
@@ -66,8 +68,9 @@ def view_sum(content, state):
     return start + sum(terms) + sum(view[name] for name in ("decay", "statistics", "unexplained", "rounding"))
 
 
-def exact_text(quanta, digits=9):
+def exact_text(content, quanta):
     """Return an integer number of quanta as it is shown with all digits."""
+    digits = round(-math.log10(content["quantum"]))
     whole, decimals = divmod(abs(quanta), 10**digits)
     text = f"{decimals:0{digits}d}"
     groups = THIN.join(text[start : start + 3] for start in range(0, digits, 3))

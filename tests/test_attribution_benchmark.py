@@ -1,8 +1,6 @@
 """The attribution benchmark: its truth is that of the recorded run, scores are judged as usual, rows are kept."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,21 +8,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from page_code import imported
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "attribution"
-NAMES = sorted(file.stem for file in FOLDER.glob("*.py"))
-NEIGHBOURS = ("processes",)
 
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a module of the benchmark as its scripts do, and forget all of them afterwards."""
-    monkeypatch.syspath_prepend(FOLDER.parent)
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in (*NAMES, *NEIGHBOURS):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in (*NAMES, *NEIGHBOURS):
-        sys.modules.pop(name, None)
+    yield from imported(monkeypatch, FOLDER.parent, FOLDER)
 
 
 def tiny(load, name):

@@ -1,6 +1,5 @@
 """The benchmarks can be imported, and those that are cheap run in their smallest form: a rename must not break them."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,21 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a benchmark as if it were run as a script, and forget it and its neighbours afterwards."""
-    monkeypatch.syspath_prepend(FOLDER)
-    for file in FOLDER.glob("*.py"):
-        monkeypatch.delitem(sys.modules, file.stem, raising=False)
-
-    def load(name):
-        specification = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(specification)
-        monkeypatch.setitem(sys.modules, name, module)
-        specification.loader.exec_module(module)
-        return module
-
-    yield load
-    for file in FOLDER.glob("*.py"):
-        sys.modules.pop(file.stem, None)
+    yield from page_code.imported(monkeypatch, FOLDER)
 
 
 def test_every_benchmark_can_be_imported(load):
@@ -44,6 +29,7 @@ def test_the_committed_tables_are_those_of_the_committed_numbers(load):
     assert load("table").markdown(numbers) == (FOLDER / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_committed_chart_is_that_of_the_committed_numbers():
     """`docs/pictures/benchmarks.py` draws it; the ratios are among its words."""
     chart = page_code.load(FOLDER.parent / "docs" / "pictures" / "benchmarks.py")

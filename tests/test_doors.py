@@ -35,7 +35,6 @@ OTHER_DOORS = {
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
     "plots.contributions.influence_figure",
-    "plots.summaries.reconstruction_figure",
     "autodiff.dense.Cotangents",  # internal: None stands for other outputs than a head's
 }
 HEAD_DOORS = {name: door for name, door in DOORS.items() if door.head is None and name != "single_machine"}

@@ -22,7 +22,6 @@ SECTIONS = {
     for page in ("figures.md", "experiments.md")
     for section in pages_tool().written((ROOT / "docs" / page).read_text()).split("\n## ")[1:]
 }
-SLOW = {"fig07_quadrature"}  # its names are placed so that they do not overlap
 # Their prose states no results: these are in tables and in a sentence on who wins, made by docs/expand.py.
 NO_NUMBERS = {"judged_networks", "shifted_networks", "label_noise", "active_learning"}
 
@@ -257,7 +256,6 @@ def test_another_number_is_not_in_the_prose():
 
 
 def covered_words(figure: Figure) -> list[str]:
-    figure.draw_without_rendering()
     boxes, f = {text: text.get_window_extent() for text in texts_of(figure)}, figure.bbox
     inside = {t for t, b in boxes.items() if b.x0 >= f.x0 and b.y0 >= f.y0 and b.x1 <= f.x1 and b.y1 <= f.y1}
     pairs = itertools.combinations(boxes.items(), 2)
@@ -274,7 +272,8 @@ def smallest_text(figure: Figure) -> float:
     return min(text.get_fontsize() for text in texts_of(figure)) * min(1.0, 7.6 / figure.get_figwidth())
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", NAMES)
 def test_the_picture_says_what_its_saved_result_draws_and_all_of_it_can_be_read(name):
     """A picture drawn by older code, or from another result, has other words; the numbers in titles are words."""
     experiment = importlib.import_module(name).EXPERIMENT

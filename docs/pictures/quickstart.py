@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from matplotlib.text import Text
 from epk_gp.core.show import CertificateWarning
 from epk_gp.plots import attribution_bars, new_figure, save_figure
 from epk_gp.plots.style import COLORMAP, EXACT, GREY, INK, PALETTE, styled
-from epk_gp.plots.summaries import reconstruction_figure
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "experiments"))
+from drawings import compare_outputs  # noqa: E402
+
 README = HERE.parents[1] / "README.md"
 QUICKSTART = HERE.parent / "quickstart.md"
 PAGES = (README, QUICKSTART, HERE.parent / "results.md")  # what their blocks print is written below them
@@ -63,8 +66,17 @@ def with_outputs(page: str, printed: list[str]) -> str:
 @styled
 def machine(names: dict[str, Any]) -> Figure:
     """Draw what the kernel machines leave of the network's outputs."""
-    machines = [("one node", names["coarse"]), ("adaptive rule", names["result"])]
-    return reconstruction_figure(machines, "log_softmax")
+    figure = new_figure(3.7)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    for rule, result in (("one node", names["coarse"]), ("adaptive rule", names["result"])):
+        compare_outputs(left, result.network, result.outputs, "differences", label=rule)
+        compare_outputs(right, result.network, result.outputs, "errors", label=rule)
+    left.set(title="kernel machine − network, to scale", xlabel="log probability of the network", ylabel="")
+    right.set(title="its size, on a logarithmic axis", xlabel="log probability of the network", ylabel="")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    for ax in (left, right):
+        ax.get_legend().remove()
+    return figure
 
 
 @styled

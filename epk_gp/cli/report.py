@@ -25,7 +25,7 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
-from epk_gp.report.points import appearance
+from epk_gp.report.points import Appearance
 from epk_gp.report.request import ExplainedOutputs
 from epk_gp.report.write import write_report
 
@@ -93,7 +93,7 @@ def report(
     unlike = None if outside is None else read_labelled(outside, run, trajectory).X
     explained = draw_rows(len(X), num_points, seed)
     classes, features = _parse_names(class_names), _parse_names(feature_names)
-    appearance(trajectory, features, None)  # refuses names before anything is computed
+    Appearance(trajectory, features, None)  # refuses names before anything is computed
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:

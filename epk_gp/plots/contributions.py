@@ -17,6 +17,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots import style
 
+_SIGNS = (style.RAISED, style.LOWERED)  # colours
 _CUT = 2.5  # a bar is cut where it is longer than this many times the longest bar of a single point
 _IMAGES_PER_ROW = 6
 _IMAGE_ROW = 0.98  # inches of a row of training images, with captions
@@ -81,9 +82,11 @@ def attribution_bars(
             ticks.append(f"#{i}" if classes is None else f"#{i}, {style.class_name(int(classes[i]), names)}")
             sign_colour = style.RAISED if height > 0 else style.LOWERED
             colours.append(sign_colour if classes is None else style.class_colour(int(classes[i])))
-    style.signed_bars(ax, drawn, colours, ticks)
-    for row, (height, width) in enumerate(zip(heights, drawn, strict=True)):
-        _write_beside_bar(ax, row, height, width)
+    bars, cut = style.signed_bars(ax, drawn, colours, ticks), heights != drawn
+    words = [style.short(h, sign=True) + (" (bar cut)" if c else "") for h, c in zip(heights, cut, strict=True)]
+    ax.bar_label(bars, words, padding=3, color=style.INK, fontsize=style.SMALL)
+    for row in np.flatnonzero(cut):
+        ax.plot([0.84 * drawn[row], 0.87 * drawn[row]], [row + 0.45, row - 0.45], color="white", linewidth=4)
 
     low, high = min(0.0, float(drawn.min())), max(0.0, float(drawn.max()))
     room = 0.28 * (high - low or 1.0)  # for the numbers beside the bars
@@ -99,24 +102,13 @@ def attribution_bars(
     return ax
 
 
-def _write_beside_bar(ax: Axes, row: int, height: float, width: float) -> None:
-    side, cut = (1 if width >= 0 else -1), height != width
-    ax.annotate(
-        style.short(height, sign=True) + (" (bar cut)" if cut else ""), (width, row), xytext=(3 * side, 0),
-        textcoords="offset points", ha="left" if side > 0 else "right", va="center", color=style.INK,
-        fontsize=style.SMALL,
-    )  # fmt: skip
-    if cut:
-        ax.plot([0.84 * width, 0.87 * width], [row + 0.45, row - 0.45], color="white", linewidth=4)
-
-
 def training_image(
     ax: Axes,
     image: Float[style.Numbers, "H W *rgb"],
     caption: str,
     contribution: float = 0.0,
     *,
-    colours: tuple[str, str] = (style.RAISED, style.LOWERED),
+    colours: tuple[str, str] = _SIGNS,
 ) -> Axes:
     """Draw an image with a frame that shows a sign: solid if it is positive, dashed if it is negative.
 
@@ -144,9 +136,7 @@ def training_image(
 
 
 def image_row(
-    axes: Iterable[Axes],
-    entries: Iterable[tuple[style.Numbers, str, float, str]],
-    colours: tuple[str, str] = (style.RAISED, style.LOWERED),
+    axes: Iterable[Axes], entries: Iterable[tuple[style.Numbers, str, float, str]], colours: tuple[str, str] = _SIGNS
 ) -> None:
     """Draw images, each with the text above it, its sign and the text below it; Axes that are left over are empty."""
     for ax, entry in itertools.zip_longest(axes, entries):
@@ -220,16 +210,10 @@ def _sides(part: FigureBase, title: str) -> tuple[FigureBase, Axes]:
 
 
 def _draw_images(
-    figure: FigureBase,
-    contributions: Tensor,
-    point: Tensor,
-    training: Tensor,
-    below: list[str],
-    output: str,
-    shown: int,
+    figure: FigureBase, samples: Tensor, point: Tensor, training: Tensor, below: list[str], output: str, shown: int
 ) -> None:
     """Draw the point, the training images that raised its output most, and below those that lowered it most."""
-    values, order = contributions.sort(descending=True)
+    values, order = samples.sort(descending=True)
     ranked = list(zip(order.tolist(), values.tolist(), strict=True))
     raised, lowered = [entry for entry in ranked if entry[1] > 0], [entry for entry in ranked[::-1] if entry[1] < 0]
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(1, 4.3))[0]

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
@@ -90,8 +91,8 @@ def uncertainty_map(
     if regions is None or borders is None:
         fine = _interpolated(x, y, z)
     else:
-        fine = _interpolated_by_region(x, y, z, style.as_numpy("regions", regions), borders)
-    shades = _draw_shades(ax, (x, y), fine, limits or (float(z.min()), float(z.max())))
+        fine = _by_region(x, y, z, style.as_numpy("regions", regions), borders)
+    shades = _draw_shades(ax, x, y, fine, limits or (float(z.min()), float(z.max())))
     if colorbar:
         draw_colorbar([ax], shades, colorbar_label)
     if borders is not None:
@@ -187,19 +188,14 @@ def map_figure(
     stride = math.ceil(len(m.training) / _MAX_POINTS)
     classes = style.class_labels(labels)
     shown = None if classes is None else classes[::stride]
+    training = {"points": m.training[::stride], "labels": shown, "names": names}
     figure = style.new_figure(7.1 if plane else 6.8)
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
-    for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
-        points = m.training[::stride]
-        draw_panel(
-            ax, m, values, title=title, colorbar_label=unit, points=points, labels=shown, names=names, regions=regions
-        )
-        ax.set(xlabel="", ylabel="")
     words = [name if name in _COORDINATES else style.plain(name) for name in axis_names]
-    for ax in axes[1]:
-        ax.set_xlabel(words[0])
-    for ax in axes[:, 0]:
-        ax.set_ylabel(words[1])
+    for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
+        draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, **training)
+        ax.set(xlabel=words[0], ylabel=words[1])
+        ax.label_outer()
     if plane:
         figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
     if shown is not None:
@@ -215,14 +211,12 @@ def draw_panel(ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], **op
     uncertainty_map(ax, m.x, m.y, values, boundary=m.boundary_classes, limits=limits, **options)
 
 
-def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
+def draw_colorbar(axes: Sequence[Axes], shades: ContourSet | AxesImage, label: str) -> None:
     """Draw the colour bar of one or several maps beside them, with few ticks."""
     formatter = ScalarFormatter()
     formatter.set_powerlimits((-3, 4))
-    figure = axes[0].figure
-    bar = figure.colorbar(
-        shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=np.asarray(shades.levels)[::2]
-    )
+    ticks = np.asarray(shades.levels)[::2] if isinstance(shades, ContourSet) else None
+    bar = axes[0].figure.colorbar(shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=ticks)
     bar.set_label(style.plain(label))
     bar.outline.set_visible(False)
 
@@ -257,8 +251,7 @@ class _Borders:
         """Return the class at each node of another grid over the same extent."""
         nodes = np.stack(np.meshgrid(y, x, indexing="ij"), axis=-1)
         leads = [RegularGridInterpolator((self.y, self.x), lead)(nodes) for lead in self.leads]
-        classes: np.ndarray = self.present[np.argmax(leads, axis=0)]
-        return classes
+        return np.asarray(self.present[np.argmax(leads, axis=0)])
 
 
 def _fine_axes(*axes: np.ndarray) -> list[np.ndarray]:
@@ -268,13 +261,10 @@ def _fine_axes(*axes: np.ndarray) -> list[np.ndarray]:
 def _interpolated(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     fine_x, fine_y = _fine_axes(x, y)
     spline = RectBivariateSpline(y, x, z, kx=min(3, len(y) - 1), ky=min(3, len(x) - 1))
-    fine: np.ndarray = spline(fine_y, fine_x).clip(z.min(), z.max())
-    return fine
+    return np.asarray(spline(fine_y, fine_x).clip(z.min(), z.max()))
 
 
-def _interpolated_by_region(
-    x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders
-) -> np.ndarray:
+def _by_region(x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders) -> np.ndarray:
     """Interpolate the values of each class by themselves, continued to the other nodes harmonically."""
     style.require_shape("regions", regions, z.shape)
     fine, at = _interpolated(x, y, z), borders.region_at(*_fine_axes(x, y))
@@ -288,9 +278,7 @@ def _interpolated_by_region(
     return fine
 
 
-def _draw_shades(
-    ax: Axes, axes: tuple[np.ndarray, np.ndarray], fine: np.ndarray, limits: tuple[float, float]
-) -> ContourSet:
+def _draw_shades(ax: Axes, x: np.ndarray, y: np.ndarray, fine: np.ndarray, limits: tuple[float, float]) -> ContourSet:
     low, high = limits
     if high <= low:  # all values are equal: one shade
         high = low + max(abs(low), 1.0) * 1e-6
@@ -298,7 +286,7 @@ def _draw_shades(
     half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
     shown = fine.clip(levels[0], levels[-1])
     ends: dict[str, Any] = {"vmin": levels[0] + half, "vmax": levels[-1] - half}
-    shades = ax.contourf(*_fine_axes(*axes), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
+    shades = ax.contourf(*_fine_axes(x, y), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
     shades.set_edgecolor("face")  # no light seams between the shades
     return shades
 

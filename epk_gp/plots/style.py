@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias
+from typing import ParamSpec, TypeAlias
 
 import matplotlib.style
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -105,8 +106,7 @@ def save_figure(
     place = Path(file)
     with figure_style():
         if place.suffix != ".png":
-            metadata: dict[str, Any] = {"Date": None, "Description": description}
-            figure.savefig(place, metadata=metadata)
+            figure.savefig(place, metadata={"Date": None, "Description": description})
             return
         buffer = BytesIO()
         figure.savefig(buffer, dpi=_DPI, metadata={"Software": None})
@@ -205,11 +205,12 @@ def output_name(number: int, head: Head | None, names: Sequence[str] | None = No
     return f"{OUTPUT_NAMES[head]} of class {class_name(number, names, '')}" if is_class else f"output {number}"
 
 
-def signed_bars(ax: Axes, values: np.ndarray, colours: Sequence[str], names: Sequence[str]) -> None:
+def signed_bars(ax: Axes, values: np.ndarray, colours: Sequence[str], names: Sequence[str]) -> BarContainer:
     """Draw a bar for each value, from the top down, with its name on the left and a line at 0."""
-    ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
+    bars = ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
     ax.axvline(0, color=GREY, linewidth=1)
     ax.set_yticks(range(len(values)), names, fontsize=SMALL)
     ax.set_ylim(len(values) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
+    return bars

@@ -9,16 +9,15 @@ of steps.
 import math
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.checks import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
@@ -38,28 +37,12 @@ _FINEST = -15  # power of ten
 _BYTES = 24  # of a sample, layer and range of steps: the sum, what is added to it, and its multiple of the quantum
 
 
-@dataclass(frozen=True, eq=False)
-class Divisions:
-    """What a report splits contributions by.
-
-    Attributes:
-        axes: Training samples, layers and ranges of steps, in this order.
-        layers: Names of the L layers.
-        ranges: First step and last step plus one of the R ranges.
-    """
-
-    axes: tuple[Axis, ...]
-    layers: tuple[str, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-
-def divide(trajectory: Trajectory) -> Divisions:
-    """Return how the contributions of a run are split in its report."""
+def divide(trajectory: Trajectory) -> tuple[Axis, Axis, Axis]:
+    """Return what a report splits contributions by: training samples, layers and ranges of steps."""
     S = trajectory.num_steps
     count = max(1, min(NUM_RANGES, S))
-    edges, layers = [round(S * r / count) for r in range(count + 1)], _layer_axis(trajectory)
-    axes = (by_sample(trajectory), layers, by_step(trajectory, edges[1:-1]))
-    return Divisions(axes, layers.names, tuple(pairwise(edges)))
+    ranges = by_step(trajectory, [round(S * r / count) for r in range(1, count)])
+    return by_sample(trajectory), _layer_axis(trajectory), ranges
 
 
 def _layer_axis(trajectory: Trajectory) -> Axis:
@@ -103,62 +86,49 @@ class Terms:
     running: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Explanations:
-    """The explained outputs, in the order of their points.
+class Explained(NamedTuple):
+    """The content of each output by its point and index, the quantum of all numbers, and the certificate of all."""
 
-    Attributes:
-        quantum: What all their numbers are multiples of.
-        outputs: For each output its point, its index and its content: initial and final value, running sum, views, and
-            how much larger the samples' contributions are, step by step, than what they sum to.
-        certificate: Of all of them.
-        largest_rounding: Largest term of rounding in them, in quanta.
-    """
-
+    outputs: dict[tuple[int, int], dict[str, Any]]
     quantum: float
-    outputs: tuple[tuple[int, int, dict[str, Any]], ...]
     certificate: Certificate
-    largest_rounding: int
 
 
-def explain(request: ReportRequest, divisions: Divisions, rule: Rule, path: WeightPath, top: int) -> Explanations:
+def explain(request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, path: WeightPath, top: int) -> Explained:
     """Attribute the outputs of a report, in passes over the run for as many as fit into the memory budget.
+
+    The content of an output has its initial and final value, its running sum, its views, and how much larger the
+    samples' contributions are, step by step, than what they sum to.
 
     Raises:
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
     trajectory, X, options, influence = request.trajectory, request.explained, request.options, influence_on(request)
-    settings: ComputeSettings = {
-        "memory_budget": options.memory_budget, "progress": options.progress, "executor": options.executor,
-    }  # fmt: skip
-    outputs: list[tuple[int, int, dict[str, Any]]] = []
+    outputs: dict[tuple[int, int], dict[str, Any]] = {}
     certificates: list[Certificate] = []
-    quantum, largest = 0.0, 0
-    cells = trajectory.num_points * (len(divisions.layers) + 1) * len(divisions.ranges)
+    quantum = 0.0
+    cells = trajectory.num_points * (len(axes[1].names) + 1) * len(axes[2].names)
     for chosen in torch.arange(len(request.rows)).split(max(1, options.memory_budget // (_BYTES * cells))):
         rows, classes = request.rows[chosen], request.classes[chosen]
-        if options.checkpoint is not None:
-            settings["checkpoint"] = Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
+        checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
             (result,) = attribute_many(
-                trajectory, X[rows.to(X.device)], [divisions.axes],
-                head=request.head, rule=rule, path=path, classes=classes, **settings,
+                trajectory, X[rows.to(X.device)], [axes], head=request.head, rule=rule, path=path, classes=classes,
+                memory_budget=options.memory_budget, progress=options.progress, checkpoint=checkpoint,
+                executor=options.executor,
             )  # fmt: skip
         certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
             terms = rounded_terms(result, number, quantum)
             quantum = terms.quantum
-            views = all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k])
-            largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
-            content = {
+            outputs[int(request.rows[k]), int(request.classes[k])] = {
                 "initial": terms.running[0],
                 "network": terms.running[-1],
                 "running": list(terms.running),
                 "amplification": significant(float(result.amplification[number, 0]), 3),
-                "views": views,
+                "views": all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k]),
             }
-            outputs.append((int(request.rows[k]), int(request.classes[k]), content))
-    return Explanations(quantum, tuple(outputs), reduce(Certificate.merged, certificates), largest)
+    return Explained(outputs, quantum, reduce(Certificate.merged, certificates))
 
 
 def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Terms:
@@ -221,9 +191,7 @@ def shorten(view: dict[str, Any], top: int) -> dict[str, Any]:
     return shortened
 
 
-def _view(
-    terms: Terms, layer: int | None, r: int | None, top: int, labels: Tensor | None, num_classes: int
-) -> dict[str, Any]:
+def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tensor | None, C: int) -> dict[str, Any]:
     """Return the view of one layer and one range of steps; None stands for all of them."""
     layers, ranges = (slice(None) if i is None else slice(i, i + 1) for i in (layer, r))
     cells = terms.samples[:, layers, ranges]
@@ -232,8 +200,8 @@ def _view(
     lowered, rest_lowered = _ranked(samples, -1, top)
     by_label = None
     if labels is not None:  # those that the loss leaves out, as -100, are no classes, and their samples have no terms
-        known = (labels >= 0) & (labels < num_classes)
-        by_label = torch.zeros(num_classes, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
+        known = (labels >= 0) & (labels < C)
+        by_label = torch.zeros(C, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
     others = {
         "decay": int(terms.decay[layers, ranges].sum()),
         "statistics": int(terms.statistics[ranges].sum()) if layer is None else 0,

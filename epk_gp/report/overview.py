@@ -16,17 +16,16 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
-from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
+from epk_gp.analysis.measures import ROCCurve, calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
-from epk_gp.plots.maps import draw_panel, map_handles, shades_of
+from epk_gp.plots import style
+from epk_gp.plots.maps import draw_colorbar, draw_panel, map_handles, shades_of
 from epk_gp.plots.scores import score_histogram
-from epk_gp.plots.style import INK, figure_style, new_figure, styled
-from epk_gp.plots.summaries import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 from epk_gp.quadrature.rules import left_endpoint
 from epk_gp.report.explanations import significant
 from epk_gp.report.points import Certainty
@@ -44,12 +43,13 @@ _EIGENVALUES = 20  # in the table
 _MAX_SUSPECTS = 30
 _BEHIND = 3  # samples behind a cell of a map
 _MAX_POINTS = 400  # training samples that are drawn in a map
+_ROOM = 40  # characters of all classes' names that stand beside each other below a matrix
 Draw = Callable[[Axes], object]
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # its head and its rows
 _AXES = ("first direction of the plane", "second direction of the plane")
 
 # Matplotlib's settings are those of the process: threads that write reports draw one after the other.
-_DRAWING = threading.RLock()
+_DRAWING = threading.Lock()
 
 
 def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
         figures.append(_reliability(sure.source, p, true))
     if request.y is not None and not request.is_classifier:
         figures.append(_targets(request.y.double(), request.network.double()))
-    process, inside = request.posterior, sure.out_of_distribution
-    if request.outside is not None and inside is not None and isinstance(process, UncertainClassifier):
-        outside = torch.as_tensor(process.uncertainty(request.outside, 2).out_of_distribution).cpu()
+    if request.outside is not None and isinstance(request.posterior, UncertainClassifier):
+        outside = torch.as_tensor(request.posterior.uncertainty(request.outside, 2).out_of_distribution).cpu()
+        inside = next(values for name, values, _ in sure.scores if name == "out-of-distribution score")
         figures += _detection(inside.double(), outside.double())
     if reason_without_kernel(request) is None:
         figures += _kernel(request)
@@ -74,6 +74,17 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
         "suspects": None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names),
         "map": None if m is None else _map(request, m),
     }
+
+
+def reliability_diagram(ax: Axes, x: Float[Tensor, " B"], y: Float[Tensor, " B"], n: Int64[Tensor, " B"]) -> None:
+    """Draw the share y of right predictions of the n points of each bin against their mean confidence x."""
+    ax.plot([0, 1], [0, 1], color=style.GREY, linewidth=1, linestyle="--", label="confidence = accuracy")
+    ax.plot(x.numpy(), y.numpy(), color=style.EXACT, linewidth=1.2)
+    sizes, label = 20 + 180 * n.double() / int(n.max()), "points of a bin; larger: more of them"
+    ax.scatter(x.numpy(), y.numpy(), s=sizes.numpy(), color=style.EXACT, zorder=3, label=label)
+    ax.set(xlabel="confidence: probability of the predicted class", ylabel="share predicted rightly")
+    ax.set(xlim=(-0.02, 1.04), ylim=(-0.02, 1.06))
+    ax.legend(fontsize=style.SMALL, loc="lower right")
 
 
 def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[Tensor, " n"]) -> dict[str, Any]:
@@ -96,6 +107,16 @@ def _reliability(source: str, probabilities: Float[Tensor, "n C"], true: Int64[T
     return _figure("reliability", title, sentence, lambda ax: reliability_diagram(ax, *columns), table)
 
 
+def target_scatter(ax: Axes, targets: Float[Tensor, " n"], outputs: Float[Tensor, " n"]) -> None:
+    """Draw the outputs of a regression against their targets."""
+    x, y = targets.numpy(), outputs.numpy()
+    ends = [min(x.min(), y.min()), max(x.max(), y.max())]
+    ax.plot(ends, ends, color=style.GREY, linewidth=1, linestyle="--", label="output = target")
+    ax.scatter(x, y, s=12, color=style.EXACT, alpha=0.7, linewidths=0, label="points")
+    ax.set(xlabel="target", ylabel="output of the network")
+    ax.legend(fontsize=style.SMALL)
+
+
 def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str, Any]:
     errors = network - y
     rmse, spread = float(errors.square().mean().sqrt()), float((y - y.mean(dim=0)).square().mean().sqrt())
@@ -110,6 +131,16 @@ def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str
     table = (("output", "mean target", "mean output", "root mean squared error", "largest error"), rows)
     title, flat = "How close are the outputs?", (y.flatten(), network.flatten())
     return _figure("targets", title, sentence, lambda ax: target_scatter(ax, *flat), table)
+
+
+def roc(ax: Axes, curve: ROCCurve) -> None:
+    """Draw the share of other points that each threshold calls unlike the data, against that of ordinary ones."""
+    ax.plot([0, 1], [0, 1], color=style.GREY, linewidth=1, linestyle="--", label="chance")
+    shares = curve.inside.numpy(), curve.outside.numpy()
+    ax.plot(*shares, color=style.OUT_OF_DISTRIBUTION, label="out-of-distribution score")
+    ax.set(xlabel="share of ordinary points called unlike", ylabel="share of other points called unlike")
+    ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+    ax.legend(fontsize=style.SMALL, loc="lower right")
 
 
 def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> list[dict[str, Any]]:
@@ -133,13 +164,10 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
         "outside."
     )
     roc_table = (("score from", "share of the report's points", "share of points from outside"), of_curve)
-    drawings = (
-        lambda ax: score_histogram(ax, named, label="out-of-distribution score"),
-        lambda ax: roc(ax, curve.inside, curve.outside),
-    )
+    title, label, table = "Does it tell other inputs?", "out-of-distribution score", (("score", *named), rows)
     return [
-        _figure("outside", "Does it tell other inputs?", sentence, drawings[0], (("score", *named), rows)),
-        _figure("roc", "Every threshold", roc_sentence, drawings[1], roc_table, width=4.4),
+        _figure("outside", title, sentence, lambda ax: score_histogram(ax, named, label=label), table),
+        _figure("roc", "Every threshold", roc_sentence, lambda ax: roc(ax, curve), roc_table, width=4.4),
     ]
 
 
@@ -187,6 +215,38 @@ def _path_kernel(request: ReportRequest, run: Trajectory) -> tuple[PathKernel, C
     return kernel, ComputeOptions(memory_budget=request.options.memory_budget)
 
 
+def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"] | None, names: Sequence[str]) -> None:
+    """Draw a matrix of cosines, with lines between groups that follow one another, and a colour bar.
+
+    Shades begin at the smallest cosine, rounded down to a tenth; where one is negative, colours go from -1 to 1.
+    """
+    least = float(K.min())
+    low, colours = (math.floor(10 * least) / 10, style.COLORMAP) if least >= 0 else (-1.0, style.SIGNED)
+    draw_colorbar([ax], ax.imshow(K.numpy(), vmin=low, vmax=1, cmap=colours, interpolation="nearest"), "cosine")
+    ax.grid(visible=False)
+    ax.set(xticks=[], yticks=[])
+    if groups is None:
+        return
+    present, counts = groups.unique_consecutive(return_counts=True)
+    ends = counts.cumsum(dim=0) - 0.5
+    for edge in ends[:-1].tolist():
+        ax.axhline(edge, color=style.OUT_OF_DISTRIBUTION, linewidth=0.8)
+        ax.axvline(edge, color=style.OUT_OF_DISTRIBUTION, linewidth=0.8)
+    middles, words = (ends - counts / 2).tolist(), [style.plain(names[c]) for c in present.tolist()]
+    ax.set_xticks(middles, words, rotation=90 if sum(map(len, words)) > _ROOM else 0)
+    ax.set_yticks(middles, words)
+    ax.set(xlabel="class", ylabel="class")
+    ax.tick_params(length=0)
+
+
+def spectrum(ax: Axes, values: Float[Tensor, " n"]) -> None:
+    """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those of 0 by rounding."""
+    shares = values.numpy() / float(values.clamp(min=0).sum())
+    drawn = shares[shares > 1e-16]
+    ax.semilogy(range(1, len(drawn) + 1), drawn, color=style.EXACT, marker=".", markersize=4, linewidth=1)
+    ax.set(xlabel="number of the eigenvalue", ylabel="share of the sum")
+
+
 def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     """Return the path kernel between training samples of all classes, and its spectrum."""
     run, labels, count = request.trajectory, request.training_labels, request.kernel_points
@@ -212,11 +272,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
         f"angle between them: the sum over the outputs under {request.head}, {how}. Dark: training moves both alike."
     )
 
-    def draw(ax: Axes) -> None:
-        kernel_matrix(ax, cosines, groups, names=[name.removeprefix("class ") for name in request.class_names])
-        if groups is not None:
-            ax.set(xlabel="class", ylabel="class")
-
+    names = [name.removeprefix("class ") for name in request.class_names]
     found = gram_spectrum(K)
     total, leading = float(found.values.clamp(min=0).sum()), found.values[:_EIGENVALUES].tolist()
     rows = [[n, significant(v, 4), significant(v / total, 3)] for n, v in enumerate(leading, start=1)]
@@ -227,14 +283,12 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     title, table = "How many directions does it use?", (("number", "eigenvalue", "share of the sum"), rows)
     alike, of_classes = "Which samples does training treat alike?", _cosine_table(cosines, groups, request.class_names)
     return [
-        _figure("kernel", alike, sentence, draw, of_classes, height=4.4, width=5.2),
+        _figure("kernel", alike, sentence, lambda ax: kernel_matrix(ax, cosines, groups, names), of_classes, 4.4, 5.2),
         _figure("spectrum", title, words, lambda ax: spectrum(ax, found.values), table),
     ]
 
 
-def _cosine_table(
-    cosines: Float[Tensor, "k k"], groups: Int64[Tensor, " k"] | None, names: tuple[str, ...]
-) -> tuple[list[str], list[list[Any]]]:
+def _cosine_table(cosines: Tensor, groups: Tensor | None, names: Sequence[str]) -> Table:
     """Average the cosines between classes; without classes, describe their distribution."""
     off = ~torch.eye(len(cosines), dtype=torch.bool)
     if groups is None:
@@ -268,10 +322,8 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
             handles = map_handles(labels, names=request.class_names)
             ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
 
-    with _DRAWING:
-        figure = _drawn(draw, 5.2, 5.6)
-        left, bottom, width, height = figure.axes[0].get_position().bounds
-        picture = svg(figure)
+    figure, picture = _drawn(draw, 5.2, 5.6)  # which moves its axes when it is saved
+    left, bottom, width, height = figure.axes[0].get_position().bounds
     sentence = (
         "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
         f"standard error is {m.standard_error:.2g}. Behind each cell of a grid of {count} × {count} stand the "
@@ -304,35 +356,28 @@ def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"
     K = kernel.trace_block(cells, samples, budget).cpu()
     norms = kernel.diagonal_blocks(samples, budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
     cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
-    nearest: list[list[int]] = drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist()
-    return nearest
+    return list(drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist())
 
 
 def _figure(
     name: str, title: str, sentence: str, draw: Draw, table: Table, height: float = 3.4, width: float = 5.0
 ) -> dict[str, Any]:
     """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
-    with _DRAWING:
-        picture = svg(_drawn(draw, height, width))
-    rows = {"head": list(table[0]), "rows": [list(row) for row in table[1]]}
-    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": rows}
+    (_, picture), (head, rows) = _drawn(draw, height, width), table
+    return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": {"head": head, "rows": rows}}
 
 
-@styled
-def _drawn(draw: Draw, height: float, width: float) -> Figure:
-    figure = new_figure(height, width)
-    draw(figure.subplots())
-    return figure
-
-
-def svg(figure: Figure) -> str:
-    """Return a figure as an SVG element: text as text, no background, nothing that changes from run to run."""
+def _drawn(draw: Draw, height: float, width: float) -> tuple[Figure, str]:
+    """Return a figure and its SVG element: text as text, no background, nothing that changes from run to run."""
     buffer = BytesIO()
-    with _DRAWING, figure_style(), matplotlib.rc_context({"svg.fonttype": "none"}):
+    with _DRAWING, style.figure_style(), matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure = style.new_figure(height, width)
+        draw(figure.subplots())
+        figure.draw_without_rendering()  # the layout of what is drawn, with which it is saved
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue().decode()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # equal ids in several figures; none of them is referred to
     text = re.sub(r"\s*\n\s*", "\n", text)
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # hundredths of a point
-    return text.replace(INK, REPORT_INK).strip()
+    return figure, text.replace(style.INK, REPORT_INK).strip()

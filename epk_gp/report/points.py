@@ -42,28 +42,35 @@ _OF_CLASSIFIER = (
 )
 
 
-@dataclass(frozen=True, eq=False)
 class Appearance:
-    """How points are shown.
+    """How the points of a run are shown.
 
-    Attributes:
-        trajectory: The run.
+    Args:
+        run: The run. The smallest entry of its images is white, the largest one black.
         names: Names of the features of rows; None for x1, x2, ...
         decode: Makes a text of one input: of a tensor, or of the tuple or dictionary that the network takes.
-        low: Smallest entry of the training images, which is white; 0 for other inputs.
-        high: Largest one, which is black.
+
+    Raises:
+        TypeError: `decode` is no function.
+        ValueError: There is not one name per feature, or points are no rows of features.
     """
 
-    trajectory: Trajectory
-    names: tuple[str, ...] | None
-    decode: Decode | None
-    low: float
-    high: float
+    def __init__(self, run: Trajectory, names: Sequence[str] | None = None, decode: Decode | None = None) -> None:
+        X = run.inputs
+        if decode is not None and not callable(decode):
+            raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
+        if names is not None and (X.ndim != 2 or run.model.signature.layout is not None):
+            raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
+        if names is not None and len(names) != X.shape[1]:
+            raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
+        images = as_images(X) if X.is_floating_point() else None
+        self.run, self.decode, self.names = run, decode, None if names is None else list(map(str, names))
+        self.low, self.high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
 
     def show(self, row: Shaped[Tensor, "..."], *, is_sample: bool = False) -> dict[str, Any]:
         """Return one packed input as a report has it; fewer numbers of a training sample than of another one."""
-        row, signature = row.detach().cpu(), self.trajectory.model.signature
-        parts: Any = row[None] if signature.graph is not None else self.trajectory.unpack(row[None])
+        row, signature = row.detach().cpu(), self.run.model.signature
+        parts: Any = row[None] if signature.graph is not None else self.run.unpack(row[None])
         one: Any
         if isinstance(parts, Mapping):
             one = {key: value[0] for key, value in parts.items()}
@@ -88,30 +95,11 @@ class Appearance:
 
     def describe_cut(self) -> str | None:
         """Return which numbers of a point a report leaves out; None if it shows all."""
-        row, most = self.trajectory.inputs[0], _MAX_VALUES_OF_SAMPLE
+        row, most = self.run.inputs[0], _MAX_VALUES_OF_SAMPLE
         if row.numel() <= most or "values" not in self.show(row):
             return None
         explained = f"the first {min(row.numel(), _MAX_VALUES)} of {row.numel()} numbers of an explained point"
         return f"{explained}, and the first {most} of a training sample"
-
-
-def appearance(trajectory: Trajectory, names: Sequence[str] | None, decode: Decode | None) -> Appearance:
-    """Return how the points of a run are shown.
-
-    Raises:
-        TypeError: `decode` is no function.
-        ValueError: There is not one name per feature, or points are no rows of features.
-    """
-    X = trajectory.inputs
-    if decode is not None and not callable(decode):
-        raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
-    if names is not None and (X.ndim != 2 or trajectory.model.signature.layout is not None):
-        raise ValueError(f"names are those of the features of rows: the run's inputs have shape {tuple(X.shape)}.")
-    if names is not None and len(names) != X.shape[1]:
-        raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
-    images = as_images(X) if X.is_floating_point() else None
-    low, high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
-    return Appearance(trajectory, None if names is None else tuple(map(str, names)), decode, low, high)
 
 
 def _numbers(values: Tensor) -> str:
@@ -146,14 +134,12 @@ class Certainty:
         probabilities: (n, C); None where outputs stand for no probabilities.
         scores: Name, values and meaning of each score.
         band: Quantiles of the probabilities of the m explained points under a process; None without one.
-        out_of_distribution: The score that tells inputs unlike the training data; None without one.
     """
 
     source: str = ""
     probabilities: Float[Tensor, "n C"] | None = None
     scores: tuple[tuple[str, Float[Tensor, " n"], str], ...] = ()
     band: Float[Tensor, "2 m C"] | None = None
-    out_of_distribution: Float[Tensor, " n"] | None = None
 
 
 def certainty(request: ReportRequest) -> Certainty:
@@ -170,7 +156,7 @@ def certainty(request: ReportRequest) -> Certainty:
         scores = [(name, torch.as_tensor(getattr(u, field)).cpu(), text) for name, field, text in _OF_CLASSIFIER]
         probabilities = torch.as_tensor(process.predict_proba(X)).cpu()
         band = _sampled(process.logit_posterior(request.explained)).quantiles.cpu() if request.is_classifier else None
-        return Certainty("network and process", probabilities, (*scores, own), band, scores[1][1])
+        return Certainty("network and process", probabilities, (*scores, own), band)
     posterior = process if isinstance(process, LogitPosterior) else process.logit_posterior(X)
     if not request.is_classifier:
         stds = posterior.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().cpu().T

@@ -144,9 +144,7 @@ def _parse_points(explained: object, count: int) -> Int64[Tensor, " m"]:
     return torch.tensor(indices)
 
 
-def _wanted(
-    outputs: object, network: Float[Tensor, "m C"], true: Int64[Tensor, " m"] | None, is_classifier: bool
-) -> Bool[Tensor, "m C"]:
+def _wanted(outputs: object, network: Tensor, true: Tensor | None, is_classifier: bool) -> Bool[Tensor, "m C"]:
     """Return which outputs of each point are explained."""
     C = network.shape[1]
     count = None if isinstance(outputs, bool) or not isinstance(outputs, Integral) else int(outputs)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,13 +23,14 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
+from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
 from epk_gp.quadrature import rules
-from epk_gp.report.explanations import Divisions, Explanations, divide, explain, is_margin, shorten, significant
+from epk_gp.report.explanations import Explained, divide, explain, is_margin, shorten, significant
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
-from epk_gp.report.points import Appearance, Certainty, Decode, appearance, certainty
+from epk_gp.report.points import Appearance, Certainty, Decode, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
 from epk_gp.storage.files import atomic_write
 
@@ -138,10 +140,10 @@ def write_report(
         kernel_points=kernel_points, options=parsed,
     )  # fmt: skip
     validate_results(request)
-    look, divisions = appearance(trajectory, names, decode), divide(trajectory)
-    require_room(request, divisions, MAX_BYTES)
+    look, axes = Appearance(trajectory, names, decode), divide(trajectory)
+    require_room(request, axes, MAX_BYTES)
 
-    found = explain(request, divisions, rule, path, top)
+    found = explain(request, axes, rule, path, top)
     missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
         ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
@@ -155,7 +157,7 @@ def write_report(
         *([] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]),
         *([] if cut is None else [("shown of an input", cut)]),
     ]
-    content = _content(request, divisions, found, look, how) | ({"title": title} if title else {})
+    content = _content(request, axes, found, look, how) | ({"title": title} if title else {})
     atomic_write(place, document(content, top, MAX_BYTES).encode())
     warn_unless_certified("the report", found.certificate.findings)
     return place
@@ -170,14 +172,14 @@ def _describe_outputs(outputs: ExplainedOutputs, request: ReportRequest) -> str:
     return f"the {outputs} most probable classes of each point"
 
 
-def require_room(request: ReportRequest, divisions: Divisions, most: int) -> None:
+def require_room(request: ReportRequest, axes: tuple[Axis, Axis, Axis], most: int) -> None:
     """Raise if even the least detail, views of the shortest numbers, takes more than so many bytes.
 
     Raises:
         ValueError: It does.
     """
     classes = 0 if request.training_labels is None else request.trajectory.num_outputs
-    views = 1 + len(divisions.layers) + len(divisions.ranges)
+    views = 1 + len(axes[1].names) + len(axes[2].names)
     least = len(request.rows) * views * (_VIEW_BYTES + 2 * classes)
     if least > most:
         raise ValueError(
@@ -187,10 +189,10 @@ def require_room(request: ReportRequest, divisions: Divisions, most: int) -> Non
 
 
 def _content(
-    request: ReportRequest, divisions: Divisions, found: Explanations, look: Appearance, how: Rows
+    request: ReportRequest, axes: tuple[Axis, Axis, Axis], found: Explained, look: Appearance, how: Rows
 ) -> dict[str, Any]:
     """Return all that a report can hold; `how` says how it was made."""
-    sure, run = certainty(request), request.trajectory
+    sure, run, (_, layers, steps) = certainty(request), request.trajectory, axes
     content: dict[str, Any] = {
         "version": VERSION,
         "title": f"Report of run {run.digest[:12]}",
@@ -202,8 +204,8 @@ def _content(
             "are_classes": request.is_classifier,
             "probabilities_of": sure.source,
         },
-        "layers": list(divisions.layers),
-        "ranges": [list(ends) for ends in divisions.ranges],
+        "layers": list(layers.names),
+        "ranges": list(pairwise([0, *steps.group.bincount().cumsum(dim=0).tolist()])),
         "card": _run_card(run, how),
         "certificate": _describe_certificate(request, found),
         "samples": {"count": run.num_points},
@@ -215,11 +217,11 @@ def _content(
     return content
 
 
-def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[str, Any]:
+def _describe_certificate(request: ReportRequest, found: Explained) -> dict[str, Any]:
     """Return what a report says of the certificate of all explained outputs, and of the influence beside them."""
-    certificate, influence, outputs = found.certificate, request.influence, len(found.outputs)
+    (outputs, quantum, certificate), influence = found, request.influence
     findings = certificate.findings
-    explained = "the explained output" if outputs == 1 else f"each of the {outputs} explained outputs"
+    explained = "the explained output" if len(outputs) == 1 else f"each of the {len(outputs)} explained outputs"
     if findings:
         sentences = [
             f"NOT CERTIFIED. Do not rely on the terms of {explained}: they are not shown to be what training added.",
@@ -248,21 +250,19 @@ def _describe_certificate(request: ReportRequest, found: Explanations) -> dict[s
         ("quadrature of a step, relative to tolerance and rounding", certificate.residual_ratio, 1),
     )
     texts = [[name, f"{value:.2g}", f"{limit:.2g}"] for name, value, limit in rows]
-    rounding = f"{found.largest_rounding * found.quantum:.2g}"
-    texts.append(["largest term of rounding that is shown", rounding, "shown as a term of its own"])
+    views = ((key, view) for content in outputs.values() for key, view in content["views"].items())
+    rounding = quantum * max(abs(view["rounding"]) for key, view in views if is_margin(key))
+    texts.append(["largest term of rounding that is shown", f"{rounding:.2g}", "shown as a term of its own"])
     return {"certified": not findings, "sentences": sentences, "rows": texts}
 
 
-def _point(
-    request: ReportRequest, number: int, found: Explanations, sure: Certainty, look: Appearance
-) -> dict[str, Any]:
+def _point(request: ReportRequest, number: int, found: Explained, sure: Certainty, look: Appearance) -> dict[str, Any]:
     n = int(request.points[number])
     values = None
     if not request.is_classifier:  # what is predicted of each output, its target and the difference
         f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
-    band = None if sure.band is None else sure.band[:, number].T.tolist()
     return {
         "name": f"point {n}",
         "label": None if request.true_classes is None else int(request.true_classes[n]),
@@ -270,9 +270,9 @@ def _point(
         "values": values,
         "input": look.show(request.X[n]),
         "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
-        "band": None if band is None else [[significant(low), significant(high)] for low, high in band],
+        "band": None if sure.band is None else [list(map(significant, b)) for b in sure.band[:, number].T.tolist()],
         "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
-        "explanations": {str(c): content for row, c, content in found.outputs if row == number},
+        "explanations": {str(c): content for (row, c), content in found.outputs.items() if row == number},
     }
 
 
@@ -305,8 +305,8 @@ def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
     for point in content["points"]:
         kept = {}
         for output, explanation in point["explanations"].items():
-            views = {key: view for key, view in explanation["views"].items() if is_margin(key)}
-            views |= {key: shorten(view, top) for key, view in views.items() if key != "*|*"}
+            views = {key: shorten(view, top) for key, view in explanation["views"].items() if is_margin(key)}
+            views["*|*"] = explanation["views"]["*|*"]
             kept[output] = explanation | {"views": views}
         less["points"].append(point | {"explanations": kept})
     named, samples = _named(less), content["samples"]

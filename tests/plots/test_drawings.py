@@ -8,12 +8,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from drawings import error_against_evaluations, term_bars
+from drawings import compare_outputs, error_against_evaluations, term_bars
+from epk_gp.analysis.measures import ROCCurve
 from epk_gp.plots.contributions import attribution_bars, training_image
 from epk_gp.plots.maps import map_handles, region_handles, uncertainty_map
 from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
 from epk_gp.plots.style import IN_DISTRIBUTION, LOWERED, PALETTE, RAISED, REST, WRONG, output_name, plain
-from epk_gp.plots.summaries import compare_outputs, kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
+from epk_gp.report.overview import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 
 
 def words(texts):
@@ -138,12 +139,12 @@ def test_labels_that_another_class_is_expected_for_stand_out(ax):
 
 def test_marks_and_curves_stand_where_their_numbers_are(ax):
     first, second, third, fourth = (ax.figure.add_subplot() for _ in range(4))
-    reliability_diagram(first, np.array([0.5, 0.9]), np.array([0.4, 1.0]), np.array([2, 10]))
+    reliability_diagram(first, torch.tensor([0.5, 0.9]), torch.tensor([0.4, 1.0]), torch.tensor([2, 10]))
     assert np.allclose(first.collections[0].get_offsets(), [[0.5, 0.4], [0.9, 1.0]])
     small, large = first.collections[0].get_sizes()
     assert small < large  # where more points are
-    roc(second, np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.8, 1.0]))
-    assert [line.get_xydata().tolist() for line in second.lines] == [[[0, 0], [1, 1]], [[0, 0], [0, 0.8], [1, 1]]]
+    roc(second, ROCCurve(torch.zeros(3), torch.tensor([0, 0, 1.0]), torch.tensor([0, 0.75, 1])))
+    assert [line.get_xydata().tolist() for line in second.lines] == [[[0, 0], [1, 1]], [[0, 0], [0, 0.75], [1, 1]]]
     target_scatter(third, torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.5]))
     assert np.allclose(third.collections[0].get_offsets(), [[1, 2], [3, 2.5]])
     assert np.allclose(third.lines[0].get_xydata(), [[1, 1], [3, 3]])
@@ -153,12 +154,12 @@ def test_marks_and_curves_stand_where_their_numbers_are(ax):
 
 @pytest.mark.parametrize(("low", "expected"), [(0.37, 0.3), (-0.2, -1.0)])
 def test_the_shades_of_a_matrix_hold_all_cosines_and_lines_divide_its_groups(ax, low, expected):
-    kernel_matrix(ax, np.array([[1.0, low], [low, 1.0]]), np.array([4, 7]))
+    kernel_matrix(ax, torch.tensor([[1, low], [low, 1]]).double(), torch.tensor([1, 3]), ["2", "4", "6", "7"])
     (image,) = ax.images
     assert image.get_clim() == (pytest.approx(expected), 1)
     assert words(ax.get_xticklabels()) == ["4", "7"]
     assert [line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1] == [0.5]
-    kernel_matrix(ax, np.eye(2), np.array([0, 1]), names=["a long name of a class", "another one of that length"])
+    kernel_matrix(ax, torch.eye(2), torch.tensor([0, 1]), ["a long name of a class", "another one of that length"])
     assert [label.get_rotation() for label in ax.get_xticklabels()] == [90, 90]
 
 
@@ -210,7 +211,7 @@ DRAWINGS = {
     "risk": lambda ax, name: risk_coverage(ax, {name: np.zeros(3)}),
     "histogram": lambda ax, name: score_histogram(ax, {name: ONE}, label=name),
     "suspicion": lambda ax, name: suspicion_bars(ax, ONE, [name]),
-    "matrix": lambda ax, name: kernel_matrix(ax, np.eye(2), CLASSES, names=[name] * 2),
+    "matrix": lambda ax, name: kernel_matrix(ax, torch.eye(2), torch.from_numpy(CLASSES), [name] * 2),
     "output": lambda ax, name: ax.set_title(output_name(0, None, [name])),
 }
 

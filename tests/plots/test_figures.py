@@ -18,7 +18,6 @@ from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import scores_figure
-from epk_gp.plots.summaries import reconstruction_figure
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +103,6 @@ def test_a_plane_is_described_by_what_the_other_coordinates_are():
     assert describe_plane("coordinates", 2) == ""
     assert "the others are 0" in describe_plane("coordinates", 3)
     assert "principal directions of the training inputs (784 coordinates)" in describe_plane("principal", 784)
-
-
-def test_a_reconstruction_shows_differences_to_scale_and_on_a_logarithmic_axis(images):
-    trajectory, X, _ = images
-    machine = epk.reconstruct(trajectory, X, rule=epk.gauss_legendre(2))
-    figure = reconstruction_figure([("coarse", machine), ("fine", machine)], "logits")
-    left, right = figure.get_axes()
-    assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
-    assert left.get_xlabel() == right.get_xlabel() == "logit of the network"
-    assert len(figure.legends) == 1
 
 
 @pytest.mark.mostly_slow

@@ -7,9 +7,15 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from epk_gp.report.write import page as document
+from report_cases import report_of_everything
 
 # Chromium has no sandbox for root, and no graphics card is needed.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu")
+
+
+@pytest.fixture(scope="session")
+def content(tmp_path_factory):
+    return report_of_everything(tmp_path_factory.mktemp("everything"))
 
 
 @pytest.fixture(scope="session")

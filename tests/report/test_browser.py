@@ -6,8 +6,10 @@ import re
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from shown_numbers import at, check_numbers, exact_text, fragment_of, go, shown_sum, view_of, view_sum
-from synthetic_content import Sizes, made_content
+import epk_gp as epk
+from epk_gp.report.write import lessen
+from report_cases import embedded, report_case, written
+from shown_numbers import at, check_numbers, exact_text, fragment_of, go, read, shown_sum, view_of, view_sum
 
 pytestmark = pytest.mark.slow
 
@@ -17,16 +19,12 @@ FOCUS = f"{ACTIVE}.id"
 
 
 @pytest.fixture(scope="module")
-def content():
-    return made_content(Sizes(kind="position", points=60, classes=14, layers=3, samples=120))
-
-
-@pytest.fixture(scope="module")
-def pictures():
+def pictures(tmp_path_factory):
     """Few points of which no view has one layer and one range; not certified."""
-    made = made_content(Sizes(points=3, classes=3, samples=60, pairs=False))
-    made["certificate"]["certified"] = False
-    return made
+    folder, case = tmp_path_factory.mktemp("pictures"), report_case("images")
+    with pytest.warns(epk.CertificateWarning):
+        made = written(folder, *case, explained=3, rule=epk.left_riemann(1), kernel_points=6)
+    return lessen(made, 10, 10)
 
 
 def fragment(page):
@@ -51,14 +49,13 @@ def states(content):
 
 def test_the_sums_shown_are_those_of_the_content(open_report, content):
     """Also after choosing another point, class, layer and range of steps by the controls."""
-    page = open_report(content)
-    assert len({view_sum(content, state) for state in states(content)}) == len(states(content))
-    for state in states(content):
-        point, target, layer, steps = state
+    page, sums = open_report(content), [view_sum(content, state) for state in states(content)]
+    assert len(set(sums)) == len(sums)
+    for (point, target, layer, steps), expected in zip(states(content), sums, strict=True):
         page.locator(f"#points [data-point='{point}']").click()
         for control, value in (("class", target), ("steps", "*"), ("layer", layer), ("steps", steps)):
             page.select_option(f"#{control}", value)
-        assert shown_sum(page) == (view_sum(content, state), exact_text(view_sum(content, state)))
+        assert shown_sum(page) == (expected, exact_text(content, expected))
         assert page.locator("#sum").get_attribute("data-agrees") == "true"
         assert not page.locator(".disagrees").count()
     go(page, "#view=run")
@@ -70,15 +67,17 @@ def test_the_sums_shown_are_those_of_the_content(open_report, content):
 def test_a_sum_that_is_wrong_by_one_unit_is_an_error(open_report, content):
     """The negative control."""
     target = min(content["points"][0]["explanations"], key=int)
-    for place in ("views.*|*.raised.0.1", "views.*|*.rest_lowered.1", "views.*|*.decay", "views.*|*.total",
-                  "views.*|*.labels.2", "initial", "network"):  # fmt: skip
+    whole = ("raised.0.1", "rest_lowered.1", "decay", "total", "labels.2")
+    for place in (*(f"views.*|*.{name}" for name in whole), "initial", "network"):
         changed = {**content, "points": copy.deepcopy(content["points"][:2])}
         owner, _, name = f"points.0.explanations.{target}.{place}".rpartition(".")
         owner = at(changed, owner)
         owner[int(name) if isinstance(owner, list) else name] += 1
         page = open_report(changed, f"#point=0&class={target}")
         error = " ".join(page.get_by_role("alert").all_inner_texts())
-        assert "are not shares of one sum" in error or ("do not add up" in error and exact_text(1) in error), place
+        assert "are not shares of one sum" in error or ("do not add up" in error and exact_text(content, 1) in error), (
+            place
+        )
         go(page, "#view=run")
         assert text(page, "#all-sums").startswith("✗")
         go(page, "#point=1")
@@ -96,7 +95,7 @@ def test_every_number_shown_is_one_of_the_content(open_report, content, digits):
         page.locator("summary", has_text="Table of the running sum").click()
         assert required(content, state) <= check_numbers(page, content, state)
         if digits == "all":
-            assert exact_text(view_sum(content, state)) in text(page, "#shown")
+            assert exact_text(content, view_sum(content, state)) in text(page, "#shown")
 
 
 def required(content, state):
@@ -121,8 +120,8 @@ def required(content, state):
 def test_bars_and_the_curve_have_the_side_and_length_of_their_numbers(open_report, content):
     state = states(content)[1]
     page = open_report(content, fragment_of(state), reduced_motion="reduce")
-    rows = page.evaluate(
-        """() => [...document.querySelectorAll('.bars tbody tr')].map((row) => {
+    rows = page.locator(".bars tbody tr").evaluate_all(
+        """all => all.map((row) => {
           const [track, fill] = ['.track', '.fill'].map((name) => row.querySelector(name).getBoundingClientRect());
           return [row.closest('table').caption.textContent, Number(row.querySelector('td .number').value),
             track.left + track.width / 2, track.width / 2, fill.left, fill.right];
@@ -134,19 +133,24 @@ def test_bars_and_the_curve_have_the_side_and_length_of_their_numbers(open_repor
         end, other = (left, right) if value < 0 else (right, left)
         assert other == pytest.approx(middle, abs=0.5)
         assert abs(end - middle) == pytest.approx(max(half * abs(value) / largest[chart], 1), abs=0.6)
-    dots = page.evaluate(
-        """() => [...document.querySelectorAll('.chart .dot')].map((dot) =>
-          [Number(dot.getAttribute('cx')), Number(dot.getAttribute('cy')), dot.querySelector('title').textContent])"""
+    dots = page.locator(".chart .dot").evaluate_all(
+        "all => all.map((dot) => [+dot.getAttribute('cx'), +dot.getAttribute('cy'), dot.textContent])"
     )
     running, ends = view_of(content, state)[0]["running"], [0] + [last for _, last in content["ranges"]]
-    assert [dot[2] for dot in dots] == [
-        f"after {end} steps: {exact_text(value)}" for end, value in zip(ends, running, strict=True)
-    ]
+    titles = [f"after {end} steps: {exact_text(content, value)}" for end, value in zip(ends, running, strict=True)]
+    assert [dot[2] for dot in dots] == titles
     for column, numbers in ((0, ends), (1, running)):
         places = [dot[column] for dot in dots]
         scale = (places[-1] - places[0]) / (numbers[-1] - numbers[0])
         assert scale * (1 - 2 * column) > 0
         assert places == pytest.approx([places[0] + scale * (n - numbers[0]) for n in numbers], abs=1e-6)
+
+
+def check_cells(shown, cells):
+    """Compare the texts in the cells of a table, and the numbers as far as they are shown."""
+    for text, cell in zip(shown, cells, strict=True):
+        value, half = (text, 0) if isinstance(cell, str) else read(text)
+        assert value == (cell if isinstance(cell, str) else pytest.approx(cell, abs=half))
 
 
 def test_the_overview_shows_its_content(open_report, content):
@@ -155,10 +159,12 @@ def test_the_overview_shows_its_content(open_report, content):
     assert text(page, "[data-source='overview.accuracy']") == f"{100 * overview['accuracy']:.1f}\u202f%"
     assert text(page, "[data-source='overview.count']") == str(overview["count"])
     for row, cells in zip(page.locator(".suspects tbody tr").all(), overview["suspects"]["rows"], strict=True):
-        assert row.locator("td").all_inner_texts() == cells[1:]
+        check_cells(row.locator("td").all_inner_texts(), cells[1:])
     assert page.locator(".figure svg").count() == len(overview["figures"])
-    page.locator("summary", has_text="Table of these numbers").click()
-    assert text(page, "details table tbody tr >> nth=0").split() == overview["figures"][0]["table"]["rows"][0]
+    page.locator("summary", has_text="Table of these numbers").first.click()
+    row = page.locator("details table tbody tr >> nth=0")
+    row.wait_for()
+    check_cells(row.locator("th, td").all_inner_texts(), overview["figures"][0]["table"]["rows"][0])
     names = page.evaluate("[...document.querySelectorAll('[id]')].map((e) => e.id)")
     assert len(names) == len(set(names))
     clips = page.evaluate("[...document.querySelectorAll('[clip-path]')].map((e) => e.getAttribute('clip-path'))")
@@ -183,33 +189,17 @@ def test_certificate_and_card_are_shown_and_what_is_not_certified_is_marked_in_e
     assert text(page, "#certificate h3") == "✗ Not certified"
 
 
-@pytest.mark.parametrize("kind", ["image", "text", "values", "position", "no classes"])
-def test_every_kind_of_input_is_shown(open_report, kind):
-    content = made_content(Sizes(kind="values" if kind == "no classes" else kind, points=2, samples=60))
-    if kind == "no classes":  # a regression: no labels, no probabilities and nothing of the whole
-        for point in content["points"]:
-            point.update(label=None, probabilities=None, band=None, scores=[])
-            for view in (view for e in point["explanations"].values() for view in e["views"].values()):
-                sides = {side: [[*entry[:2], None] for entry in view[side]] for side in ("raised", "lowered")}
-                view.update(labels=None, **sides)
-        content["overview"].update(accuracy=None, figures=[], suspects=None, map=None)
-        content["outputs"].update(head="logits", name="output")
+def test_a_point_of_the_plane_stands_among_the_samples_that_moved_it(open_report, content):
     page = open_report(content, "#point=1")
-    card, given = page.locator(".input-card"), content["points"][1]["input"]
-    if kind == "image":
-        assert card.locator("img").get_attribute("src") == given["image"]
-        assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
-    elif kind == "text":
-        assert card.locator("blockquote").inner_text() == given["text"]
-    elif kind == "position":
-        view = view_of(content, (1, page.input_value("#class"), "*", "*"))[1]
-        counts = [card.locator(f"path.{mark}").count() for mark in ("cross", "raises", "lowers")]
-        assert counts == [1, len(view["raised"]), len(view["lowered"])]
-    else:
-        assert card.locator("tbody tr").count() == len(given["values"])
-    assert ("wrong" in text(page, "#prediction").lower()) == (kind != "no classes")
-    go(page, "#view=overview")
-    assert page.locator("#overview").is_visible()
+    view = view_of(content, (1, page.input_value("#class"), "*", "*"))[1]
+    counts = [page.locator(f".input-card path.{mark}").count() for mark in ("cross", "raises", "lowers")]
+    assert counts == [1, len(view["raised"]), len(view["lowered"])]
+
+
+def test_a_report_that_knows_nothing_of_the_whole_says_so(open_report, tmp_path):
+    trajectory, X, _ = report_case("regression")
+    page = open_report(written(tmp_path, trajectory, X, explained=1), "#view=overview")
+    assert "This report has no numbers of the whole." in text(page, "#overview")
 
 
 @pytest.mark.parametrize("policy", ["Content-Security-Policy", "No-Policy"])
@@ -279,7 +269,7 @@ def test_a_link_to_what_is_not_there_is_said(open_report, pictures):
         "#point=0&class=77": "does not explain 77",
         "#layer=9": "has no layer 9",
         "#steps=x": "has no range of steps x",
-        "#layer=1&steps=1": "does not hold layer 1 (Linear) with steps 50–99 alone",
+        "#layer=1&steps=1": "does not hold layer 3 (Linear) with step 1 alone",
     }.items():
         go(page, link)
         assert notice in text(page, "#notices")
@@ -317,9 +307,8 @@ def test_points_are_searched_and_sorted(open_report, content):
     assert listed() == []
     page.fill("#find", "label class b,")
     page.select_option("#sort", "name")
-    named_b = [point["name"] for point in points if point["label"] == 1]
-    assert listed() == sorted(named_b, key=lambda name: -int(name.split()[-1]))
-    page.fill("#find", "sample wrong")  # words that do not stand together
+    assert listed() == [point["name"] for point in points[::-1] if point["label"] == 1]
+    page.fill("#find", "point wrong")  # words that do not stand together
     assert sorted(listed()) == sorted(by_entropy)
 
 
@@ -345,10 +334,9 @@ def test_the_left_and_right_arrow_keys_show_the_neighbouring_points(open_report,
 def test_the_keyboard_reaches_everything(open_report, content):
     page = open_report(content, viewport={"width": 400, "height": 800})
     page.locator(".chooser-body").evaluate("(details) => { details.open = true; }")
-    reached = []
+    name, reached = "e.id || e.dataset.view || e.dataset.key || e.className || e.tagName", []
     while len(reached) < 80:
         press(page, "Tab")
-        name = "e.id || e.dataset.view || e.dataset.key || e.className || e.tagName"
         reached.append(page.evaluate(f"(e => {name})({ACTIVE})"))
         assert page.evaluate(f"(e => e.tagName === 'BODY' || getComputedStyle(e).outlineStyle !== 'none')({ACTIVE})")
     assert reached[0] == "skip"
@@ -382,7 +370,7 @@ def test_changes_are_announced_and_only_what_is_visible_is_made(open_report, con
     page = open_report(content)
     assert page.locator("#overview > *, #run > *").count() == 2  # their headings
     page.select_option("#layer", "1")
-    assert "layer 1 (Linear), all steps. Sum" in text(page, "#announcer")
+    assert f"layer {content['layers'][1]}, all steps. Sum" in text(page, "#announcer")
     assert text(page, "#announcer").endswith("equal to the stored value.")
 
 
@@ -395,19 +383,19 @@ def test_the_map_follows_pointer_and_arrow_keys(open_report, content):
     def check(row, column):
         cell = row * nx + column
         assert panel.locator("strong").inner_text() == content["outputs"]["classes"][given["predicted"][cell]]
-        assert panel.locator(".number").first.get_attribute("value") == str(given["wrong"][cell])
+        assert float(panel.locator(".number").first.get_attribute("value")) == given["wrong"][cell]
         coarse = min(my - 1, row * my // (ny - 1)) * mx + min(mx - 1, column * mx // (nx - 1))
         behind = [int(value) for value in panel.locator("li .sample-number .number").all_inner_texts()]
         assert behind == given["behind"][coarse]
         assert page.locator("#map .behind").count() == len(behind)
 
-    for row, column in ((0, 0), (ny - 1, nx - 1), (5, 20), (17, 3)):
+    for row, column in ((0, 0), (ny - 1, nx - 1), (5, 14), (12, 3)):
         shares = min(max(column / (nx - 1), 0.001), 0.999), min(max(1 - row / (ny - 1), 0.001), 0.999)
         page.mouse.move(box["x"] + shares[0] * box["width"], box["y"] + shares[1] * box["height"])
         check(row, column)
     page.locator("#map").focus()
     press(page, "ArrowUp", "ArrowRight")
-    check(18, 4)
+    check(13, 4)
     press(page, "Home", "PageDown", "ArrowLeft")
     check(0, 0)
 
@@ -454,10 +442,74 @@ def test_axe_finds_nothing_serious(open_report, content, pictures, theme):
     assert "label" in {one["id"] for one in Axe().run(page).response["violations"]}
 
 
-def test_no_width_scrolls_sideways(open_report, content, pictures):
-    words = made_content(Sizes(kind="text", points=2, samples=60))
+def test_no_width_scrolls_sideways(open_report, content, pictures, tmp_path):
+    words = written(tmp_path, *report_case("words"), explained=2)
     for case, width in ((content, 360), (pictures, 360), (words, 360), (content, 768)):
         page = open_report(case, viewport={"width": width, "height": 700})
         for view in VIEWS:
             go(page, view)
             assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), view
+
+
+@pytest.mark.parametrize("name", ["momentum", "regression", "images", "batch_norm", "words"])
+def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
+    """The sums and numbers of all explained outputs and of every fourth other view of the last one, and the input."""
+    trajectory, X, y = report_case(name)
+    file = epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, top=3)
+    page, content = open_file(file), embedded(file)
+    outputs = [(n, target) for n, point in enumerate(content["points"]) for target in point["explanations"]]
+    number, target = outputs[-1]
+    others = list(content["points"][number]["explanations"][target]["views"])[1::4]
+    for state in [(*output, "*", "*") for output in outputs] + [(number, target, *key.split("|")) for key in others]:
+        go(page, fragment_of(state))
+        assert shown_sum(page)[0] == view_sum(content, state)
+        assert not page.get_by_role("alert").count()
+        check_numbers(page, content, state)
+    card, given = page.locator(".input-card"), content["points"][number]["input"]
+    if name == "images":
+        assert card.locator("img").get_attribute("src") == given["image"]
+        assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+    elif name == "words":
+        assert card.locator("blockquote").inner_text() == given["text"]
+    else:
+        assert card.locator("tbody tr").count() == len(given["values"])
+    assert ("wrong" in text(page, "#prediction").lower()) == (name != "regression")
+    go(page, "#view=run")
+    assert text(page, "#all-sums").startswith("✓ All")
+    assert text(page, "#certificate h3") == "✓ Certified"
+    go(page, "#view=overview")
+    assert page.locator(".figure svg").count() == len(content["overview"]["figures"])
+    if name != "regression":
+        return
+    f = epk.network_outputs(trajectory, X)
+    go(page, "#point=0")
+
+    def numbers(place):
+        return [float(value) for value in page.locator(place).evaluate_all("all => all.map((e) => e.value)")]
+
+    for output in (0, 1):  # predictions and all targets
+        page.select_option("#class", str(output))
+        assert numbers(".headline .number") == pytest.approx([float(f[0, output]), float(y[0, output])], rel=1e-4)
+        samples = [int(number) for number in numbers(".samples .sample-number .number")]
+        assert numbers(".samples .label .number") == pytest.approx(trajectory.targets[samples, output].tolist(), 1e-3)
+
+
+def test_it_says_whose_class_and_probabilities_are_shown_and_what_to_ask_where_contributions_cancel(
+    open_report, content
+):
+    content = {**content, "points": copy.deepcopy(content["points"][:2])}
+    for point in content["points"]:
+        point["predicted"] = max(range(14), key=lambda c: point["probabilities"][c])
+    content["points"][0]["predicted"] = (content["points"][0]["predicted"] + 1) % 14
+    for point, amplification in zip(content["points"], (36.2, 3.0), strict=True):
+        for explanation in point["explanations"].values():
+            explanation["amplification"] = amplification
+    page = open_report(content)
+    card = page.locator(".card", has=page.locator(".probabilities"))
+    for number, is_first in ((0, True), (1, False)):
+        page.click(f"#points [data-point='{number}']")
+        assert page.locator(".headline").inner_text().split("\n")[-1].startswith("the network predicts class ")
+        assert card.locator("h4").inner_text() == "Class probabilities of the network and process"
+        assert ("is the most probable class" in card.inner_text()) == is_first
+        words = "difference between two classes’ contributions, or ask for an influence"
+        assert (words in page.inner_text("#shown")) == ("Amplification 36: " in page.inner_text("#shown")) == is_first

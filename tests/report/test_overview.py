@@ -45,12 +45,12 @@ def path_cosines(trajectory, X):
     return K, K / (d[:, None] * d)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def overview(problem):
     return problem["content"]["overview"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def figures(overview):
     return {figure["id"]: figure for figure in overview["figures"]}
 
@@ -145,11 +145,11 @@ def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem
     assert found["extent"] == [float(v) for v in (m.x[0], m.x[-1], m.y[0], m.y[-1])]
     assert found["predicted"] == m.network_class.flatten().tolist()
     assert found["wrong"] == pytest.approx((1 - m.probability).flatten().tolist(), abs=1e-2)
-    left, top, right, bottom = found["area"]
-    assert 0 < left < right < 1
-    assert 0 < top < bottom < 1
     width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', found["svg"]).groups())
-    assert (right - left) * width == pytest.approx((bottom - top) * height, rel=1e-3)  # the plane is not stretched
+    frame = r'<rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"/>'
+    x, y, w, h = map(float, re.search(frame, found["svg"]).groups())
+    assert found["area"] == pytest.approx([x / width, y / height, (x + w) / width, (y + h) / height], abs=1e-4)
+    assert w == pytest.approx(h, rel=1e-3)  # the plane is not stretched
     ny, nx = found["coarse"]
     x, y = (a[0] + (torch.arange(n).double() + 0.5) / n * (a[-1] - a[0]) for a, n in ((m.x, nx), (m.y, ny)))
     cells = lift(m.plane, grid_coordinates(x, y))

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.report.points import appearance
+from epk_gp.report.points import Appearance
 from report_cases import report_case
 
 
@@ -20,7 +20,7 @@ def recorded(net, X, y=None):
 
 
 def looked(trajectory, row, names=None, decode=None, **options):
-    return appearance(trajectory, names, decode).show(trajectory.inputs[row], **options)
+    return Appearance(trajectory, names, decode).show(trajectory.inputs[row], **options)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_long_rows_are_cut_and_that_is_said():
     assert len(looked(trajectory, 0)["values"]) == 60
     assert len(looked(trajectory, 0, is_sample=True)["values"]) == 16
     words = "the first 60 of 100 numbers of an explained point, and the first 16 of a training sample"
-    assert appearance(trajectory, None, None).describe_cut() == words
-    assert appearance(report_case("gradient_descent")[0], None, None).describe_cut() is None
+    assert Appearance(trajectory).describe_cut() == words
+    assert Appearance(report_case("gradient_descent")[0]).describe_cut() is None
 
 
 def test_tokens_are_numbers_or_the_text_that_they_decode_to():
@@ -88,4 +88,4 @@ def test_several_tensors_are_shown_by_their_names_and_decoded_together():
     decoded = looked(trajectory, 2, decode=lambda row: f"{row['tokens'].tolist()} by {float(row['scale'])}")
     assert decoded == {"text": "[0, 1] by 2.0"}
     with pytest.raises(ValueError, match="names are those of the features of rows"):
-        appearance(trajectory, ["a", "b", "c"], None)
+        Appearance(trajectory, ["a", "b", "c"], None)
