@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,25 +212,17 @@ def test_only_the_group_that_differs_is_named(tmp_path):
         resumed(tmp_path / "run", optimizer=lambda net: two_groups(net, 0.2))
 
 
-class Strange:
-    def state_dict(self):
-        return {"function": print}
-
-    def load_state_dict(self, state):
-        raise NotImplementedError
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(tmp_path):
     net, (X, y) = mlp(), data()
     scheduled = sgd(net)
     lr_scheduler.ExponentialLR(scheduled, 0.9)
-    path = {"folder": tmp_path / "run"}
+    path, strange = {"folder": tmp_path / "run"}, SimpleNamespace(state_dict=lambda: {"f": print}, load_state_dict=None)
     wrong = {
         r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}": {"resume": True, **path},
         "resume=True needs folder=": {"resume": True},
         "stateful must be a dictionary of torch.Generators": {"stateful": {"random": random.Random(0)}, **path},
-        "must consist of numbers, texts, .*: got builtin_function_or_m": {"stateful": {"strange": Strange()}, **path},
+        "must consist of numbers, texts, .*: got builtin_function_or_m": {"stateful": {"strange": strange}, **path},
     }
     for message, options in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
