@@ -217,7 +217,7 @@ def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(t
     net, (X, y) = mlp(), data()
     scheduled = sgd(net)
     lr_scheduler.ExponentialLR(scheduled, 0.9)
-    path, strange = {"folder": tmp_path / "run"}, SimpleNamespace(state_dict=lambda: {"f": print}, load_state_dict=None)
+    path, strange = {"folder": tmp_path / "run"}, SimpleNamespace(state_dict=lambda: {1: print}, load_state_dict=print)
     wrong = {
         r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}": {"resume": True, **path},
         "resume=True needs folder=": {"resume": True},
