@@ -1,7 +1,7 @@
 """Recording processes that are killed: run as `python crashes.py MODE FOLDER SEED [KEEP_EVERY]`, prints JSON.
 
-torch is imported once; each recording is a fork of this process. Modes: "random" kills at random moments, "operations"
-after each single file operation of a recording (and in the middle of each write), "readers" reads while others write.
+torch is imported once; each recording is a fork of this process. Modes: "random" reads while it records and kills at
+random moments, "operations" kills after each single file operation of a recording, and in the middle of each write.
 """
 
 import json
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.storage.journal import read_journal
 from epk_gp.storage.verify import check_run
 
-STEPS, POINTS = 8, 12
+STEPS, POINTS = 6, 12
 Report = Callable[[epk.Recorder], object]
 
 
@@ -80,8 +81,9 @@ class Crashes:
 
     def __init__(self, folder: Path, keep_every: int) -> None:
         self.folder, self.keep_every, self.problems = folder, keep_every, list[str]()
-        pid, _ = self.start(folder / "reference")
+        began, (pid, _) = time.monotonic(), self.start(folder / "reference")
         _, status = os.waitpid(pid, 0)
+        self.seconds = time.monotonic() - began
         assert status == 0, "the uninterrupted recording failed"
         self.digests = {chunk.last: chunk.digest for chunk in check_run(folder / "reference").chunks}
 
@@ -110,7 +112,7 @@ class Crashes:
         """Resume a run to its end without being killed, and remove it."""
         pid, pipe = self.start(path)
         _, status = os.waitpid(pid, 0)
-        if status or self.check(path, last_report(pipe)) != STEPS or not check_run(path).finished:
+        if status or self.check(path, last_report(pipe)) != STEPS or not read_journal(path).finished:
             self.problems.append(f"a resumed run did not come to its end (status {status})")
         left = [file.name for file in path.iterdir() if file.name.endswith(".part") or file.name.startswith("resume-")]
         if len(left) != 1:
@@ -118,29 +120,33 @@ class Crashes:
         shutil.rmtree(path)
 
     def at_random(self, seed: int, kills: int) -> dict[str, object]:
-        draw, done, runs, at, before = random.Random(seed), 0, 0, [], 0
-        scale = 0.1  # seconds until half of a run: longer where a kill came too soon, shorter where it came too late
+        """Read recordings while they are written, kill them at random moments, and resume them."""
+        draw, done, runs, reads, at = random.Random(seed), 0, 0, 0, []
         while done < kills:
             path = self.folder / str(runs)
             pid, pipe = self.start(path)
-            time.sleep(draw.uniform(0.05, 1) * scale)
+            end, before = time.monotonic() + draw.uniform(0.05, 1) * self.seconds, 0
+            while time.monotonic() < end:  # a reader beside the writer
+                seen = self.check(path)
+                if seen < before:
+                    self.problems.append(f"{before} steps were there, then {seen}")
+                reads, before = reads + 1, seen
+                time.sleep(0.001)
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             done += status == signal.SIGKILL
             at.append(self.check(path, last_report(pipe)))
-            scale *= 0.8 if at[-1] == STEPS else 1.1 if at[-1] == before else 1.0
-            before = at[-1]
             if at[-1] == STEPS or draw.random() < 0.05:
                 self.finish(path)
-                before, runs = 0, runs + 1
-        return {"kills": done, "runs": runs, "left_at": sorted(set(at)), "problems": self.problems}
+                runs += 1
+        return {"kills": done, "reads": reads, "left_at": sorted(set(at)), "problems": self.problems}
 
     def after_operations(self) -> dict[str, object]:
         """Kill a recording after each file operation, or every second or third of them."""
         path, kills = self.folder / "run", 0
         for half in (False, True):
             for count in range(0, 10_000, 3 * self.keep_every if half else self.keep_every):
-                pid, pipe = fork(lambda _, n=count, half=half: dying(n, half, lambda: self.record_quietly(path)))
+                pid, pipe = fork(lambda _, n=count, half=half: self.die(n, half, path))
                 _, status = os.waitpid(pid, 0)
                 os.close(pipe)
                 if status != signal.SIGKILL:
@@ -151,45 +157,25 @@ class Crashes:
             shutil.rmtree(path, ignore_errors=True)
         return {"kills": kills, "problems": self.problems}
 
-    def record_quietly(self, path: Path) -> str:
-        return record(path, lambda recorder: None, self.keep_every)
+    def die(self, count: int, half: bool, path: Path) -> None:
+        """Record, and kill this process at its file operation number `count`; of a write, half is done before."""
+        left, os_write = [count], os.write
 
-    def read(self, rounds: int) -> dict[str, object]:
-        seen = []
-        for number in range(rounds):
-            path, before = self.folder / str(number), 0
-            pid, pipe = self.start(path)
-            while os.waitpid(pid, os.WNOHANG) == (0, 0):
-                time.sleep(0.001)
-                seen.append(self.check(path))
-                if seen[-1] < before:
-                    self.problems.append(f"{before} steps were there, then {seen[-1]}")
-                before = seen[-1]
-            if self.check(path, last_report(pipe)) != STEPS:
-                self.problems.append("the run that was read did not come to its end")
-            shutil.rmtree(path)
-        return {"reads": len(seen), "seen": sorted(set(seen)), "problems": self.problems}
+        def guarded(function: Callable[..., object]) -> Callable[..., object]:
+            def wrapper(*arguments: object, **options: object) -> object:
+                if left[0] == 0:
+                    if half and function is os_write:
+                        os_write(arguments[0], bytes(arguments[1])[: len(bytes(arguments[1])) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return function(*arguments, **options)
 
+            return wrapper
 
-def dying(count: int, half: bool, work: Callable[[], object]) -> None:
-    """Work, and kill this process at its file operation number `count`; of a write, half is done before."""
-    left, os_write = [count], os.write
-
-    def guarded(function: Callable[..., object]) -> Callable[..., object]:
-        def wrapper(*arguments: object, **options: object) -> object:
-            if left[0] == 0:
-                if half and function is os_write:
-                    os_write(arguments[0], bytes(arguments[1])[: len(bytes(arguments[1])) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return function(*arguments, **options)
-
-        return wrapper
-
-    for owner, names in ((os, "fsync write ftruncate mkdir"), (Path, "replace unlink open mkdir")):
-        for name in names.split():
-            setattr(owner, name, guarded(getattr(owner, name)))
-    work()
+        for owner, names in ((os, "fsync write ftruncate mkdir"), (Path, "replace unlink open mkdir")):
+            for name in names.split():
+                setattr(owner, name, guarded(getattr(owner, name)))
+        record(path, lambda recorder: None, self.keep_every)
 
 
 def main(mode: str, folder: str, seed: str, keep_every: str = "1", kills: str = "200") -> None:
@@ -198,10 +184,7 @@ def main(mode: str, folder: str, seed: str, keep_every: str = "1", kills: str = 
     weight.grad = torch.zeros(1)
     torch.optim.Adam([weight]).step()  # torch imports modules with the first step: not in each fork
     crashes = Crashes(Path(folder), int(keep_every))
-    if mode == "random":
-        result = crashes.at_random(int(seed), int(kills))
-    else:
-        result = crashes.after_operations() if mode == "operations" else crashes.read(15)
+    result = crashes.at_random(int(seed), int(kills)) if mode == "random" else crashes.after_operations()
     sys.stdout.write(json.dumps(result))
 
 

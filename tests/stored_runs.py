@@ -4,7 +4,8 @@ import json
 import time
 import tracemalloc
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.model import fingerprint_outputs, functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_data, fingerprint_start
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateCoefficients, stack_coefficients
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.storage.files import checksum, checksummed_json, read_checksummed_json
-from epk_gp.storage.journal import Chunk, chain_hash, to_json_line
+from epk_gp.storage.journal import Chunk, to_json_line
 from epk_gp.storage.run import create_run
 from epk_gp.storage.schema import run_header
 from epk_gp.storage.training_state import TrainingState
@@ -31,18 +32,11 @@ CHUNK, DATA = "chunk-000001.safetensors", "data.safetensors"
 
 def record(path, steps=6, chunk_bytes=800, finish=True, **options):
     """A run of six steps in chunks of two: 408 bytes of weights are too few to commit, 816 are enough."""
-    net, (X, y) = mlp(), data()
-    optimizer = sgd(net)
-    storage = epk.Storage(chunk_bytes=chunk_bytes, **options)
-    recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=storage)
+    net, storage = mlp(), epk.Storage(chunk_bytes=chunk_bytes, **options)
+    recorder = epk.Recorder(net, sgd(net), *data(), folder=path, storage=storage)
     with recorder if finish else unfinished(recorder):
-        for step in range(steps):
-            batch = None if step % 3 == 0 else torch.tensor([step, 9, 2])[: step % 3 + 1]
-            rows = slice(None) if batch is None else batch
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[rows]), y[rows]).backward()
-            recorder.batch(batch)
-            optimizer.step()
+        for number in range(steps):
+            step(recorder, None if number % 3 == 0 else torch.tensor([number, 9, 2])[: number % 3 + 1])
     return recorder.trajectory
 
 
@@ -91,16 +85,17 @@ def refused(run, match, net=None, openings=(check_run, opened), seconds=4.0, meb
 
 
 def resumed(path, net=None, optimizer=sgd, X=None, y=None, **options):
-    net = mlp() if net is None else net
-    default_X, default_y = data()
-    X, y = default_X if X is None else X, default_y if y is None else y
+    net, all_data = mlp() if net is None else net, data()
+    X, y = (value if given is None else given for given, value in zip((X, y), all_data, strict=True))
     return epk.Recorder(net, optimizer(net), X, y, folder=path, resume=True, **options)
 
 
-def step(recorder):
+def step(recorder, batch=None):
+    """A step on a batch, or on all points."""
+    rows = slice(None) if batch is None else batch
     recorder.optimizer.zero_grad()
-    F.cross_entropy(recorder.net(recorder.X), recorder.y).backward()
-    recorder.batch(None)
+    F.cross_entropy(recorder.net(recorder.X[rows]), recorder.y[rows]).backward()
+    recorder.batch(batch)
     recorder.optimizer.step()
 
 
@@ -113,7 +108,7 @@ def rewrite_journal(run, change):
     chunks, before = [], ""
     for number, line in enumerate(read_journal_lines(run)):
         chunk = Chunk.model_construct(**(line | change(number, line)))
-        before = chain_hash(before, chunk)
+        before = chunk.line_after(before)
         chunks.append(chunk.model_copy(update={"line": before}))
     (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
 
@@ -167,24 +162,34 @@ def adam(net):
     return torch.optim.Adam(net.parameters(), lr=0.02)
 
 
-def record_kept(path, optimizer=adam, until=KEPT_STEPS, finish=True, resume=False, keep_every=3, **options):
+def record_kept(path, make_net=mlp, optimizer=adam, until=KEPT_STEPS, finish=True, keep_every=3, shift=0, **options):
     """Commits follow every second step: at kept states and between them."""
-    net, (X, y) = mlp(), data()
-    storage = epk.Storage(steps=2, keep_every=keep_every, **options)
-    recorder = epk.Recorder(net, optimizer(net), X, y, folder=path, storage=storage, resume=resume)
+    net, (X, y) = make_net(), data()
+    options |= {"folder": path, "storage": epk.Storage(steps=2, keep_every=keep_every)}
+    recorder = epk.Recorder(net, optimizer(net), X + shift, y, **options)
     with recorder if finish else unfinished(recorder):
-        for step in recorder.until(until):
-            batch = torch.tensor([step, 9, 2])
-            recorder.optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            recorder.optimizer.step()
+        for number in recorder.until(until):
+            step(recorder, torch.tensor([number, 9, 2]))
     return recorder.trajectory, net
 
 
 # --- Runs with forward passes and moving statistics, made by hand ---------------------------------------------------
 
 STATISTICS = ("1.running_mean", "1.running_var")
+
+
+WHOLE = ForwardPass(
+    num_rows=2,
+    modes=torch.arange(6) % 2 == 0,
+    inputs=SeenRows(torch.tensor([1, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double()),
+    targets=SeenRows(torch.tensor([0]), torch.tensor([[0.25, 0.5, 0.25]]).double()),
+    random_state=torch.Generator().manual_seed(3).get_state(),
+    device_random_state=torch.arange(16, dtype=torch.uint8),
+    statistics=torch.arange(12.0).double(),
+    statistics_after=torch.arange(12.0).double() + 1,
+    autocast=torch.bfloat16,
+    memory_order=torch.tensor([1, 0]),
+)
 
 
 def norm_net():
@@ -197,9 +202,7 @@ def random_rows(generator, num_rows, shape, dtype=torch.float64):
     """Some rows of a pass as seen: all, none or a few of them."""
     count = int(torch.randint(0, num_rows + 1, (), generator=generator))
     index = torch.randperm(num_rows, generator=generator)[:count]
-    if dtype.is_floating_point:
-        return SeenRows(index, torch.randn(count, *shape, generator=generator).to(dtype))
-    return SeenRows(index, torch.randint(0, 2, (count, *shape), generator=generator).to(dtype))
+    return SeenRows(index, (9 * torch.rand(count, *shape, generator=generator)).to(dtype))
 
 
 def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(torch.float64,)):
@@ -246,23 +249,10 @@ def equal_values(one, other):
     return one is other if isinstance(one, SeenRows | Tensor) else one == other
 
 
-@dataclass
-class Written:
-    """What was written: the recorder's part of a run without a recorder."""
-
-    net: nn.Module
-    training: TrainingState
-    history: RunHistory
-    commits: CommitSchedule
-    states: list
-    statistics: list
-    steps: list
-
-
 def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=None, **options):
-    """Create a run on disk to which `add` adds steps."""
+    """Create a run on disk to which `add` adds steps: the recorder's part of a run without a recorder."""
     net = norm_net() if net is None else net
-    X, y = data()
+    X, y = data(dtype=next(net.parameters()).dtype)
     model = functionalize(net.eval(), None, statistics)
     start = model.flatten(dict(net.named_parameters()))
     moving = model.flatten_statistics(dict(net.named_buffers())) if statistics else None
@@ -279,17 +269,20 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     writer = create_run(path, full, tensors, training, start, digest, statistics=moving)
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
-    return Written(net, training, history, commits, [start], [moving], [])
+    return SimpleNamespace(
+        net=net, history=history, commits=commits, states=[start], updates=[], statistics=[moving], steps=[]
+    )
 
 
-def add(run, passes, batch=None, generator=None):
+def add(run, passes, batch=None, generator=None, *, weights=None, lr=0.1, update=None):
     """Add a step with these passes, of random weights and statistics, at the end of an iteration."""
-    end = torch.randn(run.states[0].shape, generator=generator).double()
+    end = torch.randn(run.states[0].shape, generator=generator).to(run.states[0].dtype)
     moving = None if run.statistics[0] is None else torch.rand(run.statistics[0].shape, generator=generator).double()
-    step = Step(len(run.steps), 0.1, batch, None, passes)
+    step = Step(len(run.steps), lr, batch, weights, passes)
     sizes = [p.numel() for p in run.net.parameters()]
-    update = stack_coefficients([LinearStep(lr=0.1)] * len(sizes), sizes)
+    update = update or stack_coefficients([LinearStep(lr=0.1)] * len(sizes), sizes)
     run.history.append(step, end, update, moving)
+    run.updates.append(update)
     run.commits.complete_iteration()
     run.states.append(end)
     run.statistics.append(moving)
@@ -302,8 +295,15 @@ def finish(run):
     run.commits.writer.close()
 
 
+def random_update(generator, run):
+    """Coefficients of which some are one number per weight."""
+    P, L, dtype = len(run.states[0]), len(list(run.net.parameters())), run.states[0].dtype
+    draws = (torch.rand(P, generator=generator) for _ in FIELDS)
+    return UpdateCoefficients(*(draw.to(dtype) if draw[0] < 0.5 else draw[:L].double() for draw in draws))
+
+
 def write_by_hand(path, seed=0, num_steps=6, **options):
-    """A finished run of steps with random passes on random batches."""
+    """A finished run of steps with random passes and weights on random batches."""
     generator = torch.Generator().manual_seed(seed)
     run = begin(path, **options)
     for number in range(num_steps):
@@ -313,6 +313,7 @@ def write_by_hand(path, seed=0, num_steps=6, **options):
         passes = random_passes(generator, num_rows, num_statistics=num_statistics)
         if not num_statistics:
             passes = tuple(replace(forward, statistics=None, statistics_after=None) for forward in passes)
-        add(run, passes, batch, generator)
+        weights = torch.rand(num_rows, generator=generator).double() if number in (1, 4) else None
+        add(run, passes, batch, generator, weights=weights, lr=0.1 * number, update=random_update(generator, run))
     finish(run)
     return run

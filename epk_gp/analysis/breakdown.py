@@ -76,7 +76,7 @@ def write_table(file: Path, breakdown: PredictionBreakdown, targets: Tensor, top
         table = csv.writer(stream)
         table.writerow(["point", "output", "network", "initial", "rank", "training_point", "label", "contribution"])
         for n, samples in enumerate(breakdown.samples):
-            raised, lowered = _extremes(samples, targets, top)
+            raised, lowered = extremes(samples, targets, top)
             point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
             ranked = [*enumerate(raised, start=1), *reversed([(-k, entry) for k, entry in enumerate(lowered, start=1)])]
             for rank, entry in ranked:
@@ -97,7 +97,7 @@ def summarise(
     """
     summaries = []
     for n, samples in enumerate(breakdown.samples):
-        raised, lowered = _extremes(samples, targets, top)
+        raised, lowered = extremes(samples, targets, top)
         outputs: dict[str, object] = {
             "point": n,
             "output": int(breakdown.output[n]),
@@ -120,7 +120,7 @@ def summarise(
     }
 
 
-def _extremes(samples: Tensor, targets: Tensor, top: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def extremes(samples: Tensor, targets: Tensor, top: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """List the training points that raised an output most, and those that lowered it most, with their labels."""
     values, order = samples.sort(descending=True)
     ranked = list(zip(order.tolist(), values.tolist(), strict=True))

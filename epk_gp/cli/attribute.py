@@ -4,14 +4,14 @@ import csv
 import shutil
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
+from epk_gp.analysis.breakdown import extremes, prediction_breakdown, step_ranges, summarise, write_table
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
@@ -62,18 +62,12 @@ def attribute(
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    partial = folder / opt.PARTIAL
+    groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+    classes, partial = predicted if outputs == "predicted" else None, folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
-            trajectory,
-            X,
-            [[by_sample(trajectory)], [step_ranges(trajectory)]],
-            head=resolved,
-            rule=quadrature,
-            path=along,
-            classes=predicted if outputs == "predicted" else None,
-            **settings,
+            trajectory, X, groupings, head=resolved, rule=quadrature, path=along, classes=classes, **settings
         )
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
@@ -98,10 +92,7 @@ def attribute(
         f"the contributions sum to the network's outputs to within {results['max_error']:.2e} "
         f"({results['max_relative_error']:.1e} of each point's largest output)"
     )
-    typer.echo(
-        f"written to {folder}: attribution.safetensors, attribution.csv, attribution.json, attribution.png "
-        f"({timer.total:.1f} s)"
-    )
+    typer.echo(f"written to {folder}: attribution.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if isinstance(quadrature, AdaptiveRule) and not parts.certified:  # a fixed rule guarantees nothing
         findings = "; ".join(parts.findings)
         raise ValueError(f"the contributions must sum to the outputs, certified: {findings}. Do not use them.")
@@ -145,17 +136,11 @@ def influence(
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    partial = folder / opt.PARTIAL
+    classes, partial = predicted if outputs == "predicted" else None, folder / opt.PARTIAL
+    smoothed = Smoothing(smoothing, seed=seed or 0) if smoothing else None
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end
-        effect = influence_of(
-            trajectory,
-            X,
-            head=resolved,
-            classes=predicted if outputs == "predicted" else None,
-            smoothing=Smoothing(smoothing, seed=seed or 0) if smoothing else None,
-            **settings,
-        )
+        effect = influence_of(trajectory, X, head=resolved, classes=classes, smoothing=smoothed, **settings)
     arrays = {"values": effect.values, "outputs": effect.outputs, "std": effect.std}
     arrays |= {"adjoint_norms": effect.adjoint_norms, "predicted": predicted, "inputs": X}
     metadata = {"head": resolved, "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
@@ -164,9 +149,9 @@ def influence(
     n = torch.arange(len(X))
     column = torch.zeros_like(predicted) if outputs == "predicted" else predicted
     values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
-    listed = [_largest(row, top) for row in values]
-    _write_table(folder / "influence.csv", listed, predicted, of_network, trajectory.targets)
-    drawn = range(min(_MAX_DRAWN, len(X)))
+    listed = [raised + lowered[::-1] for raised, lowered in (extremes(v, trajectory.targets, top) for v in values)]
+    _write_table(folder / "influence.csv", listed, predicted, of_network)
+    drawn, growth = range(min(_MAX_DRAWN, len(X))), float(effect.growth.max())
     figure = influence_figure(effect, predicted, drawn, top, trajectory, head=resolved)
     save_figure(figure, folder / "influence.png", palette=True)
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
@@ -174,14 +159,17 @@ def influence(
         "certified": effect.certified,
         "findings": list(effect.findings),
         "max_step_mismatch": effect.max_step_mismatch,
-        "growth": float(effect.growth.max()),
+        "growth": growth,
         "points": [
             {
                 "point": i,
                 "output": int(predicted[i]),
                 "network": float(of_network[i]),
                 "std": float(values[i].square().sum().sqrt()),
-                "largest": [{"training_point": index, "influence": value} for index, value in listed[i]],
+                "largest": [
+                    {"training_point": entry["training_point"], "influence": entry["contribution"]}
+                    for entry in listed[i]
+                ],
             }
             for i in range(len(X))
         ],
@@ -190,36 +178,20 @@ def influence(
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
     num_outputs = effect.outputs.shape[1]
     typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
-    typer.echo(
-        f"the derivative in the weights is at most {float(effect.growth.max()):.3g} times as large along the run as at "
-        "its end"
-    )
+    typer.echo(f"the derivative in the weights is at most {growth:.3g} times as large along the run as at its end")
     typer.echo(f"written to {folder}: influence.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if not effect.certified:
         raise ValueError(f"the derivative must be certified: {'; '.join(effect.findings)}. Do not use it.")
 
 
-def _largest(values: Float[Tensor, " M"], top: int) -> list[tuple[int, float]]:
-    """Return the points of the largest derivatives of either sign, from the largest to the smallest."""
-    ordered, order = values.sort(descending=True)
-    ranked = list(zip(order.tolist(), ordered.tolist(), strict=True))
-    raised, lowered = [pair for pair in ranked[:top] if pair[1] > 0], [pair for pair in ranked[-top:] if pair[1] < 0]
-    return raised + [pair for pair in lowered if pair not in raised]
-
-
 def _write_table(
-    path: Path,
-    listed: list[list[tuple[int, float]]],
-    predicted: Int64[Tensor, " n"],
-    of_network: Float[Tensor, " n"],
-    targets: Tensor,
+    path: Path, listed: list[list[dict[str, Any]]], predicted: Int64[Tensor, " n"], of_network: Float[Tensor, " n"]
 ) -> None:
     """Write the training points on whose weights each predicted output depends most, one line each, as CSV."""
-    has_labels = targets.ndim == 1 and targets.dtype == torch.int64
     with path.open("w", newline="") as stream:
         table = csv.writer(stream)
         table.writerow(["point", "output", "network", "training_point", "label", "influence", "predicted_without"])
-        for n, (pairs, output) in enumerate(zip(listed, of_network.tolist(), strict=True)):
-            for index, value in pairs:
-                label = int(targets[index]) if has_labels else ""
+        for n, (entries, output) in enumerate(zip(listed, of_network.tolist(), strict=True)):
+            for entry in entries:
+                index, label, value = entry["training_point"], entry.get("label", ""), entry["contribution"]
                 table.writerow([n, int(predicted[n]), output, index, label, value, output - value])

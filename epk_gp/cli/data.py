@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -127,17 +127,12 @@ class ChosenPoints:
     def halves(self, seed: int) -> tuple["ChosenPoints", "ChosenPoints"]:
         """Divide the points in two at random; each half is a source of its own."""
         order = torch.randperm(len(self.X), generator=torch.Generator().manual_seed(seed))
-        first, second = (
-            ChosenPoints(
-                self.X[half],
-                None if self.labels is None else self.labels[half],
-                self.rows[half],
-                len(half),
-                self.origin,
-            )
-            for half in (part.sort().values for part in order.tensor_split(2))
-        )
+        first, second = (self._taken(half.sort().values) for half in order.tensor_split(2))
         return first, second
+
+    def _taken(self, rows: Int64[Tensor, " m"]) -> "ChosenPoints":
+        labels = None if self.labels is None else self.labels[rows]
+        return replace(self, X=self.X[rows], labels=labels, rows=self.rows[rows], available=len(rows))
 
 
 def read_points(

@@ -9,9 +9,9 @@ import typer
 from epk_gp.cli import app
 from epk_gp.cli import options as opt
 
-# The defaults of the commands are the sizes of section 4.1 of Bell et al. (2023).
-_SIZES = {"num-train": 3000, "num-test": 102, "width": 64, "steps": 300}
-_SMOKE = {"num-train": 60, "num-test": 9, "width": 8, "steps": 8}
+# Sizes as in section 4.1 of Bell et al. (2023), and tiny ones.
+_SIZES = ("--num-train", 3000, "--num-test", 102, "--width", 64, "--steps", 300)
+_SMOKE = ("--num-train", 60, "--num-test", 9, "--width", 8, "--steps", 8)
 _SMOKE_MAP = ("--num-condition", 20, "--grid", 8, "--num-samples", 64)
 
 
@@ -28,9 +28,8 @@ def demo(
     """
     folder = opt.make_folder(out)
     run, sizes = folder / "run", _SMOKE if smoke else _SIZES
-    given = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     commands = (
-        ("record", "--out", run, "--resume", "--zero-final-layer", *given, "--seed", seed, "--dtype", dtype),
+        ("record", "--out", run, "--resume", "--zero-final-layer", *sizes, "--seed", seed, "--dtype", dtype),
         ("verify", run, "--rule", "left-riemann:1", "--tol", 1),
         ("verify", run, "--out", folder),
         ("attribute", run, "--num-points", 3, "--out", folder / "attribution"),

@@ -172,7 +172,4 @@ def require_trusted(name: str, run: Path) -> None:
         ValueError: It is one.
     """
     if name not in _BUILT_IN:
-        raise ValueError(
-            f"--network must name a factory before it is executed: {name} makes the network of {run}. If you trust it, "
-            f"pass --network {name}."
-        )
+        raise ValueError(f"--network must name the factory of {run}. If you trust it, pass --network {name}.")

@@ -1,27 +1,16 @@
 """The options that commands share, and what the words of options stand for: paths, rules, types, folders."""
 
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
 import typer
 
 from epk_gp.core.losses import Head
-from epk_gp.quadrature.rules import (
-    Rule,
-    WeightPath,
-    adaptive,
-    chords,
-    gauss_legendre,
-    layerwise,
-    left_endpoint,
-    left_riemann,
-    midpoint,
-    straight,
-)
+from epk_gp.quadrature import rules
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
 
@@ -34,6 +23,7 @@ if TYPE_CHECKING:
 else:
     Context = typer.Context.__base__  # click's: what a command is given; typer's own is for annotations alone
 
+_Made = TypeVar("_Made")
 Dtype = Literal["float32", "float64"]
 ExplainedOutputs = Literal["all", "predicted"]
 
@@ -108,8 +98,7 @@ HeadOption = Annotated[
 RuleOption = Annotated[
     str,
     typer.Option(
-        help="adaptive[:TOL], gauss-legendre:N (N up to 1000), left-riemann:N, midpoint:N (N up to 10000) or "
-        "left-endpoint."
+        help="adaptive[:TOL], gauss-legendre:N (N <= 1000), left-riemann:N, midpoint:N (N <= 10000) or left-endpoint."
     ),
 ]
 PathOption = Annotated[
@@ -129,7 +118,7 @@ Scheduler = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Compute on the workers of a Dask scheduler: its address, as tcp://host:8786, or its scheduler file.",
+        help="Compute on a Dask scheduler's workers: its address, tcp://host:8786, or scheduler file.",
     ),
 ]
 NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
@@ -141,42 +130,37 @@ TopListed = Annotated[int, count("Training points listed and drawn of either sig
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> rules.Rule:
     """Return the quadrature rule that an option names.
 
     Raises:
         ValueError: There is no rule of this name, or its number is missing or wrong.
     """
-    name, _, value = text.partition(":")
-    fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
-    try:
-        if text in ("adaptive", "left-endpoint"):
-            return adaptive() if text == "adaptive" else left_endpoint()
-        return adaptive(float(value)) if name == "adaptive" else fixed[name](int(value))
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            "--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: got "
-            f"{text[:60]!r} ({str(error)[:100]})."
-        ) from error
+    kinds: dict[str, Callable[..., rules.Rule]] = {"adaptive": rules.adaptive, "left-endpoint": rules.left_endpoint}
+    kinds |= {"gauss-legendre": rules.gauss_legendre, "left-riemann": rules.left_riemann, "midpoint": rules.midpoint}
+    names = "adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint"
+    return _parse_named(text, kinds, f"--rule must be {names}")
 
 
-def parse_path(text: str) -> WeightPath:
+def parse_path(text: str) -> rules.WeightPath:
     """Return the path between the recorded states that an option names.
 
     Raises:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
-    name, _, value = text.partition(":")
+    kinds: dict[str, Callable[..., rules.WeightPath]] = {"straight": rules.straight, "chords": rules.chords}
+    kinds |= {"layerwise": rules.layerwise}
+    return _parse_named(text, kinds, "--path must be straight, chords:K or layerwise[:K]")
+
+
+def _parse_named(text: str, kinds: Mapping[str, Callable[..., _Made]], message: str) -> _Made:
+    """Return what a name stands for, made with the number after its colon if there is one."""
+    name, colon, value = text.partition(":")
     try:
-        if text in ("straight", "layerwise"):
-            return straight() if text == "straight" else layerwise()
-        if name in ("chords", "layerwise"):
-            return chords(int(value)) if name == "chords" else layerwise(int(value))
-        raise ValueError("there is no such path")
-    except ValueError as error:
-        raise ValueError(
-            f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r} ({str(error)[:100]})."
-        ) from error
+        number = float if name == "adaptive" else int
+        return kinds[name](number(value)) if colon else kinds[name]()
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{message}: got {text[:60]!r} ({str(error)[:100]}).") from error
 
 
 def make_folder(out: Path) -> Path:
@@ -206,11 +190,9 @@ def validate_run(run: Path, out: Path | None, workers: int | None = None, schedu
 
 def given_options(ctx: Context) -> dict[str, str]:
     """Return the parameters that are on the command line, and the option of each."""
-    names = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
-    sources = {name: ctx.get_parameter_source(name) for name in names}
-    return {
-        name: names[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
-    }
+    options = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", None) for name in options}
+    return {name: option for name, option in options.items() if sources[name] == "COMMANDLINE"}
 
 
 def refuse_ignored(ctx: Context, meant: Container[str], reason: str) -> None:

@@ -1,6 +1,6 @@
 """`epk-gp record`: train a network and record every step, or resume a recording as it was begun."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -8,20 +8,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 import typer
 from pydantic import TypeAdapter, ValidationError
+from torch import optim
 from torch.nn import functional as F
 
+from epk_gp.cli import networks
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import HELD_OUT, held_out_content, is_data_file, load_split
-from epk_gp.cli.networks import (
-    MANIFEST,
-    Activation,
-    Manifest,
-    build_network,
-    network_spec,
-    read_manifest,
-    require_trusted,
-    validate_network,
-)
+from epk_gp.cli.networks import MANIFEST, Activation
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
@@ -36,12 +29,8 @@ from epk_gp.storage.writer import MANIFEST_FILES, Storage
 OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
 LossName = Literal["cross-entropy", "mse"]
 
-_OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
+_OPTIMIZERS: dict[str, Any] = {
+    kind.__name__.lower(): kind for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad)
 }
 # The options that say what a run is made of. --out, --steps, --commit-seconds and --quiet may change from one part of a
 # recording to the next.
@@ -106,7 +95,7 @@ def record(
     if completed != options:  # once more, with the recorded options in place of the defaults
         record(ctx, **completed)
         return
-    timer = Stopwatch()
+    timer, kind = Stopwatch(), opt.DTYPES[dtype]
     has_momentum = optimizer in ("sgd", "rmsprop")
     if (momentum and not has_momentum) or (nesterov and optimizer != "sgd"):
         raise ValueError(f"--momentum belongs to sgd and rmsprop, --nesterov to sgd: got {optimizer}.")
@@ -115,24 +104,18 @@ def record(
     if out.exists() and not (out.is_dir() and (resume or not any(out.iterdir()))):
         raise FileExistsError(f"--out must be a new or empty folder: {out} already holds something. Or pass --resume.")
     training, held_out, available = load_split(
-        data,
-        seed=seed,
-        dtype=opt.DTYPES[dtype],
-        num_train=num_train,
-        num_test=num_test,
-        num_classes=num_classes,
-        data_dir=data_dir,
+        data, seed=seed, dtype=kind, num_train=num_train, num_test=num_test, num_classes=num_classes, data_dir=data_dir
     )
     X, y = training.inputs, training.labels
     if batch_size is not None and batch_size > len(X):
         raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
-    spec = network_spec(network, X, training.num_classes, width, activation)
+    spec = networks.network_spec(network, X, training.num_classes, width, activation)
     torch.manual_seed(seed)
-    net = build_network(spec).to(opt.DTYPES[dtype])
+    net = networks.build_network(spec).to(kind)
     if zero_final:
         zero_final_layer(net)
-    num_outputs = validate_network(net, X, training.num_classes)
-    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(opt.DTYPES[dtype])
+    num_outputs = networks.validate_network(net, X, training.num_classes)
+    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(kind)
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     rates |= {"momentum": momentum} if has_momentum else {}
     rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
@@ -140,7 +123,7 @@ def record(
     recorded = {name: options[name] for name in (*_RECORDED, "steps")} | {"num_train": len(training)}
     recorded["data_dir"] = None if data_dir is None else str(data_dir)
 
-    with _described(out, Manifest(network=spec, recorded_with=recorded), held_out):
+    with _described(out, networks.Manifest(network=spec, recorded_with=recorded), held_out):
         trajectory = train(
             net,
             X,
@@ -172,7 +155,7 @@ def record(
 
 
 @contextmanager
-def _described(out: Path, manifest: Manifest, held_out: Dataset) -> Iterator[None]:
+def _described(out: Path, manifest: networks.Manifest, held_out: Dataset) -> Iterator[None]:
     """Describe a run before its first step, so that one that is killed can be resumed and opened too."""
     existed, is_resumed, content = out.exists(), is_run(out), held_out_content(out, held_out)
     described = manifest.model_copy(update={"held_out_bytes": len(content), "held_out_blake2b": checksum(content)})
@@ -217,7 +200,7 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
     completed, run = dict(options), options["out"]
     if not (options["resume"] and is_run(run)):
         return completed
-    manifest, hints = read_manifest(run), get_type_hints(record)
+    manifest, hints = networks.read_manifest(run), get_type_hints(record)
     if manifest is None:
         raise ValueError(f"{run} must hold the {MANIFEST} that epk-gp record wrote: resume this run in Python.")
     for name in (*_RECORDED, "steps"):
@@ -234,5 +217,5 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
                 f"{options[name]}. Leave the option out, or record another run."
             )
     if "network" not in given:
-        require_trusted(completed["network"], run)
+        networks.require_trusted(completed["network"], run)
     return completed

@@ -1,6 +1,5 @@
 """`epk-gp report`: the report of a run as one HTML file."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,6 @@ from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import computing
-from epk_gp.core.checks import ComputeSettings
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels
@@ -97,22 +95,14 @@ def report(
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
-        budget, progress, executor = settings["memory_budget"], settings["progress"], settings["executor"]
-        effect = None
+        del settings["checkpoint"]  # each call has its own
+        effect, model, suspects = None, None, None
         if influence:
-            own: ComputeSettings = {**settings, "checkpoint": partial / "influence"}
-            effect = influence_of(trajectory, X[explained], head=head, **own)
-        model = None
+            effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **settings)
         if fitted is not None:
-            model = UncertainClassifier(
-                trajectory, seed=seed or 0, memory_budget=budget, progress=progress, executor=executor
-            )
-            model.fit(fitted.X, fitted.labels)
-        suspects = None
+            model = UncertainClassifier(trajectory, seed=seed or 0, **settings).fit(fitted.X, fitted.labels)
         if label_errors:
-            suspects = errors_of_labels(
-                trajectory, seed=seed or 0, memory_budget=budget, progress=progress, executor=executor
-            )
+            suspects = errors_of_labels(trajectory, seed=seed or 0, **settings)
         surface = _map(trajectory, seed or 0, quiet) if map else None
         finding = ""
         try:
@@ -137,14 +127,14 @@ def report(
                     suspects=suspects,
                     uncertainty_map=surface,
                     kernel_points=kernel_points,
+                    checkpoint=partial,
                     **settings,
                 )
         except CertificateWarning as warning:  # once the report is written
             finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)
-    typer.echo(
-        f"written to {out}: {os.path.getsize(out) / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)"
-    )
+    size = out.stat().st_size / 1e6
+    typer.echo(f"written to {out}: {size:.2f} MB, to be opened in a browser ({timer.total:.1f} s)")
     if finding:
         raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
 

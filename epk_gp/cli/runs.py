@@ -22,6 +22,7 @@ from epk_gp.storage.verify import check_run, export_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_BOUNDS = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
 _UNFINISHED = "not finished: record --resume resumes it"
 
 
@@ -36,9 +37,7 @@ def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = Fal
     sizes = [header["num_points"] if step.batch is None else len(step.batch) for step in summary.steps]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
-        "network": "not in the manifest (pass --network to the other commands)"
-        if manifest is None
-        else manifest.network.name,
+        "network": manifest.network.name if manifest else "not in the manifest (pass --network to the other commands)",
         "steps": summary.num_steps,
         "step sizes": _range([step.lr for step in summary.steps]),
         "points per step": _range(sizes),
@@ -134,13 +133,13 @@ def verify(
         }
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
-    errors = torch.tensor([result.max_error for result in results.values()], dtype=torch.float64)
-    error = float(errors.max())  # a NaN stays NaN, as it would not in Python's max
+    # a NaN stays NaN, as it would not in Python's max
+    error = float(torch.tensor([result.max_error for result in results.values()], dtype=torch.float64).max())
     is_adaptive = isinstance(quadrature, AdaptiveRule)  # a fixed rule leaves what it leaves: --tol judges it
     findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
     if folder is not None:
         config = options | {"tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
-        numbers = {name: certificate(result) for name, result in results.items()}
+        numbers = {name: {bound: getattr(result, bound) for bound in _BOUNDS} for name, result in results.items()}
         passed = error <= allowed and not findings
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)
     if findings:
@@ -168,12 +167,6 @@ def _table(results: dict[Head, Reconstruction]) -> str:
         numbers = (r.max_error, r.max_residual, r.total_residual)
         rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
     return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
-
-
-def certificate(result: Reconstruction) -> dict[str, float]:
-    """Return the error bounds of a reconstruction."""
-    names = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
-    return {name: getattr(result, name) for name in names}
 
 
 def export(

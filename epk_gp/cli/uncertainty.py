@@ -118,10 +118,7 @@ def uncertainty(
         folder = opt.make_folder(out)
         typer.echo(f"scoring {scored}, with {fitted} as validation points")
         with computing(memory, workers, scheduler, quiet) as settings:
-            model = UncertainClassifier(
-                trajectory, nodes=nodes, features=asked, seed=seed, path=along, memory_budget=settings["memory_budget"],
-                progress=settings["progress"], executor=settings["executor"],
-            )  # fmt: skip
+            model = UncertainClassifier(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
             model.fit(fitted.X, fitted.labels)
             timer.lap("fit")
             if save_model is not None:
@@ -136,8 +133,8 @@ def uncertainty(
         saved = "" if save_model is None else f"; the model to {save_model}"
         typer.echo(f"written to {folder}: scores.npz, scores.png, uncertainty.json{saved} ({timer.total:.1f} s)")
         return
-    quadrature = opt.parse_rule(rule)
-    if not isinstance(quadrature, QuadratureRule):
+    fixed = opt.parse_rule(rule)
+    if not isinstance(fixed, QuadratureRule):
         raise ValueError(f"--rule must be a fixed rule, the same for all points: got {rule}.")
     trajectory = open_run(run, network)
     if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
@@ -146,17 +143,11 @@ def uncertainty(
     chosen = read_points(trajectory, run, points, dtype=torch.float64)
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
-    conditioned = draw_rows(trajectory.num_points, num_condition, seed).tolist()
+    rows = draw_rows(trajectory.num_points, num_condition, seed).tolist()
     with computing(memory, workers, scheduler, quiet) as settings:
+        executor = settings["executor"]  # a map takes little memory
         gp = LogitGP(
-            trajectory,
-            outputs,
-            targets=targets,
-            points=conditioned,
-            rule=quadrature,
-            path=along,
-            nodes=nodes,
-            executor=settings["executor"],
+            trajectory, outputs, targets=targets, points=rows, rule=fixed, path=along, nodes=nodes, executor=executor
         )
         losses = gp.fit(fit_steps, progress=not quiet)
         generator = torch.Generator().manual_seed(seed)
@@ -186,16 +177,14 @@ def uncertainty(
         "share_of_directions_in_which_std_falls": m.share_std_decreasing,
         "mean_std_at_points": float(u.std.mean()),
     }
-    config = options | {"num_condition": len(conditioned), "points": str(chosen)}
+    config = options | {"num_condition": len(rows), "points": str(chosen)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
-    typer.echo(f"GP on {len(conditioned)} training points: outputscale {scale}, noise {noise}")
+    typer.echo(f"GP on {len(rows)} training points: outputscale {scale}, noise {noise}")
     typer.echo(f"standard deviation of the class probability over the map: at most {largest:.3f}")
-    said = "none" if correlation is None else f"{correlation:+.2f}"
-    typer.echo(f"its rank correlation with the distance to the training data: {said}")
+    falls = "none" if correlation is None else f"{correlation:+.2f}"
+    typer.echo(f"its rank correlation with the distance to the training data: {falls}")
     typer.echo(f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %")
-    typer.echo(
-        f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({timer.total:.1f} s)"
-    )
+    typer.echo(f"written to {folder}: uncertainty.png and .json, map.safetensors, points.npz ({timer.total:.1f} s)")
     typer.echo("for scores to abstain and to detect by, add --validation held-out, or a file of labelled points")
 
 

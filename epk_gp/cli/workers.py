@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import typer
 
-from epk_gp.core.checks import ComputeSettings
 from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
@@ -19,8 +19,8 @@ TIMEOUT = 30  # seconds in which a scheduler must answer
 @contextmanager
 def computing(
     memory: float, workers: int | None, scheduler: str | None, quiet: bool, checkpoint: Path | None = None
-) -> Iterator[ComputeSettings]:
-    """Give how a command computes, by its options.
+) -> Iterator[dict[str, Any]]:
+    """Give how a command computes, as arguments of the library's calls (`ComputeSettings`).
 
     Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
     which other users of the machine could have their code executed, as a Dask cluster does. They are spawned: a process
@@ -46,7 +46,7 @@ def computing(
     elif workers is not None:
         executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     again = f"Run the same command again{', which resumes from what was computed' if checkpoint else ''}"
-    settings: ComputeSettings = {"memory_budget": int(memory * 2**30), "progress": not quiet, "executor": executor}
+    settings: dict[str, Any] = {"memory_budget": int(memory * 2**30), "progress": not quiet, "executor": executor}
     if checkpoint is not None:
         settings["checkpoint"] = checkpoint
     try:
@@ -99,13 +99,6 @@ def _address(scheduler: str) -> str:
 
 def _is_of_workers(error: Exception) -> bool:
     """Whether an error is about workers, rather than about what they compute."""
-    if type(error).__module__.partition(".")[0] == "distributed":
-        return True
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return (
-        isinstance(error, RuntimeError)
-        and last is not None
-        and last.tb_frame.f_globals.get("__name__", "").startswith("epk_gp.work.")
-    )
+    *_, (raised_in, _) = walk_tb(error.__traceback__)
+    is_of_work = isinstance(error, RuntimeError) and raised_in.f_globals.get("__name__", "").startswith("epk_gp.work.")
+    return is_of_work or type(error).__module__.partition(".")[0] == "distributed"

@@ -106,10 +106,7 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
     held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
     if any(change.step >= count for change in held.changes):
         raise ValueError(f"{message}: they are those of other steps.")
-    return {
-        change.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in change.groups)
-        for change in held.changes
-    }
+    return {c.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in c.groups) for c in held.changes}
 
 
 def chunk_tensors(
@@ -146,14 +143,13 @@ def chunk_tensors(
         values = [getattr(update, name).cpu() for update in updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
-            tensors[f"update.{name}"] = torch.stack(
-                [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
-            )
+            rows = [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
+            tensors[f"update.{name}"] = torch.stack(rows)
             values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in updates]
         columns.append(torch.stack(values).double())
-        if any(name in own.places for own in updates):
+        if any(name in update.places for update in updates):
             shared = torch.full((len(schema.sizes),), -1)
-            tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in updates])
+            tensors[f"update.{name}.at"] = torch.stack([update.places.get(name, shared) for update in updates])
     if any(update.has_matrices for update in updates):
         tensors |= pack(MATRICES_NAME, [_matrices_of(update) for update in updates])
     if columns:
@@ -369,7 +365,7 @@ class StoredUpdates(_Stored):
         return UpdateCoefficients(*values, **matrices)
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
-        """Read of which weight of each parameter a step holds the scaled coefficients (`compact_update`)."""
+        """Read which weight of each parameter the scaled coefficients of a step belong to (`compact_update`)."""
         if not self.schema.thins:
             return {}
         chunk = self._chunk(step + 1)

@@ -84,9 +84,7 @@ def checksum_file(file: Path, size: int, where: str, suffix: str = "") -> str:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it has another size.
     """
-    with open_regular(file, where) as stream:
-        if (actual := os.fstat(stream.fileno()).st_size) != size:
-            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
+    with open_regular(file, where, size) as stream:
         hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
     hasher.update(suffix.encode())
     return hasher.hexdigest()
@@ -104,12 +102,12 @@ def open_descriptor(file: Path, flags: int) -> int:
 
 
 @contextmanager
-def open_regular(file: Path, where: str) -> Iterator[BufferedReader]:
-    """Open a regular file for reading.
+def open_regular(file: Path, where: str, size: int | None = None) -> Iterator[BufferedReader]:
+    """Open a regular file for reading, of so many bytes where they are known.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: The file is a symbolic link, a folder, a pipe or a device.
+        ValueError: The file is a symbolic link, a folder, a pipe or a device, or it has another size.
     """
     try:
         handle = open_descriptor(file, os.O_RDONLY)
@@ -123,6 +121,8 @@ def open_regular(file: Path, where: str) -> Iterator[BufferedReader]:
         os.close(handle)
         raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
     with os.fdopen(handle, "rb") as stream:
+        if size is not None and (actual := os.fstat(handle).st_size) != size:
+            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
         yield stream
 
 
@@ -162,9 +162,8 @@ def read_checked(file: Path, size: int, blake2b: str, where: str, suffix: str = 
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or it has another size or checksum.
     """
-    if (actual := regular_file_size(file, where)) not in (None, size):
-        raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
-    content = read_bytes(file, size, where)
+    with open_regular(file, where, size) as stream:
+        content = stream.read(size)
     if checksum(content, suffix) != blake2b:
         raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
     return content
@@ -182,9 +181,7 @@ def parse_json(content: bytes, message: str) -> Any:
     """
     try:
         return json.loads(content)
-    except RecursionError as error:
-        raise ValueError(f"{message}: it is nested too deeply.") from error
-    except ValueError as error:  # includes bytes that are not text, and numbers with thousands of digits
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of thousands of digits
         raise ValueError(f"{message}: {error}.") from error
 
 

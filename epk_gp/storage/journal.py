@@ -14,16 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import StringConstraints
 
-from epk_gp.storage.files import (
-    DAMAGED,
-    checksum,
-    checksum_file,
-    checksum_json,
-    open_tensors,
-    parse_json,
-    read_bytes,
-    regular_file_size,
-)
+from epk_gp.storage import files
+from epk_gp.storage.files import DAMAGED
 from epk_gp.storage.schema import Count, Record, read_record, validated
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
@@ -75,10 +67,9 @@ class Chunk(Record):
         """Number of its first step; state 0 has none."""
         return max(self.first - 1, 0)
 
-    @property
-    def description(self) -> str:
-        """The states in the chunk, in words, for error messages."""
-        return f"states {self.first}..{self.last}"
+    def line_after(self, before: str) -> str:
+        """Return the checksum of this line, chained to the checksum of the line before it."""
+        return files.checksum(before.encode(), files.checksum_json(dict(self) | {"line": ""}))
 
 
 class Finished(Record):
@@ -123,11 +114,6 @@ def to_json_line(chunk: Chunk) -> bytes:
     return json.dumps(dict(chunk)).encode() + b"\n"
 
 
-def chain_hash(before: str, chunk: Chunk) -> str:
-    """Return the checksum of a chunk's line, chained to the checksum `before` of the line before it."""
-    return checksum(before.encode(), checksum_json(dict(chunk) | {"line": ""}))
-
-
 def read_journal(path: str | os.PathLike[str]) -> Journal:
     """Read the committed chunks of a run. A last line without its newline is not committed.
 
@@ -139,11 +125,11 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     """
     folder = Path(path)
     # Listed before the journal is read, so that each file listed belongs to a line that is read.
-    numbers = _resume_numbers(folder)
+    numbers = [int(file.stem[-6:]) for file in folder.glob(f"resume-{'[0-9]' * 6}.safetensors")]
     file = folder / FINISHED
     finished = read_record(Finished, file, f"{file} must be the closing record of a run", _FINISHED_BYTES)
     where = f"{folder / JOURNAL}"
-    content = read_bytes(folder / JOURNAL, MAX_CHUNKS * MAX_LINE_BYTES, where)
+    content = files.read_bytes(folder / JOURNAL, MAX_CHUNKS * MAX_LINE_BYTES, where)
     chunks, used = _parse_lines(content, where)
     if not chunks:
         raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
@@ -154,7 +140,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
         raise ValueError(f"{where} must have {max(numbers) + 1} lines: it ends after {len(chunks)}. {DAMAGED}")
     for chunk in chunks:
         name, chunk_where = chunk_file(folder, chunk)
-        if (size := regular_file_size(name, chunk_where)) != chunk.bytes:
+        if (size := files.regular_file_size(name, chunk_where)) != chunk.bytes:
             got = "it is missing" if size is None else f"it has {size}"
             raise ValueError(f"{chunk_where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")
     return Journal(tuple(chunks), used, finished == Finished(chunks=len(chunks)))
@@ -163,7 +149,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
 def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
     """Return the file of a chunk, and its name in error messages."""
     file = Path(path) / chunk.file
-    return file, f"{file} ({chunk.description})"
+    return file, f"{file} (states {chunk.first}..{chunk.last})"
 
 
 def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
@@ -175,7 +161,7 @@ def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
     """
     file, where = chunk_file(path, chunk)
     stamp = _stamp(file)  # before it is read
-    if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
+    if files.checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
         raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
     _COMPARED[str(file), chunk.blake2b] = stamp
 
@@ -191,7 +177,7 @@ def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
         ValueError: It was replaced or damaged since the run was opened.
     """
     _require_unchanged(path, chunk)
-    with open_tensors(*chunk_file(path, chunk)) as tensors:
+    with files.open_tensors(*chunk_file(path, chunk)) as tensors:
         _require_unchanged(path, chunk)  # again: it may have been replaced before it was mapped
         yield tensors
 
@@ -224,18 +210,11 @@ def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
         message = f"{name} must describe a chunk: it is damaged, restore it from a copy"
         if len(line) > MAX_LINE_BYTES:
             raise ValueError(f"{message}: it has {len(line)} bytes.")
-        chunk = validated(Chunk, parse_json(line, message), message)
-        if chunk.line != chain_hash(chunks[-1].line if chunks else "", chunk) or to_json_line(chunk) != line + b"\n":
+        chunk = validated(Chunk, files.parse_json(line, message), message)
+        if chunk.line != chunk.line_after(chunks[-1].line if chunks else "") or to_json_line(chunk) != line + b"\n":
             raise ValueError(f"{name} must have its checksum: it is damaged, or a line before it is lost.")
         expected = chunks[-1].last + 1 if chunks else 0
         if chunk.first != expected or chunk.file != chunk_name(number) or chunk.states < 1:
             raise ValueError(f"{name} must continue at state {expected}: it does not.")
         chunks.append(chunk)
     return chunks, used
-
-
-def _resume_numbers(folder: Path) -> set[int]:
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith("resume-")]
-    stems = [name.removeprefix("resume-").removesuffix(".safetensors") for name in names]
-    return {int(stem) for stem, name in zip(stems, names, strict=True) if stem.isascii() and stem.isdecimal()}

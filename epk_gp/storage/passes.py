@@ -29,7 +29,7 @@ _VECTORS = {
 _SEEN = ("inputs", "targets")
 PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
 _DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
-_MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
+_MAX_RANDOM_BYTES = 1 << 16  # torch's state has 16 bytes on CUDA
 _MAX_DIMENSIONS = 16
 PASSES, COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
 PASS_LAYOUT = {PASSES: "U8", f"{PASSES}.at": "I64", COUNTS: "I64", _ROWS: "I64"}
@@ -184,8 +184,7 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
     for name in _SEEN:
         if (seen := getattr(forward, name)) is not None:
             _validate_seen(name, seen, forward.num_rows)
-    lengths = {"random_state": (1, _MAX_RANDOM_BYTES), "device_random_state": (1, _MAX_RANDOM_BYTES)}
-    lengths["memory_order"] = (2, _MAX_DIMENSIONS)
+    lengths = {"device_random_state": (1, _MAX_RANDOM_BYTES), "memory_order": (2, _MAX_DIMENSIONS)}
     if schema is not None:
         lengths["modes"] = (schema.num_modules, schema.num_modules)
         lengths["statistics"] = lengths["statistics_after"] = (schema.num_statistics, schema.num_statistics)

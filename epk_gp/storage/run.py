@@ -73,9 +73,7 @@ def recorded_model(
         _require_recorded(name, recorded, list(shape))
     model = model.variant(TensorSpec(WEIGHT_DTYPES[header["dtype"]], torch.device("cpu")))
     frozen_state = model.frozen_state()
-    recorded_state = {
-        key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")
-    }
+    recorded_state = {k.removeprefix("constant."): v for k, v in data.items() if k.startswith("constant.")}
     for name in sorted(frozen_state.keys() | recorded_state.keys()):
         recorded, own = (list(side[name].shape) if name in side else None for side in (recorded_state, frozen_state))
         _require_recorded(name, recorded, own)

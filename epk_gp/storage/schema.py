@@ -16,14 +16,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.files import (
-    MAX_JSON_BYTES,
-    load_tensors,
-    read_bytes,
-    read_checked,
-    read_checksummed_json,
-    regular_file_size,
-)
+from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_checked, read_checksummed_json
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
@@ -126,11 +119,9 @@ def read_record(model: type[RecordType], file: Path, message: str, limit: int = 
     Raises:
         ValueError: The file is damaged, too large or no plain file, or holds something else.
     """
-    if regular_file_size(file, str(file)) is None:
-        return None
     try:
         content = read_bytes(file, limit, str(file))
-    except FileNotFoundError:  # it was removed a moment ago
+    except FileNotFoundError:
         return None
     return validated(model, read_checksummed_json(content, message), message)
 
@@ -237,28 +228,12 @@ def run_header(
 def describe_loss(loss: Loss) -> dict[str, Any]:
     """Describe a loss for a run's header; the name of a `PerSampleLoss` stands for its functions."""
     options = {name: value for name, value in vars(loss).items() if name not in ("function", "counts")}
-    return {
-        "kind": type(loss).__name__,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
-    }
-
-
-def complete_header(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return all entries of a header; those that a run may lack as they are in a run that does not need them.
-
-    Args:
-        entries: The entries.
-        where: Name of the file in an error message.
-
-    Raises:
-        ValueError: They are not those of a run of this format and version.
-    """
-    header = validated(RunHeader, entries, f"{where} must be the header of an epk_gp run of version 1")
-    return dict(header) | dict(entries)
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {"kind": type(loss).__name__, **plain}
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the header of a run (`RunHeader`) as a dictionary of all its entries.
+    """Read the header of a run (`RunHeader`) as a dictionary of all its entries, also of those that the file lacks.
 
     Raises:
         TypeError: The path is not a path.
@@ -266,10 +241,10 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
     file = Path(path) / HEADER
-    if regular_file_size(file, str(file)) is None:
+    header = read_record(RunHeader, file, f"{file} must be the header of an epk_gp run of version 1")
+    if header is None:
         raise FileNotFoundError(f"folder must hold a recorded run: {file} does not exist.")
-    content = read_bytes(file, MAX_JSON_BYTES, str(file))
-    return complete_header(read_checksummed_json(content, f"{file} must be the header of an epk_gp run"), str(file))
+    return header.model_dump()
 
 
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -268,7 +268,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """Return a state as JSON; its tensors are put beside it, under a number."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, np.generic) and not value.shape:
+    if isinstance(value, np.generic):
         return _encode(value.item(), tensors, where)
     if isinstance(value, Tensor):
         name = f"tensor.{len(tensors)}"

@@ -20,25 +20,9 @@ from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import (
-    atomic_write,
-    checksum,
-    checksummed_json,
-    open_descriptor,
-    regular_file_size,
-    sync_folder,
-)
-from epk_gp.storage.journal import (
-    FINISHED,
-    JOURNAL,
-    Chunk,
-    chain_hash,
-    chunk_name,
-    read_journal,
-    resume_name,
-    to_json_line,
-)
-from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, chunk_schema, complete_header, read_header
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
+from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
@@ -179,16 +163,14 @@ class RunWriter:
             resume_blake2b=checksum(resume, digest),
             line="",
         )
-        chunk = chunk.model_copy(update={"line": chain_hash(self.chunks[-1].line if self.chunks else "", chunk)})
+        chunk = chunk.model_copy(update={"line": chunk.line_after(self.chunks[-1].line if self.chunks else "")})
         line = to_json_line(chunk)
         with explain_os_errors(self.path, self._advice):
             try:
                 self._require_same_journal()
-                if (self.path / FINISHED).exists():
-                    (self.path / FINISHED).unlink()
-                    sync_folder(self.path)
+                (self.path / FINISHED).unlink(missing_ok=True)
                 atomic_write(self.path / chunk.file, content, sync=False)
-                atomic_write(self.path / resume_name(number), resume)  # synchronises both names
+                atomic_write(self.path / resume_name(number), resume)  # synchronises all three names
                 os.lseek(self._journal, self._journal_bytes, os.SEEK_SET)
                 _write_all(self._journal, line)
                 os.fsync(self._journal)
@@ -285,7 +267,7 @@ def create_run_dir(
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
     of_data = {"data_blake2b": checksum(content), "data_bytes": len(content)}
-    full = complete_header(FORMAT | of_data | dict(header), str(folder / HEADER))
+    full = RunHeader.model_validate(FORMAT | of_data | dict(header)).model_dump()
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)
@@ -307,7 +289,7 @@ def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
 
 
 def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) -> RunWriter:
-    """Open a run where its last commit left it; no file is changed.
+    """Open a run to continue it after its last commit. No file is changed.
 
     Raises:
         BlockingIOError: Another process writes to the run.

@@ -17,6 +17,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds."""
+    drawn = {"attribute": ("attribution_figure", "influence_figure"), "uncertainty": ("map_figure", "scores_figure")}
+    for command, names in drawn.items():
+        for name in (*names, "save_figure"):
+            monkeypatch.setattr(f"epk_gp.cli.{command}.{name}", lambda *args, **options: None)
+
+
+@pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code = """
         import torch

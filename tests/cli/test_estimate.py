@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import run
+from loops import file_hashes
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--rule", "gauss-legendre:2"),
@@ -14,15 +15,10 @@ ASKED = {
 }
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
-    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 @pytest.mark.parametrize("what", ["gram", pytest.param("attribute", marks=pytest.mark.slow)])
 def test_the_estimate_says_what_the_command_does(recorded, tmp_path, monkeypatch, capsys, what):
     monkeypatch.chdir(tmp_path)
-    before = contents(recorded)
+    before = file_hashes(recorded)
     options = ("--what", what, *ASKED[what], "--workers", 2, "--seconds", 0.1, "--quiet")
     assert run("estimate", recorded, *options) == 0
     shown = capsys.readouterr()
@@ -30,7 +26,7 @@ def test_the_estimate_says_what_the_command_does(recorded, tmp_path, monkeypatch
     lines = [line.partition(":")[0] for line in shown.out.splitlines()]
     assert {"pieces", "result", "time"} <= set(lines)
     assert list(tmp_path.iterdir()) == []
-    assert contents(recorded) == before
+    assert file_hashes(recorded) == before
 
     assert run("estimate", recorded, "--out", "said", *options) == 0
     assert [file.name for file in Path("said").iterdir()] == ["estimate.json"]

@@ -58,6 +58,7 @@ DAMAGE = {
     "large points": (lambda folder: os.truncate(folder / "held_out.safetensors", 1 << 40), "held_out.safetensors must"),
     "no points": (lambda folder: (folder / "held_out.safetensors").unlink(), "must hold the held-out points of the"),
     **{f"seed {seed}": (manifest(recorded_with={"seed": seed}), NO_OPTIONS) for seed in ("many", None, 1.5)},
+    "flipped chunk": (lambda folder: flip(folder / "chunk-000000.safetensors", -9), "must have the checksum"),
     "no manifest": (lambda folder: (folder / "network.json").unlink(), "must hold the network.json that epk-gp record"),
 }  # fmt: skip
 
@@ -69,11 +70,5 @@ def test_damage_in_the_command_line_s_own_files_is_found(recorded, tmp_path, cap
     resumes = message == NO_OPTIONS or "epk-gp record" in message
     command = ("record", "--resume", "--out", folder) if resumes else ("verify", folder)
     assert message in refused(capsys, *command, "--quiet")
-
-
-def test_verify_checks_files(recorded, tmp_path, capsys):
-    assert run("verify", recorded, "--checksums") == 0
-    assert "4 steps" in capsys.readouterr().out
-    damaged = shutil.copytree(recorded, tmp_path / "damaged")
-    flip(damaged / "chunk-000000.safetensors", -9)
-    assert "checksum" in refused(capsys, "verify", damaged, "--checksums", "--quiet")
+    if message == "must have the checksum":
+        assert message in refused(capsys, "verify", folder, "--checksums", "--quiet")

@@ -45,12 +45,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(folder, tmp_path, monkeypatch):
+def ask(folder, tmp_path, monkeypatch, no_pictures):
     """Run a command on one of the runs, and return its folder of results."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("attribution_figure", "save_figure"):  # the picture takes a second
-        monkeypatch.setattr(f"epk_gp.cli.attribute.{name}", lambda *args, **options: None)
 
     def ask(command, name, *arguments):
         out = tmp_path / "_".join(["out", name, *arguments])
@@ -91,11 +89,3 @@ def test_verify_checks_what_the_loss_sees_and_both_heads_if_asked_to(ask):
         results = json.loads((ask("verify", name, *asked) / "verify.json").read_text())["results"]
         assert results.keys() - {"passed"} == heads
         assert results["passed"]
-
-
-def test_the_help_says_what_the_default_is(capsys):
-    for command in COMMANDS:
-        run(command, "--help")
-        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        assert "for cross entropy" in text
-        assert "logits otherwise" in text

@@ -22,18 +22,10 @@ def test_the_command_writes_the_report_of_the_library(recorded, tmp_path, capsys
     assert said[1].startswith(f"written to {out}: ")
     assert [file.name for file in out.parent.iterdir()] == ["report.html"]  # partial sums are removed
     held_out = load_file(recorded / "held_out.safetensors")
-    expected = epk.write_report(
-        tmp_path / "expected.html",
-        open_run(recorded, None),
-        held_out["inputs"],
-        held_out["labels"],
-        title="Mine",
-        class_names=["a", "b", "c"],
-        explained=2,
-        top=3,
-        rule=adaptive(1e-8),
-        kernel_points=0,
-    )
+    points = (held_out["inputs"], held_out["labels"])
+    options = {"title": "Mine", "class_names": ["a", "b", "c"], "explained": 2, "top": 3, "kernel_points": 0}
+    where = (tmp_path / "expected.html", open_run(recorded, None))
+    expected = epk.write_report(*where, *points, rule=adaptive(1e-8), **options)
     assert out.read_bytes() == expected.read_bytes()
 
 

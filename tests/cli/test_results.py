@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from commands import SMALL, refused, run, write_data
+from commands import refused, run, write_data
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
@@ -20,13 +20,6 @@ from report_cases import embedded
 from written_files import described
 
 SMALL_MAP = ("--num-condition", 8, "--num-samples", 8, "--fit-steps", 2, "--quiet")
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """They take seconds."""
-    for name in ("attribution_figure", "influence_figure", "save_figure"):
-        monkeypatch.setattr(f"epk_gp.cli.attribute.{name}", lambda *args, **options: None)
 
 
 def results(file):
@@ -142,18 +135,8 @@ def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path,
 
 
 def test_gram_writes_the_library_s_block_along_the_path(recorded, tmp_path):
-    asked = (
-        "--head",
-        "logits",
-        "--rule",
-        "gauss-legendre:2",
-        "--num-rows",
-        3,
-        "--num-columns",
-        5,
-        "--path",
-        "chords:3",
-    )
+    size = ("--num-rows", 3, "--num-columns", 5)
+    asked = ("--head", "logits", "--rule", "gauss-legendre:2", *size, "--path", "chords:3")
     assert run("gram", recorded, "--out", tmp_path, *asked, "--quiet") == 0
     arrays, trajectory = load_file(tmp_path / "gram.safetensors"), open_run(recorded, None)
     a, b = epk.Points(arrays["row_inputs"], is_train=False), epk.Points(trajectory.inputs[:5], is_train=True)
@@ -187,7 +170,7 @@ def test_uncertainty_writes_numbers_and_a_map_in_the_type_asked_for(recorded, tm
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("options", [("--nodes", 3, "--path", "chords:2"), ("--nodes", 4), ("--path", "chords:2")])
-def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options, capsys):
+def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options, capsys, no_pictures):
     assert run("uncertainty", recorded, "--grid", 3, *SMALL_MAP, *options, "--out", tmp_path) == 0
     assert "add --validation held-out, or a file of labelled points" in capsys.readouterr().out.splitlines()[-1]
     given, trajectory = dict(zip(options[::2], options[1::2], strict=True)), open_run(recorded, None)
@@ -206,21 +189,14 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options, c
     assert (std - expected[1]).abs().max() > 1e-8  # the control: the map of all straight steps
 
 
-def test_uncertainty_refuses_outputs_that_are_no_logits(tmp_path, capsys):
-    assert run("record", "--out", tmp_path / "run", "--loss", "mse", *SMALL) == 0
-    line = refused(capsys, "uncertainty", tmp_path / "run", "--out", tmp_path / "out", "--quiet")
-    assert "the run's loss is MeanSquaredError." in line
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
-    for _ in range(2):  # the second goes on from the run of the first
-        assert run("demo", "--smoke", "--out", tmp_path, "--quiet") == 0
-        out = capsys.readouterr().out
-        assert out.count("\nepk-gp ") == 6
+    assert run("demo", "--smoke", "--out", tmp_path, "--quiet") == 0
+    out = capsys.readouterr().out
+    assert out.count("\nepk-gp ") == 6
     assert results(tmp_path / "verify.json")["logits"]["max_error"] < 1e-12
     assert re.search(r"left Riemann 1\n.*\nlogits +[0-9.]+e-0[0-6]", out)  # the negative control
     assert sorted(described("demo").files) == sorted(file.name for file in tmp_path.iterdir())
     assert len(embedded(tmp_path / "report.html")["points"]) == 3
+    # a second demo goes on from the run of the first
     assert "--seed must be the recorded one" in refused(capsys, "demo", "--smoke", "--seed", 1, "--out", tmp_path)

@@ -58,7 +58,7 @@ def test_scores_are_those_of_the_library(judged, tmp_path):
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path, capsys):
+def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path, capsys, no_pictures):
     asked = ("--validation", "held-out", "--seed", 3, "--dtype", "float32", "--save-model", tmp_path / "model")
     assert run("uncertainty", judged / "run", *asked, "--out", tmp_path / "out", *FAST) == 0
     out = capsys.readouterr().out
@@ -94,9 +94,11 @@ def test_halves_share_no_point_and_training_points_are_recognised(judged):
 def test_only_classifiers_are_judged(tmp_path, capsys):
     options = ("--num-train", 24, "--num-test", 60, "--width", 5, "--steps", 2, "--loss", "mse", "--quiet")
     assert run("record", "--out", tmp_path / "run", *options) == 0
-    for command, *asked in (("uncertainty", "--validation", "held-out"), ("audit",)):
+    no_logits, no_classes = "the run's loss is MeanSquaredError.", "needs the run of a classifier"
+    scores = ("uncertainty", "--validation", "held-out")
+    for (command, *asked), message in ((scores, no_classes), (("audit",), no_classes), (("uncertainty",), no_logits)):
         line = refused(capsys, command, tmp_path / "run", *asked, "--out", tmp_path / "out", "--quiet")
-        assert "needs the run of a classifier" in line
+        assert message in line
         assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +125,7 @@ def images(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_folder_of_images_gives_validation_points_and_points_without_labels(images, tmp_path, capsys):
+def test_a_folder_of_images_gives_validation_points_and_points_without_labels(images, tmp_path, capsys, no_pictures):
     asked = ("uncertainty", images / "run", "--validation", images / "more")
     assert run(*asked, "--out", tmp_path / "half", *FAST) == 0
     with np.load(tmp_path / "half" / "scores.npz") as scores:
@@ -181,7 +183,7 @@ def test_command_lines_of_the_pages_are_understood(page):
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(("features", "process"), [("exact", "exact"), (16, "16 sketched features")])
-def test_points_that_the_loss_leaves_out_are_not_counted(user_module, tmp_path, capsys, features, process):
+def test_points_that_the_loss_leaves_out_are_not_counted(user_module, tmp_path, capsys, no_pictures, features, process):
     draws = torch.Generator().manual_seed(0)
     X, y = torch.randn(9, 3, generator=draws), torch.arange(9) % 2
     y[:3] = -100

@@ -127,9 +127,8 @@ def test_the_page_on_runs_names_all_files_and_arrays(written, command):
             assert unknown_arrays(file, FORMAT) == [], file.name
         if command == "record":
             assert re.sub(r"\d{6}", "NNNNNN", file.name) in FORMAT
-    assert (
-        unknown_arrays(next(file for file in files if file.suffix == ".safetensors"), "") != []
-    )  # the negative control
+    arrays = next(file for file in files if file.suffix == ".safetensors")
+    assert unknown_arrays(arrays, "") != []  # the negative control
 
 
 def keys(file: Path) -> set[str]:

@@ -14,246 +14,194 @@ from epk_gp.cli.networks import open_run
 
 X = np.random.default_rng(0).normal(size=(12, 3))
 Y = np.arange(12) % 2
+# fmt: off
+LABELS = {  # with the inputs X
+    "ok": Y, "from_one": Y + 1, "from_minus_one": Y - 1, "gap": 2 * Y, "huge": 10**9 * Y, "one_class": 0 * Y,
+    "larger_than_int64": np.where(Y, 2**64 - 1, 0).astype(np.uint64), "float_labels": 1.0 * Y,
+    "columns_of_labels": Y[:, None], "one_label": np.int64(1), "few_labels": Y[:5],
+    "text_labels": np.array(["cat", "dog"])[Y], "sorted": np.arange(12) // 4, "last_is_other": np.arange(12) // 11,
+}
+INPUTS = {  # with the labels Y
+    "text": X.astype(str), "nan": np.where(X[3, 1] == X, np.nan, X), "large": 1e300 * X, "complex": X + 1j,
+    "whole_numbers": (9 * X).astype(np.int32), "flat": X[:, 0], "no_entries": X[:, :0], "wide": np.zeros((12, 7)),
+}
+TESTS = {  # labels, and what is to be held out
+    "test_of_another_shape": (Y, X[:, :2], Y), "test_with_nan": (Y, X * np.nan, Y),
+    "train_0_to_2_test_1_to_3": (np.arange(12) % 3, X[:3], Y[:3] + 2),
+    "train_gap_in_test": (2 * Y, X, np.arange(12) % 3), "sorted_and_test": (np.arange(12) // 4, X[:2], Y[:2]),
+}
 FILES = {
-    "ok": {"inputs": X, "labels": Y},
-    "from_one": {"inputs": X, "labels": Y + 1},
-    "from_minus_one": {"inputs": X, "labels": Y - 1},
-    "gap": {"inputs": X, "labels": 2 * Y},
-    "huge": {"inputs": X, "labels": 10**9 * Y},
-    "larger_than_int64": {"inputs": X, "labels": np.where(Y, 2**64 - 1, 0).astype(np.uint64)},
-    "one_class": {"inputs": X, "labels": 0 * Y},
-    "one_point": {"inputs": X[:1], "labels": Y[:1]},
-    "no_points": {"inputs": X[:0], "labels": Y[:0]},
-    "float_labels": {"inputs": X, "labels": 1.0 * Y},
-    "columns_of_labels": {"inputs": X, "labels": Y[:, None]},
-    "one_label": {"inputs": X, "labels": np.int64(1)},
-    "few_labels": {"inputs": X, "labels": Y[:5]},
-    "text_labels": {"inputs": X, "labels": np.array(["cat", "dog"])[Y]},
-    "text": {"inputs": X.astype(str), "labels": Y},
-    "nan": {"inputs": np.where(X[3, 1] == X, np.nan, X), "labels": Y},
-    "large": {"inputs": 1e300 * X, "labels": Y},
-    "complex": {"inputs": X + 1j, "labels": Y},
-    "whole_numbers": {"inputs": (9 * X).astype(np.int32), "labels": Y},
-    "flat": {"inputs": X[:, 0], "labels": Y},
-    "no_entries": {"inputs": X[:, :0], "labels": Y},
-    "wide": {"inputs": np.zeros((12, 7)), "labels": Y},
-    "test_of_another_shape": {"inputs": X, "labels": Y, "test_inputs": X[:, :2], "test_labels": Y},
-    "test_with_nan": {"inputs": X, "labels": Y, "test_inputs": X * np.nan, "test_labels": Y},
+    **{name: {"inputs": X, "labels": y} for name, y in LABELS.items()},
+    **{name: {"inputs": x, "labels": Y} for name, x in INPUTS.items()},
+    **{name: {"inputs": X, "labels": y, "test_inputs": x, "test_labels": z} for name, (y, x, z) in TESTS.items()},
+    "one_point": {"inputs": X[:1], "labels": Y[:1]}, "no_points": {"inputs": X[:0], "labels": Y[:0]},
     "test_without_labels": {"inputs": X, "labels": Y, "test_inputs": X},
     "test_labels_alone": {"inputs": X, "labels": Y, "test_labels": Y},
-    "sorted": {"inputs": X, "labels": np.arange(12) // 4},
-    "last_is_other": {"inputs": X, "labels": np.arange(12) // 11},
-    "train_0_to_2_test_1_to_3": {
-        "inputs": X,
-        "labels": np.arange(12) % 3,
-        "test_inputs": X[:3],
-        "test_labels": Y[:3] + 2,
-    },
-    "train_gap_in_test": {"inputs": X, "labels": 2 * Y, "test_inputs": X, "test_labels": np.arange(12) % 3},
-    "sorted_and_test": {"inputs": X, "labels": np.arange(12) // 4, "test_inputs": X[:2], "test_labels": Y[:2]},
-    "no_labels": {"inputs": X},
-    "many_names": {f"a{k}": Y for k in range(12)},
-    "other_names": {"X": X, "y": Y},
+    "no_labels": {"inputs": X}, "many_names": {f"a{k}": Y for k in range(12)}, "other_names": {"X": X, "y": Y},
     "objects": {"inputs": np.array([{"a": 1}], dtype=object)},
 }
+# fmt: on
 RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3, "--quiet")
 OWN = (*RECORD, "--data", "ok.npz")
 
-# fmt: off
-OUT = ("info", "verify", "attribute", "gram", "uncertainty", "audit")
-OF_POINTS = ("verify", "attribute", "gram")
-NOT_POSITIVE, NOT_FINITE, BEYOND = ("0", "-1"), ("nan", "inf"), str(10**30)
-# Messages of typer, which end with the command's help.
+
+def expanded(uses: str) -> list[str]:
+    """The uses between semicolons; words in braces stand for as many uses, as in a shell."""
+    found = []
+    for use in uses.split("; "):
+        before, brace, rest = use.partition("{")
+        words, _, after = rest.partition("}")
+        found += expanded("; ".join(before + word + after for word in words.split(","))) if brace else [use]
+    return found
+
+
+# Messages of typer, which end with the command's help, and the uses that end with each.
 OF_TYPER = {
-    "No such command 'teach'": ["teach"],
-    "No such option: --fast": ["--fast", "verify run --fast"],
-    "Missing argument 'RUN'": ["verify"],
-    "unexpected extra argument": ["verify run more"],
-    "'foo' is not one of 'both', 'logits', 'log_softmax'": ["verify run --head foo"],
-    "'foo' is not one of 'logits', 'log_softmax'": ["gram run --head foo"],
-    "'foo' is not one of 'full', 'independent'": ["uncertainty run --outputs foo"],
-    "'float16' is not one of 'float32', 'float64'": ["OWN --dtype float16"],
-    "Invalid value for '--lr'": ["OWN --lr fast"],
+    "No such command 'teach'": "teach",
+    "No such option: --fast": "--fast; verify run --fast",
+    "Missing argument 'RUN'": "verify",
+    "unexpected extra argument": "verify run more",
+    "'foo' is not one of 'both', 'logits', 'log_softmax'": "verify run --head foo",
+    "'foo' is not one of 'logits', 'log_softmax'": "gram run --head foo",
+    "'foo' is not one of 'full', 'independent'": "uncertainty run --outputs foo",
+    "'float16' is not one of 'float32', 'float64'": "OWN --dtype float16",
+    "Invalid value for '--lr'": "OWN --lr fast",
 }
+BEYOND = str(10**30)
 # What a message says, and the uses that end with it.
-USES: dict[str, list[str]] = {
-    "must be 0..C-1 for C >= 2 classes": [
-        *(f"RECORD --data {name}.npz" for name in ("from_one", "from_minus_one", "gap", "huge", "larger_than_int64")),
-        *(f"RECORD --data {name}.npz" for name in ("one_class", "one_point", "train_gap_in_test")),
-        "RECORD --data train_0_to_2_test_1_to_3.npz",
-        *(f"RECORD --data {name}.npz --num-classes 2" for name in ("gap", "from_minus_one")),
-        "RECORD --data sorted.npz --num-train 8",
-        "RECORD --data sorted.npz --num-train 6 --num-test 1",
-        "RECORD --data sorted.npz --num-test 4",
-        "RECORD --data sorted_and_test.npz --num-train 8",
-        "RECORD --data last_is_other.npz --num-train 9",
-    ],
-    "must hold `labels`, a whole number 0..C-1 for each of": [
-        *(f"RECORD --data {name}.npz" for name in ("float_labels", "columns_of_labels", "one_label", "few_labels")),
-        *(f"RECORD --data {name}.npz" for name in ("no_points", "no_labels")),
-    ],
-    "must hold `test_labels`": ["RECORD --data test_without_labels.npz"],
-    "must hold `test_inputs`": ["RECORD --data test_labels_alone.npz"],
-    "must be a whole .npz file of numbers": [
-        *(f"RECORD --data {name}.npz" for name in ("text_labels", "text", "array", "empty")),
-        *("verify run --points text.npz", "verify run --points objects.npz", "verify run --points large_array.npz"),
-    ],
-    "must be a whole .safetensors file": ["RECORD --data empty.safetensors"],
-    "must be finite: row": [
-        *("RECORD --data nan.npz", "RECORD --data large.npz --dtype float32", "RECORD --data test_with_nan.npz"),
-        "verify run --points nan.npz",
-    ],
-    "must hold `inputs`, at least one real number per point": [
-        *("RECORD --data complex.npz", "RECORD --data no_entries.npz", "RECORD --data other_names.npz"),
-        *("RECORD --data other_names.safetensors", "verify run --points complex.npz"),
-        "verify run --points other_names.npz",
-    ],
-    "must have floating-point inputs of shape (n, D)": ["RECORD --data whole_numbers.npz", "RECORD --data flat.npz"],
-    "must have the shape of `inputs`": ["RECORD --data test_of_another_shape.npz"],
-    "must be points of the run's shape, (3,) each": ["verify run --points wide.npz"],
-    "must be a .safetensors or .npz file": [
-        "verify run --points file", "uncertainty judged --validation nowhere.npz",
-        "RECORD --data folder.npz",
-        *(f"{command} run --points folder.npz" for command in OF_POINTS),
-    ],
-    "--data must be three-gaussians, digits, mnist": ["RECORD --data cifar"],
-    "it does not exist": ["RECORD --data missing.npz", "verify run --points nowhere.npz"],
-    "the data folder must exist: got nowhere": ["RECORD --data mnist --data-dir nowhere"],
-    "the cnn needs images": ["record --out new --network cnn", "verify run --network cnn"],
-    "it raised ModuleNotFoundError": ["record --out new --network no.such.module:net"],
-    "--rule must be a fixed rule": ["uncertainty run --rule adaptive"],
-    "--features must be exact, or a whole number": [
-        *("audit run --features all", "uncertainty judged --validation held-out --features 0"),
-    ],
-    "arguments must not be empty": ["RECORD --data=", "verify run --rule="],
-    "--data-dir belongs to --data mnist": ["RECORD --data-dir folder"],
-    "--num-classes belongs to a file of one's own": ["RECORD --num-classes 3"],
-    "--num-train and --num-test must divide the 12 points of ok.npz": [
-        *("OWN --num-train 13", "OWN --num-test 12", "OWN --num-train 12 --num-test 1"),
-    ],
-    "--batch-size must be at most the 12 training points": ["OWN --batch-size 13"],
-    "--nesterov must come with a positive --momentum": ["OWN --nesterov"],
-    "--momentum belongs to sgd and rmsprop": [
-        *("OWN --optimizer adam --momentum 0.9", "OWN --optimizer rmsprop --nesterov"),
-    ],
-    "--width belongs to --network mlp": ["OWN --network cnn"],
-    "--network must be mlp, cnn or package.module:factory": ["record --out new --data ok.npz --network transformer"],
-    "--activation belongs to --network mlp": ["record --out new --network a:b --activation tanh"],
-    "--out must be a new or empty folder": ["OWN --out file", "OWN --out full"],
-    "RUN must hold a recorded run: ok.npz/run.json does not exist": [
-        *(f"{command} ok.npz" for command in (*OUT, "export", "report")),
-    ],
-    "must hold a recorded run": [f"{command} nowhere" for command in ("info", "verify", "export", "gram")],
-    "--rule must be adaptive[:TOL], gauss-legendre:N": [
-        *(f"{command} run --rule gauss-legendre:100000" for command in (*OF_POINTS, "uncertainty")),
-        *("report run --rule simpson", "estimate run --rule left-endpoint:3"),
-        *(f"gram run --rule {rule}" for rule in ("left-riemann:1000000000", "midpoint:10001", "left-endpoint:3")),
-        *(f"gram run --rule gauss-legendre:{number}" for number in ("9" * 5000, "\u00b2")),
-        *(f"verify run --rule adaptive:{value}" for value in (*NOT_FINITE, *NOT_POSITIVE, "abc")),
-        *(f"verify run --rule {rule}" for rule in ("simpson", "gauss-legendre:0", "gauss-legendre:2.5")),
-    ],
-    "would be ignored beside --checksums": ["verify run --checksums --num-points 3"],
-    "--all-points must stand without --num-points": ["verify run --all-points --num-points 3"],
-    "--points must have a side": [f"{command} run --rows train --points ok.npz" for command in ("gram", "estimate")],
-    "--num-points would be ignored beside --what gram": ["estimate run --num-points 3"],
-    "--rows would be ignored beside --what attribute": ["estimate run --what attribute --rows train"],
-    "chords:K or layerwise[:K]: got": [
-        *("gram run --path chords", "attribute run --path chords:0", "verify run --path straight:2"),
-        *("estimate run --path zigzag", "uncertainty run --path chords:-1", "report run --path layerwise:0"),
-    ],
-    "leaves a rule no part: got nodes=4": ["uncertainty run --nodes 4 --rule midpoint:2 --out full"],
-    "on chords(every=k): got layerwise(every=1)": ["uncertainty run --nodes 4 --path layerwise --out full"],
-    "integrates along a path of the weights": ["verify run --path layerwise"],
-    "--out must be an HTML file, as in report.html: got report.pdf": ["report run --out report.pdf"],
-    "is a folder": ["report run --out folder.html"],
-    "--outputs must be predicted, all, or a number of classes from 1": [
-        *("report run --outputs most", "report run --outputs 0"),
-    ],
-    "a number of the 2 classes of a classifier: got 4": ["report run --outputs 4"],
-    "--outside must stand beside --validation": ["report run --outside ok.npz"],
-    "class_names must name each of the 2 outputs": ["report run --class-names a"],
-    "names must name each of the": ["report run --feature-names a,b"],
-    "--workers and --scheduler must not stand together": ["gram run --workers 2 --scheduler tcp://h:1"],
-    "nowhere.json does not exist": ["gram run --out full --scheduler nowhere.json"],
-    "must be an address, as tcp://host:8786, or a scheduler file": [
-        *(f"{command} run --out full --scheduler {name}" for command in ("gram", "attribute")
-          for name in ("local", "http://h:1", "empty.json", "list.json")),
-    ],
-    "a scheduler file that dask scheduler --scheduler-file wrote: text.json: ": [
+USES = OF_TYPER | {
+    "must be 0..C-1 for C >= 2 classes":
+        "RECORD --data {from_one,from_minus_one,gap,huge,larger_than_int64,one_class,one_point}.npz; "
+        "RECORD --data {train_gap_in_test,train_0_to_2_test_1_to_3}.npz; "
+        "RECORD --data {gap,from_minus_one}.npz --num-classes 2; RECORD --data sorted.npz --num-train 8; "
+        "RECORD --data sorted.npz --num-train 6 --num-test 1; RECORD --data sorted.npz --num-test 4; "
+        "RECORD --data sorted_and_test.npz --num-train 8; RECORD --data last_is_other.npz --num-train 9",
+    "must hold `labels`, a whole number 0..C-1 for each of":
+        "RECORD --data {float_labels,columns_of_labels,one_label,few_labels,no_points,no_labels}.npz",
+    "must hold `test_labels`": "RECORD --data test_without_labels.npz",
+    "must hold `test_inputs`": "RECORD --data test_labels_alone.npz",
+    "must be a whole .npz file of numbers":
+        "RECORD --data {text_labels,text,array,empty}.npz; verify run --points {text,objects,large_array}.npz",
+    "must be a whole .safetensors file": "RECORD --data empty.safetensors",
+    "must be finite: row":
+        "RECORD --data {nan,test_with_nan}.npz; RECORD --data large.npz --dtype float32; verify run --points nan.npz",
+    "must hold `inputs`, at least one real number per point":
+        "RECORD --data {complex.npz,no_entries.npz,other_names.npz,other_names.safetensors}; "
+        "verify run --points {complex,other_names}.npz",
+    "must have floating-point inputs of shape (n, D)": "RECORD --data {whole_numbers,flat}.npz",
+    "must have the shape of `inputs`": "RECORD --data test_of_another_shape.npz",
+    "must be points of the run's shape, (3,) each": "verify run --points wide.npz",
+    "must be a .safetensors or .npz file":
+        "verify run --points file; uncertainty judged --validation nowhere.npz; RECORD --data folder.npz; "
+        "{verify,attribute,gram} run --points folder.npz",
+    "--data must be three-gaussians, digits, mnist": "RECORD --data cifar",
+    "it does not exist": "RECORD --data missing.npz; verify run --points nowhere.npz",
+    "the data folder must exist: got nowhere": "RECORD --data mnist --data-dir nowhere",
+    "the cnn needs images": "record --out new --network cnn; verify run --network cnn",
+    "it raised ModuleNotFoundError": "record --out new --network no.such.module:net",
+    "--rule must be a fixed rule": "uncertainty run --rule adaptive",
+    "--features must be exact, or a whole number":
+        "audit run --features all; uncertainty judged --validation held-out --features 0",
+    "arguments must not be empty": "RECORD --data=; verify run --rule=",
+    "--data-dir belongs to --data mnist": "RECORD --data-dir folder",
+    "--num-classes belongs to a file of one's own": "RECORD --num-classes 3",
+    "--num-train and --num-test must divide the 12 points of ok.npz":
+        "OWN --num-train 13; OWN --num-test 12; OWN --num-train 12 --num-test 1",
+    "--batch-size must be at most the 12 training points": "OWN --batch-size 13",
+    "--nesterov must come with a positive --momentum": "OWN --nesterov",
+    "--momentum belongs to sgd and rmsprop": "OWN --optimizer {adam --momentum 0.9,rmsprop --nesterov}",
+    "--width belongs to --network mlp": "OWN --network cnn",
+    "--network must be mlp, cnn or package.module:factory": "record --out new --data ok.npz --network transformer",
+    "--activation belongs to --network mlp": "record --out new --network a:b --activation tanh",
+    "--out must be a new or empty folder": "OWN --out {file,full}",
+    "RUN must hold a recorded run: ok.npz/run.json does not exist":
+        "{info,verify,attribute,gram,uncertainty,audit,export,report} ok.npz",
+    "must hold a recorded run": "{info,verify,export,gram} nowhere",
+    "--rule must be adaptive[:TOL], gauss-legendre:N":
+        "{verify,attribute,gram,uncertainty} run --rule gauss-legendre:100000; report run --rule simpson; "
+        "{estimate,gram} run --rule left-endpoint:3; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
+        f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
+        "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
+    "would be ignored beside --checksums": "verify run --checksums --num-points 3",
+    "--all-points must stand without --num-points": "verify run --all-points --num-points 3",
+    "--points must have a side": "{gram,estimate} run --rows train --points ok.npz",
+    "--num-points would be ignored beside --what gram": "estimate run --num-points 3",
+    "--rows would be ignored beside --what attribute": "estimate run --what attribute --rows train",
+    "chords:K or layerwise[:K]: got":
+        "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
+        "estimate run --path zigzag; uncertainty run --path chords:-1; report run --path layerwise:0",
+    "leaves a rule no part: got nodes=4": "uncertainty run --nodes 4 --rule midpoint:2 --out full",
+    "on chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
+    "integrates along a path of the weights": "verify run --path layerwise",
+    "--out must be an HTML file, as in report.html: got report.pdf": "report run --out report.pdf",
+    "is a folder": "report run --out folder.html",
+    "--outputs must be predicted, all, or a number of classes from 1": "report run --outputs {most,0}",
+    "a number of the 2 classes of a classifier: got 4": "report run --outputs 4",
+    "--outside must stand beside --validation": "report run --outside ok.npz",
+    "class_names must name each of the 2 outputs": "report run --class-names a",
+    "names must name each of the": "report run --feature-names a,b",
+    "--workers and --scheduler must not stand together": "gram run --workers 2 --scheduler tcp://h:1",
+    "nowhere.json does not exist": "gram run --out full --scheduler nowhere.json",
+    "must be an address, as tcp://host:8786, or a scheduler file":
+        "{gram,attribute} run --out full --scheduler {local,http://h:1,empty.json,list.json}",
+    "a scheduler file that dask scheduler --scheduler-file wrote: text.json: ":
         "gram run --out full --scheduler text.json",
-    ],
-    "at least 20 validation points: got 19": ["uncertainty judged --validation few.npz --points points.npz"],
-    "validation points: got 10": ["uncertainty judged --validation few.npz"],
-    "validation points must have labels: points.npz has no `labels`.": ["uncertainty judged --validation points.npz"],
-    "`labels` in wrong.npz must lie in 0..2, the run's classes.": ["uncertainty judged --validation wrong.npz"],
-    "20 of 20 are training points. Hold others out": ["uncertainty judged --validation seen.npz"],
-    "t10k-images": ["uncertainty judged --validation ."],
-    "has none. Name a file.": ["uncertainty run --validation held-out", "report run --validation held-out"],
-    "--alpha must be positive and below 1": [
-        *(f"uncertainty judged --validation held-out --alpha {value}" for value in ("0", "1")),
-    ],
-    "--save-model must be a new or empty folder: full": [
-        "uncertainty judged --validation held-out --save-model full",
-    ],
-    "--save-model must lie outside the folder of the run": [
+    "at least 20 validation points: got 19": "uncertainty judged --validation few.npz --points points.npz",
+    "validation points: got 10": "uncertainty judged --validation few.npz",
+    "validation points must have labels: points.npz has no `labels`.": "uncertainty judged --validation points.npz",
+    "`labels` in wrong.npz must lie in 0..2, the run's classes.": "uncertainty judged --validation wrong.npz",
+    "20 of 20 are training points. Hold others out": "uncertainty judged --validation seen.npz",
+    "t10k-images": "uncertainty judged --validation .",
+    "has none. Name a file.": "{uncertainty,report} run --validation held-out",
+    "--alpha must be positive and below 1": "uncertainty judged --validation held-out --alpha {0,1}",
+    "--save-model must be a new or empty folder: full": "uncertainty judged --validation held-out --save-model full",
+    "--save-model must lie outside the folder of the run":
         "uncertainty judged --validation held-out --save-model judged/x",
-    ],
-    "--grid would be ignored beside --validation": ["uncertainty judged --validation held-out --grid 3"],
-    **{f"--{option} would be ignored without --validation": [f"uncertainty judged --{option} {value}"]
-       for option, value in (("alpha", 0.1), ("save-model", "x"))},
-    "cannot be used: ": [
-        *(f"{command} run --out file" for command in OUT),
-        *("demo --out file", "info run --out file/below", f"info run --out {'a' * 300}"),
-        "report run --out file/report.html",
-    ],
-    "must be a new file": ["export run --out file.safetensors"],
-    "--out must be a .safetensors file": [f"export run --out {name}" for name in ("x.npz", "x", "x.safetensors.gz")],
-    "--out must lie outside the folder of the run": [
-        *(f"{command} run --out {out}" for command in OUT for out in ("run", "run/below", "full/../run", "link")),
-        *("report run --out run/report.html", "export run --out run/run.safetensors"),
-    ],
-    "no/where": ["export run --out no/where.safetensors"],
-    "--memory must be at least 0.001": [
-        *(f"{command} run --memory {value}" for command in ("attribute", "report", "gram", "audit")
-          for value in (*NOT_POSITIVE, *NOT_FINITE, "1e300", "1e-300")),
-    ],
-    **{f"{option} must be {bound}": [f"{use} {option} {value}" for value in values] for use, option, bound, values in (
-        ("OWN", "--lr", "positive and finite", (*NOT_POSITIVE, *NOT_FINITE)),
-        ("OWN", "--momentum", "at least 0 and below 1", ("2", "1", "-0.1", *NOT_FINITE, "1e300")),
-        ("OWN", "--weight-decay", "at least 0 and finite", ("-1", *NOT_FINITE)),
-        ("OWN", "--clip-norm", "positive and finite", (*NOT_POSITIVE, "nan")),
-        ("OWN", "--commit-seconds", "positive and finite", (*NOT_POSITIVE, *NOT_FINITE)),
-        ("uncertainty run", "--margin", "at least 0 and below 1000", ("-1", *NOT_FINITE)),
-        ("estimate run", "--seconds", "at least 0.1 and below 100000", ("0",)),
-        ("verify run", "--tol", "at least 0 and finite", ("-1", *NOT_FINITE)),
+    "--grid would be ignored beside --validation": "uncertainty judged --validation held-out --grid 3",
+    "--alpha would be ignored without --validation": "uncertainty judged --alpha 0.1",
+    "--save-model would be ignored without --validation": "uncertainty judged --save-model x",
+    "cannot be used: ":
+        "{info,verify,attribute,gram,uncertainty,audit} run --out file; demo --out file; "
+        f"info run --out {{file/below,{'a' * 300}}}; report run --out file/report.html",
+    "must be a new file": "export run --out file.safetensors",
+    "--out must be a .safetensors file": "export run --out {x.npz,x,x.safetensors.gz}",
+    "--out must lie outside the folder of the run":
+        "{info,verify,attribute,gram,uncertainty,audit} run --out {run,run/below,full/../run,link}; "
+        "report run --out run/report.html; export run --out run/run.safetensors",
+    "no/where": "export run --out no/where.safetensors",
+    "--memory must be at least 0.001": "{attribute,report,gram,audit} run --memory {0,-1,nan,inf,1e300,1e-300}",
+    "--lr must be positive and finite": "OWN --lr {0,-1,nan,inf}",
+    "--momentum must be at least 0 and below 1": "OWN --momentum {2,1,-0.1,nan,inf,1e300}",
+    "--weight-decay must be at least 0 and finite": "OWN --weight-decay {-1,nan,inf}",
+    "--clip-norm must be positive and finite": "OWN --clip-norm {0,-1,nan}",
+    "--commit-seconds must be positive and finite": "OWN --commit-seconds {0,-1,nan,inf}",
+    "--margin must be at least 0 and below 1000": "uncertainty run --margin {-1,nan,inf}",
+    "--seconds must be at least 0.1 and below 100000": "estimate run --seconds 0",
+    "--tol must be at least 0 and finite": "verify run --tol {-1,nan,inf}",
+    **{f"Invalid value for '{option}'": f"{uses} {option} {{{values}}}" for option, uses, values in (
+        ("--num-classes", "OWN", "1,1000000000"),
+        ("--num-test", "{OWN,RECORD}", f"-1,10000000,{BEYOND}"),
+        ("--num-train", "OWN", f"0,-1,{BEYOND}"),
+        ("--batch-size", "OWN", "-1"),
+        ("--steps", "OWN", f"0,{BEYOND},1e3"),
+        ("--check-every", "OWN", f"0,-1,{BEYOND}"),
+        ("--width", "OWN", "1000000000"),
+        ("--activation", "OWN", "sine"),
+        ("--seed", "{OWN,demo,verify run,attribute run,report run,gram run,uncertainty run,audit run}",
+         f"-1,{2**63},{BEYOND}"),
+        ("--num-points", "{verify,attribute,report} run", f"0,-1,{BEYOND}"),
+        ("--top", "{attribute,report} run", f"0,-1,{BEYOND},51"),
+        ("--workers", "{gram,attribute,estimate} run", "0,5000"),
+        ("--kernel-points", "report run", "501"),
+        ("--nodes", "uncertainty run", "0"),
+        ("--num-rows", "gram run", f"0,-1,{BEYOND}"),
+        ("--num-columns", "gram run", f"0,-1,{BEYOND}"),
+        ("--num-condition", "uncertainty run", f"0,-1,{BEYOND}"),
+        ("--grid", "uncertainty run", f"1,0,-1,{BEYOND}"),
+        ("--num-samples", "uncertainty run", f"0,-1,{BEYOND}"),
+        ("--fit-steps", "uncertainty run", f"0,-1,{BEYOND}"),
     )},
-    **{f"Invalid value for '{option}'": [f"{use} {option} {value}" for use in uses.split(", ") for value in values]
-       for option, uses, values in (
-        ("--num-classes", "OWN", ("1", str(10**9))),
-        ("--num-test", "OWN, RECORD", ("-1", str(10**7), BEYOND)),
-        ("--num-train", "OWN", (*NOT_POSITIVE, BEYOND)),
-        ("--batch-size", "OWN", ("-1",)),
-        ("--steps", "OWN", ("0", BEYOND, "1e3")),
-        ("--check-every", "OWN", (*NOT_POSITIVE, BEYOND)),
-        ("--width", "OWN", (str(10**9),)),
-        ("--activation", "OWN", ("sine",)),
-        ("--seed", "OWN, demo, verify run, attribute run, report run, gram run, uncertainty run, audit run",
-         ("-1", str(2**63), BEYOND)),
-        ("--num-points", "verify run, attribute run, report run", (*NOT_POSITIVE, BEYOND)),
-        ("--top", "attribute run, report run", (*NOT_POSITIVE, BEYOND, "51")),
-        ("--workers", "gram run, attribute run, estimate run", ("0", "5000")),
-        ("--kernel-points", "report run", ("501",)),
-        ("--nodes", "uncertainty run", ("0",)),
-        ("--num-rows", "gram run", (*NOT_POSITIVE, BEYOND)),
-        ("--num-columns", "gram run", (*NOT_POSITIVE, BEYOND)),
-        ("--num-condition", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
-        ("--grid", "uncertainty run", ("1", *NOT_POSITIVE, BEYOND)),
-        ("--num-samples", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
-        ("--fit-steps", "uncertainty run", (*NOT_POSITIVE, BEYOND)),
-    )},
-    **OF_TYPER,
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +239,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, message):
     monkeypatch.chdir(own)
     before, named = sorted(own.rglob("*")), {"RECORD": RECORD, "OWN": OWN}
-    for use in USES[message]:
+    for use in expanded(USES[message]):
         first, *words = use.split(" ")
         line = refused(capsys, *named.get(first, (first,)), *words, *(() if first in named else ("--quiet",)))
         assert message in line, use
@@ -310,44 +258,36 @@ def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
     assert "12 training inputs" in capsys.readouterr().out
 
 
-def test_a_sorted_file_is_split_where_the_number_of_classes_is_given(own, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "options", "labels"),
+    [("sorted", ("--num-train", 8, "--num-classes", 3), [0, 1]), ("sorted_and_test", (), [0, 1, 2]),
+     ("gap", ("--num-classes", 3), [0, 2])],
+)  # fmt: skip
+def test_a_class_without_a_training_point_is_an_output_where_the_number_of_classes_is_given(
+    own, tmp_path, file, options, labels
+):
     """And labels of held-out points need not name every class."""
-    asked = ("--data", own / "sorted.npz", "--num-train", 8, "--num-classes", 3)
-    assert run(*RECORD, *asked, "--out", tmp_path / "run") == 0
-    assert open_run(tmp_path / "run", None).num_outputs == 3
-    assert run(*RECORD, "--data", own / "sorted_and_test.npz", "--out", tmp_path / "test") == 0
-    assert open_run(tmp_path / "test", None).num_outputs == 3
-
-
-def test_a_class_without_a_point_is_an_output_where_the_number_of_classes_is_given(own, tmp_path):
-    out = tmp_path / "run"
-    assert run(*RECORD, "--data", own / "gap.npz", "--num-classes", 4, "--out", out) == 0
-    trajectory = open_run(out, None)
-    assert trajectory.num_outputs == 4
-    assert trajectory.targets.unique().tolist() == [0, 2]
+    assert run(*RECORD, "--data", own / f"{file}.npz", *options, "--out", tmp_path / "run") == 0
+    trajectory = open_run(tmp_path / "run", None)
+    assert trajectory.num_outputs == 3
+    assert trajectory.targets.unique().tolist() == labels
 
 
 @pytest.mark.parametrize(
     ("options", "train", "held_out"),
-    [
-        ((), slice(0, 12), None),
-        (("--num-test", 4), slice(0, 8), slice(8, 12)),
-        (("--num-train", 9), slice(0, 9), slice(9, 12)),
-        (("--num-train", 5, "--num-test", 2), slice(0, 5), slice(5, 7)),
-    ],
-    ids=["all", "num_test", "num_train", "both"],
+    [((), 12, 0), (("--num-test", 4), 8, 4), (("--num-train", 9), 9, 3), (("--num-train", 5, "--num-test", 2), 5, 2)],
 )
 def test_points_of_a_file_are_held_out_as_asked(own, tmp_path, capsys, options, train, held_out):
     out = tmp_path / "run"
     assert run(*RECORD, "--data", own / "ok.npz", *options, "--out", out) == 0
     said = capsys.readouterr().out
-    assert torch.equal(open_run(out, None).inputs, torch.from_numpy(X[train]))
-    if held_out is None:
-        assert "no held-out points: all points were trained on" in said
-        assert not (out / "held_out.safetensors").exists()
-    else:
-        assert torch.equal(load_file(out / "held_out.safetensors")["inputs"], torch.from_numpy(X[held_out]))
-        assert f"held-out {said.split('held-out ')[1].split(' %')[0]} % of {len(X[held_out])} points" in said
+    assert torch.equal(open_run(out, None).inputs, torch.from_numpy(X[:train]))
+    assert ("no held-out points: all points were trained on" in said) == (not held_out)
+    assert (out / "held_out.safetensors").exists() == bool(held_out)
+    if held_out:
+        kept = load_file(out / "held_out.safetensors")["inputs"]
+        assert torch.equal(kept, torch.from_numpy(X[train : train + held_out]))
+        assert f" % of {held_out} points" in said.split("held-out ")[1]
 
 
 @pytest.mark.parametrize(("command", "limit"), [("verify", ("--tol", 9)), ("gram", ("--num-rows", 3))])

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of storage: one run of six steps in chunks of two, finished or not."""
+"""Fixtures of the tests of storage: one run of six steps in chunks of two."""
 
 import shutil
 
@@ -17,10 +17,3 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def run(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "run")
-
-
-@pytest.fixture
-def crashed(run):
-    """A run that was not finished."""
-    (run / "finished.json").unlink()
-    return run

@@ -31,16 +31,14 @@ def run(mode, keep_every=1, kills=200):
 
 
 @pytest.mark.slow
-def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been():
-    result = run("random", kills=100)
-    assert result["kills"] == 100
-    assert {0, 2, 4, 6} <= set(result["left_at"])  # the kills were spread over the run
+def test_a_recording_read_and_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been():
+    result = run("random", kills=50)
+    assert result["kills"] == 50
+    assert {0, 2, 4} <= set(result["left_at"])  # the kills were spread over the run
+    assert result["reads"] > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_every", [1, 3])
-def test_a_recording_killed_after_each_file_operation_is_resumed_and_readers_see_a_prefix(keep_every):
-    assert run("operations", keep_every)["kills"] > 60 // keep_every
-    result = run("readers", keep_every)
-    assert result["reads"] > 40
-    assert len(result["seen"]) > 2
+def test_a_recording_killed_after_each_file_operation_is_resumed(keep_every):
+    assert run("operations", keep_every)["kills"] > 45 // keep_every

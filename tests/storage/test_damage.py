@@ -116,11 +116,12 @@ LINES = {
     "blake2b": ({"blake2b": "0" * 32}, "must have the checksum"),
     "digest": ({"digest": "0" * 32}, "must have the checksum"),
 }
-HEADERS = {
-    "dtype": "torch.load", "names": ["__class__", 3], "shapes": [[1 << 62], [1], [1], [1]], "num_points": True,
-    "data_bytes": -1, "loss": {"kind": ["CrossEntropy"]}, "law": "SGD", "keep_every": 0, "version": 2,
-    "unexplained": -0.1, "num_optimizers": 0, "modules": "0", "statistics": [1, 2],
-}  # fmt: skip
+HEADERS = [
+    {"dtype": "torch.load"}, {"names": ["__class__", 3]}, {"shapes": [[1 << 62], [1], [1], [1]]}, {"num_points": True},
+    {"data_bytes": -1}, {"loss": {"kind": ["CrossEntropy"]}}, {"law": "SGD"}, {"keep_every": 0}, {"version": 2},
+    {"unexplained": -0.1}, {"unexplained": True}, {"num_optimizers": 0}, {"modules": "0"}, {"statistics": [1, 2]},
+    {"statistics": ["0", "0"], "statistic_shapes": [[6], [6]]}, {"statistics": ["0"], "statistic_shapes": [[-6]]},
+]  # fmt: skip
 STEPS_ON_BATCHES = "must hold steps on batches of the 10 training points"
 TENSORS = {
     "nan_weights": (entry("states", 50, float("nan")), "'states' holds NaN or infinity"),
@@ -163,7 +164,7 @@ DAMAGE = {
     "large chunk": (grown(CHUNK), rf"{CHUNK} \(.*\) must have \d+ bytes: it has {1 << 40}"),
     "large journal": (grown(JOURNAL), f"{JOURNAL} must have at most"),
     "large closing record": (grown(FINISHED), f"{FINISHED} must have at most 1024 bytes"),
-    "many lines": (lines(lambda own: own[:1] * 1_000_000), f"{JOURNAL} must have at most"),
+    "many lines": (lines(lambda own: own[:1] * 200_000), f"{JOURNAL} must have at most"),
     "empty lines": (written(JOURNAL, b"\n" * 10**6), f"{JOURNAL} must have at most {MAX_CHUNKS} lines: it has 1000000"),
     "long line": (lines(lambda own: [*own, b" " * 10**6 + b"\n"]), f"line 5 of .*{JOURNAL} must describe a chunk"),
     "no line": (written(JOURNAL, b""), "at least its initial weights.*no committed chunk"),
@@ -177,8 +178,8 @@ DAMAGE = {
        for text in (b"", b"{}", b"[]", b"{")},
     **{f"header {text!r}": (written(HEADER, text), "run.json must be the header of an epk_gp run")
        for text in (b"", b"{", b"[]", b'"epk_gp run"', b"\xff\xfe", b"{}")},
-    **{f"header {name}": (header(**{name: value}), f"{HEADER} must be the header of an epk_gp run of version 1")
-       for name, value in HEADERS.items()},
+    **{f"header {change}": (header(**change), f"{HEADER} must be the header of an epk_gp run of version 1")
+       for change in HEADERS},
     **{f"tensors {name}": (changed(change), HOLDS + f".*{message}") for name, (change, message) in TENSORS.items()},
     **{f"data without {name}": (with_data(lambda own, n=name: save(without(n)(own))), f"{DATA} must hold '{name}'")
        for name in ("inputs", "targets", "probe")},
@@ -253,32 +254,19 @@ def test_every_flipped_bit_and_every_lost_byte_is_found_and_its_file_is_named(ru
     assert missed == []
 
 
-def test_chunks_of_another_run_do_not_pass(run, tmp_path):
-    """Same sizes, another history."""
-    net, (X, y) = mlp(), data()
-    with torch.no_grad():
-        net[0].bias += 1
-    epk.train(net, X, y, optimizer=sgd(net), steps=1, folder=tmp_path / "another")
-    shutil.copy(chunk_files(tmp_path / "another")[0], chunk_files(run)[0])
-    refused(run, "chunk-000000.safetensors .* must have the checksum")
-
-
-def before_its_last_commit(run):
-    """Bring back the file that the run would go on from, as a crash between journal and removal leaves it."""
-    (run / "resume-000002.safetensors").write_bytes(b"whatever the second but last commit kept")
-
-
 @pytest.mark.parametrize("length", [0, 1, 20, -1])
-def test_a_last_journal_line_that_was_cut_short_is_not_committed(crashed, length):
-    before_its_last_commit(crashed)
-    lines(lambda own: [*own[:3], own[3][:length]])(crashed)
-    (crashed / "chunk-000003.safetensors.part").write_bytes(b"torn")
-    chunk_files(crashed)[3].write_bytes(b"torn too")
-    loaded, whole = epk.load_trajectory(crashed, mlp()), record(None, steps=4)
+def test_a_last_journal_line_that_was_cut_short_is_not_committed(run, length):
+    """As a crash between the journal and the removal of the state before leaves a run."""
+    (run / FINISHED).unlink()
+    (run / "resume-000002.safetensors").write_bytes(b"whatever the second but last commit kept")
+    lines(lambda own: [*own[:3], own[3][:length]])(run)
+    (run / "chunk-000003.safetensors.part").write_bytes(b"torn")
+    chunk_files(run)[3].write_bytes(b"torn too")
+    loaded, whole = epk.load_trajectory(run, mlp()), record(None, steps=4)
     assert loaded.num_steps == 4
     assert loaded.digest == whole.digest
     assert all(torch.equal(loaded.states[s], whole.states[s]) for s in range(5))
-    assert not read_journal(crashed).finished
+    assert not read_journal(run).finished
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -288,11 +276,6 @@ def test_a_journal_that_lost_whole_lines_is_found(run, count):
     refused(run, r"must be as when the run was finished, with 4 chunks")
     (run / FINISHED).unlink()
     refused(run, rf"must have 4 lines: it ends after {count}")
-
-
-def test_an_endless_line_was_never_committed(crashed):
-    lines(lambda own: [*own, b" " * 1_000_000])(crashed)
-    assert epk.load_trajectory(crashed, mlp()).digest == record(None).digest
 
 
 def test_links_are_not_followed_when_a_run_is_resumed(run):

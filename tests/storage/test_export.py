@@ -15,11 +15,7 @@ from epk_gp.optimizers.update_rules import FIELDS, ClipValue, LinearStep, Update
 from epk_gp.provenance import write_arrays
 from epk_gp.storage import export_run, files
 from loops import data, mlp, sgd
-
-
-def adam(net):
-    return torch.optim.Adam(net.parameters(), lr=0.01)
-
+from stored_runs import adam
 
 CASES = {
     "sgd": (sgd, {}, torch.float64),

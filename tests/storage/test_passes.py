@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 import epk_gp as epk
+import stored_runs
 from epk_gp.cli.runs import info
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, broadcast_to_params, stack_coefficients
 from epk_gp.recording.history import RunHistory
 from epk_gp.storage import export_run
 from epk_gp.storage import passes as passes_module
@@ -21,44 +22,28 @@ from epk_gp.storage.passes import StoredPasses, _tensors_of
 from epk_gp.storage.schema import read_header
 from epk_gp.storage.verify import check_run
 from loops import data
-from stored_runs import (
-    CHUNK,
-    add,
-    begin,
-    equal_values,
-    finish,
-    norm_net,
-    random_pass,
-    record,
-    same_passes,
-    write_by_hand,
-)
+from stored_runs import CHUNK, add, begin, equal_values, finish, norm_net, random_pass, same_passes, write_by_hand
 
-STATE = torch.Generator().manual_seed(3).get_state()
-WHOLE = ForwardPass(
-    num_rows=4,
-    modes=torch.tensor([True, False, True, True, False, False]),
-    inputs=SeenRows(torch.tensor([2, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double()),
-    targets=SeenRows(torch.tensor([1]), torch.tensor([[0.25, 0.75, 0.0]])),
-    random_state=STATE,
-    device_random_state=STATE[:16].clone(),
-    statistics=torch.arange(12.0).double(),
-    statistics_after=torch.arange(12.0).double() + 1,
-    autocast=torch.bfloat16,
-)
+WHOLE = stored_runs.WHOLE
 UPDATE = stack_coefficients([LinearStep(lr=0.1)], [3])
 
 
 @pytest.mark.parametrize("statistics", [True, False], ids=["moving_statistics", "none"])
-@pytest.mark.parametrize("seed", range(2))
-def test_passes_and_statistics_are_read_and_exported_as_they_were_written(tmp_path, statistics, seed):
-    options = {} if statistics else {"statistics": (), "net": norm_net()}
-    run = write_by_hand(tmp_path / "run", seed, steps=2, unexplained=0.25, **options)
-    opened = epk.load_trajectory(tmp_path / "run", norm_net())
+def test_passes_and_statistics_are_read_and_exported_as_they_were_written(tmp_path, statistics):
+    options = {"steps": 2} if statistics else {"steps": 4, "statistics": (), "net": norm_net().float()}
+    run = write_by_hand(tmp_path / "run", unexplained=0.25, **options)
+    opened, like = epk.load_trajectory(tmp_path / "run", norm_net()), run.states[0][:0]
     assert opened.digest == run.history.digest(len(run.steps))
     assert opened.unexplained == 0.25
+    assert opened.dtype == run.states[0].dtype
     assert [step.index for step in opened.steps] == list(range(6))
     for number in torch.randperm(6).tolist():
+        read, written = opened.steps[number], run.steps[number]
+        assert read.lr == written.lr
+        assert equal_values(read.batch, written.batch)
+        assert equal_values(read.sample_weights, written.sample_weights)
+        for pair in zip(opened.updates[number], run.updates[number], strict=True):
+            assert torch.equal(*(broadcast_to_params(value, opened.model.sizes, like) for value in pair))
         assert same_passes(opened.steps[number].passes, run.steps[number].passes)
         assert same_passes(run.history.steps[number].passes, run.steps[number].passes)
     for number in torch.randperm(7).tolist():
@@ -79,7 +64,7 @@ def test_passes_and_statistics_are_read_and_exported_as_they_were_written(tmp_pa
         assert all(equal_values(held[name], value) for name, value in expected.items())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1 << 30), num_rows=st.integers(1, 30), num_passes=st.integers(1, 4))
 def test_passes_of_any_dtypes_are_read_as_they_were_written(tmp_path_factory, seed, num_rows, num_passes):
     """Rows of one part may have several dtypes in a chunk."""
@@ -117,7 +102,7 @@ def test_equal_passes_of_a_chunk_are_stored_once_and_none_take_no_tensor(tmp_pat
     tensors = load_file(tmp_path / "run" / CHUNK)
     assert len(tensors["passes.at"].unique(dim=0)) == 2
     assert len(tensors["passes"]) < 300
-    record(tmp_path / "plain")
+    stored_runs.record(tmp_path / "plain")
     names = {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}
     assert load_file(tmp_path / "plain" / CHUNK).keys() == names
 
@@ -125,7 +110,7 @@ def test_equal_passes_of_a_chunk_are_stored_once_and_none_take_no_tensor(tmp_pat
 def test_passes_are_a_sequence_of_which_nothing_is_read_before_it_is_indexed(tmp_path, monkeypatch):
     run = begin(tmp_path / "run", steps=5)
     for _ in range(20):
-        add(run, (WHOLE, replace(WHOLE, num_rows=6)))
+        add(run, (WHOLE, replace(WHOLE, num_rows=8)))
     finish(run)
     files, real = [], passes_module.opened_chunk
     monkeypatch.setattr(passes_module, "opened_chunk", lambda *where: files.append(where) or real(*where))
@@ -133,9 +118,9 @@ def test_passes_are_a_sequence_of_which_nothing_is_read_before_it_is_indexed(tmp
     assert [len(step.passes) for step in opened.steps] == [2] * 20
     assert files == []
     passes = opened.steps[7].passes
-    assert same_passes([passes[1], passes[-1]], [replace(WHOLE, num_rows=6)] * 2)
+    assert same_passes([passes[1], passes[-1]], [replace(WHOLE, num_rows=8)] * 2)
     assert len(files) == 2
-    assert [forward.num_rows for forward in reversed(passes)] == [6, 4]
+    assert [forward.num_rows for forward in reversed(passes)] == [8, 2]
     for number in (2, -3):
         with pytest.raises(IndexError, match=rf"pass must lie in 0..1: got {number}"):
             passes[number]
@@ -181,12 +166,12 @@ CHANGED = {
     "num_rows": 5,
     "modes": ~WHOLE.modes,
     "inputs": SeenRows(WHOLE.inputs.index, WHOLE.inputs.values + 1e-15),
-    "targets": SeenRows(torch.tensor([2]), WHOLE.targets.values),
+    "targets": SeenRows(torch.tensor([1]), WHOLE.targets.values),
     "random_state": torch.Generator().manual_seed(4).get_state(),
-    "device_random_state": STATE[1:17].clone(),
+    "device_random_state": WHOLE.device_random_state + 1,
     "statistics": WHOLE.statistics + 1e-9,
     "statistics_after": None,
-    "memory_order": torch.tensor([1, 0]),
+    "memory_order": None,
     "autocast": torch.float16,
 }
 
@@ -209,13 +194,9 @@ def test_the_digest_covers_every_part_of_a_pass():
     [
         (replace(WHOLE, num_rows=9), "with as many rows as their batches have"),
         (replace(WHOLE, num_rows=0), "must have at least one row: got 0"),
-        (replace(WHOLE, num_rows=10, modes=torch.ones(5) > 0), "modes must have 6 to 6 entries: got 5"),
-        (ForwardPass(10, statistics=torch.ones(3)), "statistics must have 12 to 12 entries: got 3"),
-        (ForwardPass(10, inputs=SeenRows(torch.tensor([10]), torch.zeros(1, 4))), "different rows of the pass, 0..9"),
-        (ForwardPass(10, autocast=torch.int8), "autocast must be a floating-point dtype: got torch.int8"),
         (ForwardPass(10, inputs=SeenRows(torch.arange(3), torch.zeros(3).to(torch.complex64))), "of the dtypes floa"),
     ],
-    ids=["rows", "no_rows", "modes", "statistics", "index", "autocast", "complex"],
+    ids=["rows", "no_rows", "complex"],
 )  # fmt: skip
 def test_a_pass_that_could_not_be_read_is_not_committed(tmp_path, forward, message):
     run = begin(tmp_path / "run", steps=1)
@@ -226,17 +207,17 @@ def test_a_pass_that_could_not_be_read_is_not_committed(tmp_path, forward, messa
 
 
 def test_info_and_header_say_what_was_recorded(tmp_path, capsys):
+    def lines(path):
+        info(run=path, out=None, quiet=True)
+        parts = (line.partition(":") for line in capsys.readouterr().out.splitlines())
+        return {name: value.strip() for name, _, value in parts}
+
     run = write_by_hand(tmp_path / "run", unexplained=0.25)
-    info(run=tmp_path / "run", out=None, quiet=True)
-    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["moving statistics"].strip() == "12 in 2 tensors"
-    assert lines["unexplained"].strip() == "up to 0.25 of a step"
-    assert f"{sum(len(step.passes) for step in run.steps)} recorded, 0.0" in lines["forward passes"]
-    header = read_header(tmp_path / "run")
+    said, header = lines(tmp_path / "run"), read_header(tmp_path / "run")
+    assert (said["moving statistics"], said["unexplained"]) == ("12 in 2 tensors", "up to 0.25 of a step")
+    assert f"{sum(len(step.passes) for step in run.steps)} recorded, 0.0" in said["forward passes"]
     assert header["statistics"] == ["1.running_mean", "1.running_var"]
     assert header["statistic_shapes"] == [[6], [6]]
     assert header["modules"] == ["", "0", "1", "2", "3", "4"]
-    record(tmp_path / "plain")
-    info(run=tmp_path / "plain", out=None, quiet=True)
-    names = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
-    assert not {"moving statistics", "unexplained", "forward passes"} & names
+    stored_runs.record(tmp_path / "plain")
+    assert not {"moving statistics", "unexplained", "forward passes"} & lines(tmp_path / "plain").keys()

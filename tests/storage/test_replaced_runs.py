@@ -6,26 +6,16 @@ import shutil
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import epk_gp as epk
-from loops import data, mlp
-from stored_runs import adam, chunk_files, norm_net
+from loops import mlp
+from stored_runs import chunk_files, norm_net, record_kept
 
 
-def record(path, seed, *, net=mlp, optimizer=adam, unexplained=None, **storage):
-    """A run of four steps on other data for each seed; its files have the sizes of those of any other seed."""
-    model, (X, y) = net(), data()
-    own = optimizer(model)
-    storage = epk.Storage(steps=2, **storage)
-    with epk.Recorder(model, own, X + seed, y, folder=path, storage=storage, unexplained=unexplained) as recorder:
-        for step in recorder.until(4):
-            batch = torch.tensor([step, 9, 2])
-            own.zero_grad()
-            F.cross_entropy(model((X + seed)[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            own.step()
-    return epk.load_trajectory(path, net())
+def record(path, shift, make_net=mlp, keep_every=1, **options):
+    """A run of four steps on other data for each shift; its files have the sizes of those of any other shift."""
+    record_kept(path, make_net, until=4, keep_every=keep_every, shift=shift, **options)
+    return epk.load_trajectory(path, make_net())
 
 
 def trained_again(run, _):
@@ -68,7 +58,7 @@ CASES = {
     "copied": (COPY, {}, READS),
     "copied_with_times": (copied(shutil.copy2), {}, READS),
     "kept_states": (COPY, {"keep_every": 2}, READS[:2]),
-    "passes_and_statistics": (COPY, {"net": norm_net}, OF_NET),
+    "passes_and_statistics": (COPY, {"make_net": norm_net}, OF_NET),
     "matrices": (COPY, {"optimizer": muon, "unexplained": 0.5}, READS[1:2]),
 }
 
@@ -96,5 +86,5 @@ def test_a_copy_of_the_same_run_is_read_and_unchanged_files_are_not_hashed_again
     shutil.rmtree(run)
     shutil.copytree(tmp_path / "copy", run)
     assert all(torch.equal(a, b) for a, b in zip(trajectory.states, expected, strict=True))
-    monkeypatch.setattr("epk_gp.storage.journal.checksum_file", pytest.fail)
+    monkeypatch.setattr("epk_gp.storage.files.checksum_file", pytest.fail)
     epk.attribute(trajectory, trajectory.inputs[:2])

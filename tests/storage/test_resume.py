@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,28 +78,26 @@ def same(one, other):
     assert str(optimizer_a.state_dict()) == str(optimizer_b.state_dict())
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path, optimizer, dtype):
-    whole = train(None, optimizer, dtype=dtype)
-    with pytest.raises(StopHereError):
-        train(tmp_path / "run", optimizer, dtype=dtype, stop=6, resume=True)
-    assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).num_steps == 5
-    torch.manual_seed(99)
-    same(train(tmp_path / "run", optimizer, dtype=dtype, resume=True), whole)
-    assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).digest == whole[0].digest
+# Each optimizer and each schedule, stopped at the start, on the way and before the last step.
+CASES = [
+    ("sgd", "none", 6, torch.float64), ("adam", "none", 6, torch.float32), ("adamw", "steps", 4, torch.float64),
+    ("rmsprop", "exponential", 6, torch.float32), ("adagrad", "cosine", 4, torch.float64),
+    *(("momentum", schedule, stop, torch.float64) for schedule in SCHEDULERS for stop in (1, STEPS)),
+    *(("momentum", schedule, 4, torch.float32) for schedule in ("one_cycle", "in_sequence")),
+]  # fmt: skip
 
 
 @pytest.mark.mostly_slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's own, of its SequentialLR
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("stop", [1, 4, STEPS])
-def test_schedules_continue(tmp_path, scheduler, stop):
-    whole = train(None, "momentum", scheduler)
+@pytest.mark.parametrize(("optimizer", "schedule", "stop", "dtype"), CASES)
+def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path, optimizer, schedule, stop, dtype):
+    whole = train(None, optimizer, schedule, dtype)
     with pytest.raises(StopHereError):
-        train(tmp_path / "run", "momentum", scheduler, stop=stop)
-    same(train(tmp_path / "run", "momentum", scheduler, resume=True), whole)
+        train(tmp_path / "run", optimizer, schedule, dtype, stop=stop, resume=stop == 6)
+    assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).num_steps == stop - 1
+    torch.manual_seed(99)
+    same(train(tmp_path / "run", optimizer, schedule, dtype, resume=True), whole)
+    assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).digest == whole[0].digest
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own_generator", "torch_s_generator"])
@@ -129,13 +128,9 @@ def test_a_finished_run_is_given_back_and_can_be_made_longer(tmp_path):
 
 def loop(recorder, steps, plain=False):
     with recorder:
-        for step in range(recorder.num_steps, steps) if plain else recorder.until(steps):
-            batch = torch.randint(len(recorder.X), (3,))
-            recorder.optimizer.zero_grad()
-            F.cross_entropy(recorder.net(recorder.X[batch]), recorder.y[batch]).backward()
-            recorder.batch(batch)
-            recorder.optimizer.step()
-            if step == 4 and steps == 5:
+        for number in range(recorder.num_steps, steps) if plain else recorder.until(steps):
+            step(recorder, torch.randint(len(recorder.X), (3,)))
+            if number == 4 and steps == 5:
                 raise KeyboardInterrupt
     return recorder.trajectory
 
@@ -217,25 +212,17 @@ def test_only_the_group_that_differs_is_named(tmp_path):
         resumed(tmp_path / "run", optimizer=lambda net: two_groups(net, 0.2))
 
 
-class Strange:
-    def state_dict(self):
-        return {"function": print}
-
-    def load_state_dict(self, state):
-        raise NotImplementedError
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(tmp_path):
     net, (X, y) = mlp(), data()
     scheduled = sgd(net)
     lr_scheduler.ExponentialLR(scheduled, 0.9)
-    path = {"folder": tmp_path / "run"}
+    path, strange = {"folder": tmp_path / "run"}, SimpleNamespace(state_dict=lambda: {1: print}, load_state_dict=print)
     wrong = {
         r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}": {"resume": True, **path},
         "resume=True needs folder=": {"resume": True},
         "stateful must be a dictionary of torch.Generators": {"stateful": {"random": random.Random(0)}, **path},
-        "must consist of numbers, texts, .*: got builtin_function_or_m": {"stateful": {"strange": Strange()}, **path},
+        "must consist of numbers, texts, .*: got builtin_function_or_m": {"stateful": {"strange": strange}, **path},
     }
     for message, options in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):

@@ -1,10 +1,7 @@
-"""A run on disk: what it holds, which networks, losses and threads open it, and which folders it takes."""
+"""A run on disk: what it holds, which networks and losses open it, and which folders it takes."""
 
 import copy
 import pickle
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,24 +41,6 @@ def test_loading_unpickles_nothing_and_changes_neither_files_nor_the_given_netwo
     assert net.training
     assert all(p.requires_grad for p in net.parameters())
     assert file_hashes(run) == before
-
-
-@pytest.mark.slow
-def test_chunks_do_not_change_the_run(tmp_path):
-    for chunk_bytes, chunks in ((1, 7), (500, 4), (1500, 3), (1 << 24, 2)):
-        path = tmp_path / str(chunk_bytes)
-        assert record(path, chunk_bytes=chunk_bytes).digest == record(None).digest
-        assert len(chunk_files(path)) == chunks
-
-
-def test_buffers_and_frozen_weights_come_from_the_run(tmp_path):
-    case = CASES["frozen_batch_norm"]
-    trajectory = trained(case, tmp_path / "run")
-    net = case.make_net()
-    net[1].running_mean.zero_()
-    loaded = epk.load_trajectory(tmp_path / "run", net)
-    X = case.make_data()[0]
-    assert torch.equal(epk.network_outputs(loaded, X), epk.network_outputs(trajectory, X))
 
 
 # --- Folders --------------------------------------------------------------------------------------------------------
@@ -184,57 +163,3 @@ def test_a_run_on_integers_is_computed_in_its_own_dtype(tmp_path, dtype):
     assert loaded.dtype == loaded.model.spec.dtype == torch.float64
     assert torch.equal(epk.network_outputs(loaded, tokens), epk.network_outputs(run, tokens))
     assert epk.reconstruct(loaded, tokens).max_error < 1e-12
-
-
-# --- Several threads, copies ----------------------------------------------------------------------------------------
-
-STEPS, THREADS = 40, 8
-
-
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory):
-    """Forty steps of RMSprop in chunks of seven: its coefficients are one per weight, and read from the file."""
-    path, net, (X, y) = tmp_path_factory.mktemp("threads") / "run", mlp(), data()
-    optimizer = torch.optim.RMSprop(net.parameters(), lr=0.003, momentum=0.5)
-    storage = epk.Storage(steps=7)
-    epk.train(net, X, y, optimizer=optimizer, steps=STEPS, batch_size=4, folder=path, storage=storage)
-    return path
-
-
-def read_all(trajectory, order):
-    """Read every state and the coefficients of every step, in one order."""
-    states = {s: trajectory.states[s] for s in order}
-    return states, {s: trajectory.updates[s] for s in order if s < STEPS}
-
-
-@pytest.mark.slow
-def test_eight_threads_read_in_any_order_what_one_thread_reads(long_run):
-    trajectory = epk.load_trajectory(long_run, mlp())
-    states, updates = read_all(epk.load_trajectory(long_run, mlp()), range(STEPS + 1))
-    orders = [torch.randperm(STEPS + 1).tolist() for _ in range(THREADS)]
-    start, interval = threading.Barrier(THREADS), sys.getswitchinterval()
-
-    def work(order):
-        start.wait()
-        return read_all(trajectory, order)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            results = list(pool.map(work, orders))
-    finally:
-        sys.setswitchinterval(interval)
-    for read_states, read_updates in results:
-        assert all(torch.equal(read_states[s], states[s]) for s in range(STEPS + 1))
-        for s in range(STEPS):
-            assert all(torch.equal(a, b) for a, b in zip(read_updates[s], updates[s], strict=True))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda states: pickle.loads(pickle.dumps(states))])
-def test_a_copy_reads_the_same(long_run, copied):
-    states = epk.load_trajectory(long_run, mlp()).states
-    again = copied(states)
-    assert again == states
-    assert torch.equal(again[5], states[5])
-    with pytest.raises(IndexError, match="state must lie in 0..40"):
-        states[41]

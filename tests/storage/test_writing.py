@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -75,8 +74,6 @@ import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 from stored_runs import resumed
 first = resumed(sys.argv[1])
-"""
-FORKED = """
 if not os.fork():  # such as a worker of a DataLoader
     first._commits.writer.close()
     os._exit(0)
@@ -84,23 +81,18 @@ os.wait()
 try:
     resumed(sys.argv[1])
 except BlockingIOError:
-    print("refused")
+    print("refused", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def run_script(path, work):
-    packages = os.pathsep.join([str(Path(epk.__file__).parents[1]), str(Path(__file__).parents[1])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
-    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(work), str(path)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.slow
 def test_a_lock_ends_with_the_process_that_took_it_and_not_with_its_forks(tmp_path):
-    killed = run_script(tmp_path / "run", "os.kill(os.getpid(), signal.SIGKILL)")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    forked = run_script(tmp_path / "run", FORKED)
-    assert forked.stdout == "refused\n", forked.stderr
+    packages = os.pathsep.join([str(Path(epk.__file__).parents[1]), str(Path(__file__).parents[1])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "refused\n"), killed.stderr
     steps(recorder(tmp_path / "run"), 2)
     assert opened_digest(tmp_path / "run") == digest(2)
 
@@ -243,15 +235,6 @@ def test_a_start_that_a_crash_cut_short_is_started_anew(tmp_path):
         resumed(start)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_storage_options_out_of_range_are_refused():
-    wrong = {"chunk_bytes must be at least 1": {"chunk_bytes": 0}, "seconds must be positive": {"seconds": 0}}
-    wrong |= {"steps must be a whole number": {"steps": 2.5}, "keep_every must be": {"keep_every": 0}}
-    for message, options in wrong.items():
-        with pytest.raises((ValueError, TypeError), match=message):
-            epk.Storage(**options)
-
-
 # --- Folders and files that are deleted or replaced -----------------------------------------------------------------
 
 
@@ -325,12 +308,20 @@ def test_a_file_that_is_deleted_while_the_run_is_recorded_is_named_at_the_end(tm
     assert check_run(path).finished
 
 
+NO_RUN = "must hold a recorded run: .*run.json does not exist"
+WRONG = [
+    ("chunk_bytes must be at least 1", lambda _: epk.Storage(chunk_bytes=0)),
+    ("seconds must be positive", lambda _: epk.Storage(seconds=0)),
+    ("steps must be a whole number", lambda _: epk.Storage(steps=2.5)),
+    ("keep_every must be", lambda _: epk.Storage(keep_every=0)),
+    (NO_RUN, check_run),
+    *((NO_RUN, opened_digest), ("str", lambda _: opened_digest(None)), ("str", lambda _: opened_digest(b"run"))),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_what_holds_no_run_is_refused(tmp_path):
+def test_wrong_options_and_folders_that_hold_no_run_are_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
-    for opening in (check_run, lambda path: epk.load_trajectory(path, mlp())):
-        with pytest.raises(FileNotFoundError, match="must hold a recorded run: .*run.json does not exist"):
-            opening(tmp_path / "run")
-    for path in (None, 3, b"run"):
-        with pytest.raises(TypeError, match="str"):
-            epk.load_trajectory(path, mlp())
+    for message, call in WRONG:
+        with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+            call(tmp_path / "run")
