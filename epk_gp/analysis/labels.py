@@ -101,13 +101,12 @@ def label_errors(
     validate_trajectory(trajectory)
     labels = training_labels(trajectory, "label_errors")
     settings = LabelSettings(nodes, features, inputs_kernel, seed, power, path)
-    settings.validate()
     judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:
         raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
     parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)
     with torch.no_grad():
-        process = fit_labels(trajectory, labels, settings, judged, parsed)
+        process = fit_labels(trajectory, settings, judged, parsed)
         mean, _ = process.leave_one_out()
         own = labels[judged]
         log_p = (mean * most_likely_temperature(mean, own)).log_softmax(1).gather(1, own[:, None])[:, 0]

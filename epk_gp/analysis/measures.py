@@ -162,36 +162,6 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
     return ErrorDetection(auroc=auroc, aurc=float(risk.mean()), risk=risk)
 
 
-def precision_at_k(scores: Float[Tensor, " n"], sought: Bool[Tensor, " n"], k: int | None = None) -> float:
-    """Return the share of sought points among the k points with the largest scores.
-
-    Points that share the k-th largest score stand in random order, and the share is the expected one.
-
-    Args:
-        scores: Scores of n points.
-        sought: Whether a point is one of those that should be found, such as a wrong label.
-        k: From 1 to n; None for the number of points that are sought.
-
-    Raises:
-        TypeError: `scores` is not a tensor of float32 or float64, `sought` is not a mask, or k is not a whole number.
-        ValueError: There are no scores, or one is not finite; there is not one entry of `sought` per score; k does not
-            lie in 1 .. n; or k is None and no point is sought.
-    """
-    _validate_scores(scores, "scores")
-    sought = _parse_mask(sought, "sought", scores)
-    if k is None:
-        if not sought.any():
-            raise ValueError("sought must hold at least one point that is sought where k is None: got none. Pass k.")
-        k = int(sought.sum())
-    validate_count(k, "k")
-    if k > len(scores):
-        raise ValueError(f"k must be at most the number of scores, {len(scores)}: got {k}.")
-    last = scores.sort(descending=True).values[k - 1]
-    above, tied = scores > last, scores == last
-    share = (k - int(above.sum())) / int(tied.sum())
-    return float(sought[above].sum() + share * sought[tied].sum()) / k
-
-
 def _joined(inside: Tensor, outside: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return whether points lie outside, and their scores, as scikit-learn takes them."""
     _validate_scores(inside, "inside")

@@ -29,23 +29,10 @@ from epk_gp.gp.data import (
     like_inputs,
     training_labels,
 )
-from epk_gp.gp.label_process import (
-    InputFeatures,
-    InputsKernel,
-    LabelKernel,
-    LabelProcess,
-    LabelSettings,
-    fit_labels,
-)
+from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import (
-    ClassUncertainty,
-    Stacking,
-    conformal_sets,
-    most_likely_temperature,
-    stack_logits,
-)
+from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_likely_temperature, stack_logits
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
@@ -53,11 +40,11 @@ from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksum,
-    checksum_file,
     checksum_json,
     checksummed_json,
     load_tensors,
     read_bytes,
+    read_checked,
     read_checksummed_json,
 )
 from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
@@ -188,7 +175,6 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         trajectory = self.trajectory
         labels = training_labels(trajectory, "UncertainClassifier")
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
-        settings.validate()
         points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
         names = class_names(self.classes, trajectory.num_outputs)
@@ -200,7 +186,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         count_seen(held_out, trajectory)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
-        process = fit_labels(trajectory, labels, settings, points.to(held_out.device), options)
+        process = fit_labels(trajectory, settings, points.to(held_out.device), options)
         judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
@@ -538,13 +524,9 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         )
     description = validated(_Description, entries, message)
     del entries["tensor_blake2b"]
-    size = description.tensor_bytes
-    if checksum_file(tensors, size, str(tensors), checksum_json(entries)) != description.tensor_blake2b:
-        raise ValueError(
-            f"{tensors} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
-            "from a copy."
-        )
-    return description, load_tensors(read_bytes(tensors, size, str(tensors)), str(tensors))
+    size, suffix = description.tensor_bytes, checksum_json(entries)
+    content = read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
+    return description, load_tensors(content, str(tensors))
 
 
 def _read_nodes(

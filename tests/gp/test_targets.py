@@ -15,8 +15,8 @@ from gp_cases import N_TEST, C, D, M, make_net, make_run
 
 def test_dirichlet_targets_are_gpytorchs():
     labels = torch.tensor([0, 2, 1, 2])
-    expected = DirichletClassificationLikelihood(labels, alpha_epsilon=0.02, dtype=torch.float64)
-    y, noise = dirichlet_targets(labels, 3, alpha_epsilon=0.02)
+    expected = DirichletClassificationLikelihood(labels, dtype=torch.float64)
+    y, noise = dirichlet_targets(labels, 3)
     torch.testing.assert_close(y, expected.transformed_targets.mT, rtol=1e-14, atol=0)
     torch.testing.assert_close(noise, expected.noise.mT, rtol=1e-14, atol=0)
 
@@ -33,8 +33,6 @@ def test_dirichlet_targets_know_a_class_without_a_point(trajectory, X_test):
 def test_dirichlet_targets_need_labels():
     with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2: got -1\.\.2"):
         dirichlet_targets(torch.tensor([-1, 2]), 3)
-    with pytest.raises(ValueError, match="alpha_epsilon must be positive"):
-        dirichlet_targets(torch.tensor([0]), 3, alpha_epsilon=0.0)
     X = torch.randn(5, D, dtype=torch.float64)
     regression = make_run(make_net(), X, torch.randn(5, C, dtype=torch.float64), MeanSquaredError())
     with pytest.raises(ValueError, match=r"needs class labels, .* torch.float64 targets of shape \(5, 3\)"):
