@@ -68,9 +68,6 @@ def one_output() -> epk.Trajectory:
     return recorded(epk.MeanSquaredError(), 1)
 
 
-# The head that nobody names.
-
-
 def head_defaults() -> dict[str, str]:
     """Name everything public whose `head` has a default, in the source itself, with the default."""
     root = Path(epk.__file__).parent
@@ -84,17 +81,13 @@ def head_defaults() -> dict[str, str]:
 
 
 def _defaults_of_head(node: ast.FunctionDef | ast.ClassDef) -> Iterator[ast.expr]:
-    if isinstance(node, ast.ClassDef):
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign) and part.value is not None and ast.unparse(part.target) == "head":
-                yield part.value
-            elif isinstance(part, ast.FunctionDef):
-                yield from _defaults_of_head(part)
-        return
-    positional = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-    pairs = [*zip(positional, node.args.defaults, strict=True)]
-    pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    yield from (value for argument, value in pairs if argument.arg == "head" and value is not None)
+    for part in ast.walk(node):
+        if isinstance(part, ast.AnnAssign) and part.value is not None and ast.unparse(part.target) == "head":
+            yield part.value
+        elif isinstance(part, ast.arguments):
+            optional = part.args[len(part.args) - len(part.defaults) :] + part.kwonlyargs
+            pairs = zip(optional, [*part.defaults, *part.kw_defaults], strict=True)
+            yield from (value for argument, value in pairs if argument.arg == "head" and value is not None)
 
 
 def test_every_default_of_a_head_is_tested_here() -> None:
@@ -199,9 +192,6 @@ def test_partial_sums_belong_to_the_head_itself(regression: epk.Trajectory, tmp_
         door.ask(regression, TEST, checkpoint=tmp_path, head="log_softmax")
 
 
-# How it is computed.
-
-
 class Inline:
     """An executor that computes at once, in this process."""
 
@@ -218,8 +208,6 @@ def test_numbers_do_not_depend_on_how_they_are_computed(door: Door, run: epk.Tra
         assert torch.equal(door.numbers(run, TEST, **options), found), options
     assert_close(door.numbers(run, TEST, memory_budget=1 << 20), found)
 
-
-# What cannot be taken.
 
 POINTS = {
     "no_tensor": ([[1.0] * 4], TypeError, "X.* must be a torch.Tensor: got list"),

@@ -152,7 +152,12 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
         ValueError: There are no scores, or one is not finite, or there is not one entry of `wrong` per score.
     """
     _validate_scores(scores, "scores")
-    wrong = _parse_mask(wrong, "wrong", scores)
+    validate_tensor(wrong, "wrong", ndim=1)
+    if wrong.dtype != torch.bool:
+        raise TypeError(f"wrong must be a mask of torch.bool: got {wrong.dtype}.")
+    if len(wrong) != len(scores):
+        raise ValueError(f"wrong must have one entry per score: got {len(wrong)} entries for {len(scores)} scores.")
+    wrong = wrong.to(scores.device)
     values, group, counts = scores.unique(return_inverse=True, return_counts=True)  # in ascending order
     errors = torch.zeros(len(values), dtype=torch.float64, device=scores.device).index_add_(0, group, wrong.double())
     rate = (errors / counts).repeat_interleave(counts)  # points of one score are wrong as often as each other
@@ -174,15 +179,6 @@ def _validate_scores(scores: Tensor, name: str) -> None:
     validate_tensor(scores, name, ndim=1, floating=True)
     if not len(scores) or not torch.isfinite(scores).all():
         raise ValueError(f"{name} must hold finite scores, at least one: got {len(scores)}, or NaN or infinity.")
-
-
-def _parse_mask(mask: Tensor, name: str, scores: Tensor) -> Tensor:
-    validate_tensor(mask, name, ndim=1)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be a mask of torch.bool: got {mask.dtype}.")
-    if len(mask) != len(scores):
-        raise ValueError(f"{name} must have one entry per score: got {len(mask)} entries for {len(scores)} scores.")
-    return mask.to(scores.device)
 
 
 def reliability_bins(

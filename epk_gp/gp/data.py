@@ -187,20 +187,22 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
 
 
 def labelled_points(
-    trajectory: Trajectory, labels: Int64[Tensor, " M"], points: Int[Tensor, " N"] | Sequence[int] | None
-) -> Int64[Tensor, " N"]:
-    """Return the indices of the training points that a process on labels is conditioned on.
+    trajectory: Trajectory, points: Int[Tensor, " N"] | Sequence[int] | None, caller: str
+) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+    """Return the indices of the training points that a process on labels is conditioned on, and their labels.
 
     Args:
         trajectory: The run.
-        labels: Of its M points (`training_labels`).
         points: Indices; None for all points whose labels the loss takes. Of a graph, whose points are all nodes, only
             those that a step was trained on: the labels of the others may be what is asked for.
+        caller: Who asks, in a message.
 
     Raises:
         TypeError: `points` are no indices.
-        ValueError: An index is out of range or repeated, its point has no label, or there are none.
+        ValueError: The run has no class labels (`training_labels`); an index is out of range or repeated, its point has
+            no label, or there are none.
     """
+    labels = training_labels(trajectory, caller)
     has_label = (labels >= 0) & (labels < trajectory.num_outputs)
     if points is None and trajectory.model.signature.graph is not None:
         has_label &= _is_trained_on(trajectory)
@@ -215,7 +217,7 @@ def labelled_points(
         )
     if not len(indices):
         raise ValueError("there must be training points with labels: the loss leaves all of them out.")
-    return indices
+    return indices, labels[indices]
 
 
 def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:

@@ -207,54 +207,36 @@ class InputFeatures:
         return torch.nn.functional.normalize(tensor_sketch(z, other, self.num_features, seed=self.seed + number))
 
 
-@dataclass(frozen=True, eq=False)
-class Spectrum:
-    """What the marginal likelihood depends on: eigenvalues of the N x N kernel matrix, and the targets along them.
-
-    Attributes:
-        values: The r largest eigenvalues v_j; the other N - r are 0.
-        projections: Targets along the eigenvectors, (r, C).
-        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
-        num_points: N.
-    """
-
-    values: Float[Tensor, " r"]
-    projections: Float[Tensor, "r C"]
-    remainder: float
-    num_points: int
-
-    def scale_for(self, noise: float) -> float:
-        """Return the outputscale at which the targets are most likely, for a noise relative to it.
-
-        s = sum_c y_c^T (K + noise)^-1 y_c / (N C)
-        """
-        squares = self.projections.square().sum(1)
-        total = float((squares / (self.values + noise)).sum()) + self.remainder / noise
-        return total / (self.num_points * self.projections.shape[1])
-
-    def negative_log_likelihood(self, noise: float) -> float:
-        """Return -log N(targets; 0, s (K + noise)) per target, with the best outputscale s."""
-        zeros = self.num_points - len(self.values)
-        log_determinant = float((self.values + noise).log().sum()) + zeros * log(noise)
-        return 0.5 * (log(2 * pi * self.scale_for(noise)) + 1 + log_determinant / self.num_points)
-
-
-def most_likely(spectrum: Spectrum, rounding: float = 0.0) -> dict[str, float]:
+def most_likely(
+    values: Float[Tensor, " r"], projections: Float[Tensor, "r C"], remainder: float, num_points: int, rounding: float
+) -> dict[str, float]:
     """Return the noise, relative to the outputscale, the outputscale and the likelihood of the most likely process.
 
+    For each noise the outputscale is the best one, s = sum_c y_c^T (K + noise)^-1 y_c / (N C), and the negative
+    logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target.
+
     Args:
-        spectrum: Of the kernel matrix.
-        rounding: Relative rounding error of its entries: the noise is at least N times as large.
+        values: The r largest eigenvalues of the N x N kernel matrix; the other N - r are 0.
+        projections: Targets along the eigenvectors.
+        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
+        num_points: N.
+        rounding: Relative rounding error of the matrix's entries: the noise is at least N times as large.
     """
-    bounds = (log(max(NOISE_FLOOR, spectrum.num_points * rounding)), _MAX_LOG_NOISE)
+    squares = projections.square().sum(1)
+
+    def scale_for(noise: float) -> float:
+        total = float((squares / (values + noise)).sum()) + remainder / noise
+        return total / (num_points * projections.shape[1])
 
     def loss(log_noise: float) -> float:
-        return spectrum.negative_log_likelihood(exp(log_noise))
+        noise = exp(log_noise)
+        log_determinant = float((values + noise).log().sum()) + (num_points - len(values)) * log(noise)
+        return 0.5 * (log(2 * pi * scale_for(noise)) + 1 + log_determinant / num_points)
 
+    bounds = (log(max(NOISE_FLOOR, num_points * rounding)), _MAX_LOG_NOISE)
     found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
-    noise = exp(min([float(found.x), *bounds], key=loss))
-    likelihood = spectrum.negative_log_likelihood(noise)
-    return {"noise": noise, "outputscale": spectrum.scale_for(noise), "negative_log_likelihood": likelihood}
+    best = min([float(found.x), *bounds], key=loss)
+    return {"noise": exp(best), "outputscale": scale_for(exp(best)), "negative_log_likelihood": loss(best)}
 
 
 def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
@@ -367,9 +349,8 @@ class LabelProcess:
             variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
             return self.targets - residuals, variances
         means, spreads = [], []
-        for features, targets in zip(
-            self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True
-        ):
+        rows = zip(self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True)
+        for features, targets in rows:
             b = features.to(self.vectors) @ self.vectors
             share = (b.square() / (self.values + self.noise)).sum(1)  # h
             means.append(targets - (targets - b @ self.weights) / (1 - share)[:, None])
@@ -383,7 +364,7 @@ def condition_exactly(kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: 
     rounding = len(X) * kernel.rounding(X) * float(values[-1])
     values = without_rounding(values, rounding, "eigenvalues of the kernel matrix")
     projections = vectors.T @ targets
-    numbers = most_likely(Spectrum(values, projections, 0.0, len(X)), kernel.rounding(X))
+    numbers = most_likely(values, projections, 0.0, len(X), kernel.rounding(X))
     weights = projections / (values + numbers["noise"])[:, None]
     return LabelProcess(kernel, X, targets, values, vectors, weights, **numbers)
 
@@ -414,7 +395,7 @@ def condition_on_features(
     unexplained = without_rounding(
         (total - projections.square().sum())[None], float(total) * torch.finfo(total.dtype).eps ** 0.5, "remainders"
     )
-    numbers = most_likely(Spectrum(values, projections, float(unexplained), N))
+    numbers = most_likely(values, projections, float(unexplained), N, 0.0)
     weights = along / (values + numbers["noise"])[:, None]
     return LabelProcess(features, training_features, targets, values, vectors, weights, **numbers)
 

@@ -151,7 +151,7 @@ class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  
         ValueError: In a call, the points are not as many as the training points.
     """
 
-    has_global_noise = False  # one number beside those of the points
+    has_global_noise = False  # GPyTorch asks: is there one number for all points beside these?
 
     def __init__(self, noise: Float[Tensor, "n C"]) -> None:
         super(_GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module

@@ -7,13 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from epk_gp.analysis.measures import (
-    calibration,
-    error_detection,
-    ood_metrics,
-    reliability_bins,
-    roc_curve,
-)
+from epk_gp.analysis.measures import calibration, error_detection, ood_metrics, reliability_bins, roc_curve
 from label_suspicion import precision_at_k
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
