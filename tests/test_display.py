@@ -23,30 +23,20 @@ from helpers import make_case
 
 POINTS, OUTPUTS, SAMPLES = 5, 3, 7
 CERTIFICATE: dict[str, Any] = {
-    "max_residual": 1.25e-13,
-    "evaluations": 9.5,
-    "residual_ratio": 0.5,
-    "max_step_mismatch": 3.75e-16,
-    "mismatch_ratio": 0.25,
-    "worst_step": 2,
-    "error_tolerance": 1e-9,
-    "statuses": {},
-    "max_error": 1e-12,
-}
+    "max_residual": 1.25e-13, "evaluations": 9.5, "residual_ratio": 0.5, "max_step_mismatch": 3.75e-16,
+    "mismatch_ratio": 0.25, "worst_step": 2, "error_tolerance": 1e-9, "statuses": {}, "max_error": 1e-12,
+}  # fmt: skip
 
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def with_network(terms: CertifiedTerms) -> CertifiedTerms:
-    return replace(terms, network=terms.total)
-
-
 def attribution(n: int = POINTS) -> CertifiedTerms:
     terms = {name: drawn(n, OUTPUTS) for name in ("initial", "network", "decay", "statistics", "unexplained")}
     samples, amplification = drawn(n, OUTPUTS, SAMPLES), drawn(n, OUTPUTS).abs()
-    return with_network(Attribution(**terms, samples=samples, amplification=amplification, **CERTIFICATE))
+    result = Attribution(**terms, samples=samples, amplification=amplification, **CERTIFICATE)
+    return replace(result, network=result.total)
 
 
 def step_axis(*names: str) -> Axis:
@@ -58,19 +48,12 @@ def sample_axis(*names: str) -> Axis:
 
 
 def grouped(n: int = POINTS, names: tuple[str, str] = ("cat", "dog")) -> CertifiedTerms:
-    return with_network(
-        GroupedAttribution(
-            **{name: drawn(n, OUTPUTS) for name in ("initial", "network")},
-            values=drawn(n, OUTPUTS, 4, 2),
-            decay=drawn(n, OUTPUTS, 4, 1),
-            statistics=drawn(n, OUTPUTS, 4, 2),
-            statistics_of_no_sample=drawn(n, OUTPUTS, 4, 1),
-            unexplained=drawn(n, OUTPUTS, 4, 1),
-            axes=(step_axis("0", "1", "2", "3"), sample_axis(*names)),
-            amplification=drawn(n, OUTPUTS).abs(),
-            **CERTIFICATE,
-        )
-    )
+    sizes = {"initial": (), "network": (), "values": (4, 2), "statistics": (4, 2)}
+    sizes |= dict.fromkeys(("decay", "statistics_of_no_sample", "unexplained"), (4, 1))
+    terms = {name: drawn(n, OUTPUTS, *size) for name, size in sizes.items()}
+    axes, amplification = (step_axis("0", "1", "2", "3"), sample_axis(*names)), drawn(n, OUTPUTS).abs()
+    result = GroupedAttribution(**terms, axes=axes, amplification=amplification, **CERTIFICATE)
+    return replace(result, network=result.total)
 
 
 def reconstruction(n: int = POINTS) -> Reconstruction:

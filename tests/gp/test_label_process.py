@@ -35,14 +35,9 @@ def points(generator):
 
 
 @pytest.fixture
-def run(points):
+def nodes(points):
     torch.manual_seed(0)
-    return make_run(make_net(), *points)
-
-
-@pytest.fixture
-def nodes(run):
-    return nodes_trajectory(run, 4)
+    return nodes_trajectory(make_run(make_net(), *points), 4)
 
 
 def reference_kernel(nodes, X, Y, lengthscale):
@@ -214,9 +209,7 @@ def test_there_are_nodes_for_all_outputs(num_outputs, expected):
 def test_a_matrix_that_costs_too_much_gives_way_to_features(nodes, points, monkeypatch):
     kernel, X = LabelKernel(nodes, None, ComputeOptions()), points[0]
     cost = kernel.combined.multiplications_per_pair(X)
-    assert cost == 4 * sum(
-        layer.weight.numel() + layer.bias.numel() for layer in make_net() if hasattr(layer, "weight")
-    )
+    assert cost == 4 * sum(parameter.numel() for parameter in make_net().parameters())
     assert LabelSettings().num_features(kernel, X) is None
     monkeypatch.setattr("epk_gp.gp.label_process.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
     assert LabelSettings().num_features(kernel, X) == 4096
