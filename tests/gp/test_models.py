@@ -100,7 +100,6 @@ ARGUMENTS = [
     ({"normalize": None}, ValueError, "normalize must be 'cosine' or 'mean_diagonal': got None"),
     ({"mean": "b"}, ValueError, r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"),
     ({"targets": "label"}, ValueError, "targets must be 'network', 'dirichlet' or 'labels': got 'label'"),
-    ({"head": "softmax"}, ValueError, "head must be one of"),
     *(({"points": points}, ValueError, "at least one index") for points in ([], torch.zeros(2, 2, dtype=torch.long))),
     *(({"points": points}, ValueError, r"points must lie in 0\.\.8 .*: got") for points in ([-1], [0, M])),
     ({"points": [1, 1, 2, 2]}, ValueError, "points must not repeat: got 2 repeated"),
@@ -116,11 +115,5 @@ def test_what_a_process_cannot_use_is_refused(trajectory, X_test, unchecked):
     for arguments, error, message in ARGUMENTS:
         with pytest.raises(error, match=message):
             LogitGP(trajectory, **arguments)
-    gp = LogitGP(trajectory)
-    broken = X_test.clone().index_fill(0, torch.tensor(1), float("nan"))
-    for call, message in (
-        (lambda: gp.logit_posterior(test_copy(X_test)), "X_test must have shape"),
-        (lambda: gp.logit_posterior(broken), "X_test must be finite: row 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match="X_test must have shape"):
+        LogitGP(trajectory).logit_posterior(test_copy(X_test))
