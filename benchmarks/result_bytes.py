@@ -41,7 +41,6 @@ from epk_gp.analysis.measures import (
     error_detection,
     gram_spectrum,
     ood_metrics,
-    precision_at_k,
     reliability_bins,
     roc_curve,
 )
@@ -296,7 +295,7 @@ def scores() -> object:
     sets = conformal_sets(
         epk.network_outputs(run, test).softmax(1), (1 - p.gather(1, y[:, None])[:, 0]).sort().values, 0.1
     )
-    return [calibration(p, y), reliability_bins(p, y), curves, precision_at_k(doubt, wrong, 5), sets]
+    return [calibration(p, y), reliability_bins(p, y), curves, sets]
 
 
 def command(words: str, out: Path) -> Path:

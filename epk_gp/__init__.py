@@ -49,41 +49,32 @@ else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
     _MODULES = {
-        "analysis.labels": ("label_errors", "next_to_label"),
-        "core.graphs": ("Graph",),
-        "core.inputs": ("Points",),
-        "core.losses": ("CrossEntropy", "MeanSquaredError", "PerSampleLoss"),
-        "core.checks": ("ComputeOptions",),
-        "core.show": ("CertificateWarning",),
-        "core.trajectory": ("Trajectory", "network_outputs"),
-        "gp.models": ("LogitGP",),
-        "gp.softmax": ("softmax_uncertainty",),
-        "gp.uncertain_classifier": ("UncertainClassifier",),
-        "gram.path_features": ("path_features",),
-        "gram.path_kernel": ("PathKernel", "gram_block"),
-        "kernel_machine.attribute": ("attribute",),
-        "kernel_machine.influence": ("Smoothing", "influence", "self_influence"),
-        "kernel_machine.reconstruct": ("reconstruct",),
-        "kernel_machine.retrain": ("retrain",),
-        "kernels.epk": ("EPKKernel",),
-        "kernels.tagging": ("test_copy", "train_copy"),
-        "quadrature.rules": (
-            "adaptive",
-            "chords",
-            "gauss_legendre",
-            "layerwise",
-            "left_endpoint",
-            "left_riemann",
-            "midpoint",
-            "straight",
-        ),
-        "recording.causes": ("StepMismatchError",),
-        "recording.recorder": ("Recorder",),
-        "recording.train": ("train",),
-        "storage.run": ("load_trajectory",),
-        "storage.writer": ("Storage",),
+        "analysis.labels": "label_errors next_to_label",
+        "core.graphs": "Graph",
+        "core.inputs": "Points",
+        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss",
+        "core.checks": "ComputeOptions",
+        "core.show": "CertificateWarning",
+        "core.trajectory": "Trajectory network_outputs",
+        "gp.models": "LogitGP",
+        "gp.softmax": "softmax_uncertainty",
+        "gp.uncertain_classifier": "UncertainClassifier",
+        "gram.path_features": "path_features",
+        "gram.path_kernel": "PathKernel gram_block",
+        "kernel_machine.attribute": "attribute",
+        "kernel_machine.influence": "Smoothing influence self_influence",
+        "kernel_machine.reconstruct": "reconstruct",
+        "kernel_machine.retrain": "retrain",
+        "kernels.epk": "EPKKernel",
+        "kernels.tagging": "test_copy train_copy",
+        "quadrature.rules": "adaptive chords gauss_legendre layerwise left_endpoint left_riemann midpoint straight",
+        "recording.causes": "StepMismatchError",
+        "recording.recorder": "Recorder",
+        "recording.train": "train",
+        "storage.run": "load_trajectory",
+        "storage.writer": "Storage",
     }
-    __all__ = sorted(["write_report", *(name for names in _MODULES.values() for name in names)])
+    __all__ = sorted(["write_report", *" ".join(_MODULES.values()).split()])
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder."""
@@ -94,7 +85,7 @@ else:
             raise AttributeError(f"module 'epk_gp' has no attribute {name!r}")
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
         for module, names in _MODULES.items():
-            globals().update({public: getattr(import_module(f"epk_gp.{module}"), public) for public in names})
+            globals().update({public: getattr(import_module(f"epk_gp.{module}"), public) for public in names.split()})
         return globals()[name] if name in globals() else import_module(f"epk_gp.{name}")
 
     def __dir__() -> list[str]:

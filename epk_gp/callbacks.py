@@ -72,19 +72,13 @@ class IndexedDataset(Dataset[Any]):
         return {**item, self.key: row}
 
 
-__all__ = [  # noqa: F822  # callbacks are imported by __getattr__
-    "HuggingFaceRecorderCallback",
-    "IndexedDataset",
-    "LightningRecorderCallback",
-    "RecorderCallback",
-]
-
 # name of the callback: its module, its name there, and the package and extra that it needs
 _CALLBACKS = {
     "RecorderCallback": ("lightning", "RecorderCallback", "pytorch_lightning"),
     "LightningRecorderCallback": ("lightning", "RecorderCallback", "pytorch_lightning"),
     "HuggingFaceRecorderCallback": ("huggingface", "HuggingFaceRecorderCallback", "transformers"),
 }
+__all__ = ["IndexedDataset", *_CALLBACKS]
 
 
 def __getattr__(name: str) -> object:

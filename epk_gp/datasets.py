@@ -173,8 +173,7 @@ def mnist_folder(
             f"mnist_folder must know where the files are: got no folder, and {DATA_VARIABLE} is not set. "
             f"Pass the folder, or set {DATA_VARIABLE} to the one that holds mnist/."
         )
-    path = Path(os.environ[DATA_VARIABLE], "mnist") if folder is None else Path(folder)
-    path = path.expanduser()
+    path = (Path(os.environ[DATA_VARIABLE], "mnist") if folder is None else Path(folder)).expanduser()
     if not path.is_dir():
         raise FileNotFoundError(
             f"the data folder must exist: got {path}, which is not a folder. Make it, and put the four idx-ubyte files "

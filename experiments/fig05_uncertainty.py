@@ -13,7 +13,6 @@ from epk_gp.analysis.maps import (
     UncertaintyMap,
     coordinate_plane,
     grid_coordinates,
-    nearest_distances,
     uncertainty_on_plane,
 )
 from epk_gp.analysis.measures import rank_correlation
@@ -81,7 +80,7 @@ def run(config: Config) -> Result:
 
 
 def _numbers(m: UncertaintyMap) -> dict[str, float | None]:
-    distance = nearest_distances(grid_coordinates(m.x, m.y), m.training)
+    distance = torch.cdist(grid_coordinates(m.x, m.y), m.training).amin(1)
     return {
         "rank_correlation_of_std_with_distance": m.distance_correlation,
         "rank_correlation_of_kernel_with_distance": rank_correlation(m.kernel.flatten(), distance),

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from epk_gp.analysis.measures import ood_metrics, precision_at_k
+from epk_gp.analysis.measures import ood_metrics
 from harness import Experiment, main
 from judging import mean_and_std, network_name
-from label_suspicion import METHODS, why_not
+from label_suspicion import METHODS, precision_at_k, why_not
 from saved_rows import WAITING, Row, asked_for, reasons_once, rounded, row_of, saved_row
 from strips import Panel, strips
 from uncertainty_problems import Problem, judged, splits, train_unrecorded, wrong_labels

@@ -152,3 +152,20 @@ def why_not(name: str) -> str | None:
     if name.startswith("cleanlab") and not find_spec("cleanlab"):
         return "cleanlab: not installed"
     return None
+
+
+def precision_at_k(scores: Tensor, sought: Tensor, k: int | None = None) -> float:
+    """Return the share of sought points among the k points with the largest scores, k by default as many as are sought.
+
+    Points that share the k-th largest score stand in random order, and the share is the expected one.
+
+    Raises:
+        ValueError: k does not lie in 1 .. n.
+    """
+    k = int(sought.sum()) if k is None else k
+    if not 1 <= k <= len(scores):
+        raise ValueError(f"k must lie in 1..{len(scores)}, the number of scores: got {k}.")
+    last = scores.sort(descending=True).values[k - 1]
+    above, tied = scores > last, scores == last
+    share = (k - int(above.sum())) / int(tied.sum())
+    return float(sought[above].sum() + share * sought[tied].sum()) / k

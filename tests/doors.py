@@ -15,7 +15,7 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.gram.path_kernel import gram_block_per_class as per_class
 from epk_gp.gram.path_kernel import gram_diagonal_blocks as diagonal
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
@@ -72,10 +72,6 @@ def sides(run: epk.Trajectory, X: Any) -> tuple[epk.Points, epk.Points]:
     return epk.Points(X, is_train=False), epk.Points(X if run is None else run.inputs, is_train=True)
 
 
-def per_class(run: epk.Trajectory, X: Any, **options: Any) -> Any:
-    return gram_block_per_class(run, *sides(run, X), **options)
-
-
 def features(run: epk.Trajectory, X: Any, **options: Any) -> Any:
     return epk.path_features(run, X, 16, num_probe=0, **options)
 
@@ -116,7 +112,7 @@ DOORS = {
     door.name.rpartition(".")[2]: door
     for door in (
         Door("gram.path_kernel.gram_block", lambda run, X, **o: epk.gram_block(run, *sides(run, X), **o), GRAM),
-        Door("gram.path_kernel.gram_block_per_class", per_class, GRAM),
+        Door("gram.path_kernel.gram_block_per_class", lambda run, X, **o: per_class(run, *sides(run, X), **o), GRAM),
         Door("gram.path_kernel.gram_diagonal_blocks", lambda run, X, **o: diagonal(run, sides(run, X)[0], **o), GRAM),
         Door("gram.path_kernel.PathKernel", lambda run, X, **o: epk.PathKernel(run, **o).block(*sides(run, X)), KERNEL),
         Door("gram.path_features.path_features", features, HEAD | COMPUTED, lambda features: features + 0),

@@ -17,7 +17,7 @@ from epk_gp.classifier import EPKClassifier, one_hidden_layer
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
-@parametrize_with_checks([EPKClassifier(steps=60)])
+@parametrize_with_checks([EPKClassifier(steps=15)])
 def test_scikit_learns_own_checks_pass(estimator, check, unchecked):
     check(estimator)
 

@@ -1,6 +1,7 @@
 """Properties of every public door: its head follows the run's loss; what it cannot take is refused in one sentence."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,6 +43,7 @@ every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
 every_head_door = pytest.mark.parametrize("door", HEAD_DOORS.values(), ids=HEAD_DOORS.keys())
 
 
+@functools.cache
 def recorded(loss: Any, outputs: int = 3, *, log_probabilities: bool = False) -> epk.Trajectory:
     """Record three steps on all of six points."""
     torch.manual_seed(0)
@@ -52,22 +54,9 @@ def recorded(loss: Any, outputs: int = 3, *, log_probabilities: bool = False) ->
     return epk.train(net, X[:6], y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3, loss=loss)
 
 
-@pytest.fixture(scope="module")
-def regression() -> epk.Trajectory:
-    return recorded(epk.MeanSquaredError())
-
-
-@pytest.fixture(scope="module")
-def classification() -> epk.Trajectory:
-    return recorded(epk.CrossEntropy())
-
-
-@pytest.fixture(scope="module")
-def one_output() -> epk.Trajectory:
-    return recorded(epk.MeanSquaredError(), 1)
-
-
-# The head that nobody names.
+def with_heads() -> tuple[tuple[epk.Trajectory, str], ...]:
+    """A classification and a regression, each with the head of its loss."""
+    return (recorded(epk.CrossEntropy()), "log_softmax"), (recorded(epk.MeanSquaredError()), "logits")
 
 
 def head_defaults() -> dict[str, str]:
@@ -83,17 +72,13 @@ def head_defaults() -> dict[str, str]:
 
 
 def _defaults_of_head(node: ast.FunctionDef | ast.ClassDef) -> Iterator[ast.expr]:
-    if isinstance(node, ast.ClassDef):
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign) and part.value is not None and ast.unparse(part.target) == "head":
-                yield part.value
-            elif isinstance(part, ast.FunctionDef):
-                yield from _defaults_of_head(part)
-        return
-    positional = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-    pairs = [*zip(positional, node.args.defaults, strict=True)]
-    pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    yield from (value for argument, value in pairs if argument.arg == "head" and value is not None)
+    for part in ast.walk(node):
+        if isinstance(part, ast.AnnAssign) and part.value is not None and ast.unparse(part.target) == "head":
+            yield part.value
+        elif isinstance(part, ast.arguments):
+            optional = part.args[len(part.args) - len(part.defaults) :] + part.kwonlyargs
+            pairs = zip(optional, [*part.defaults, *part.kw_defaults], strict=True)
+            yield from (value for argument, value in pairs if argument.arg == "head" and value is not None)
 
 
 def test_every_default_of_a_head_is_tested_here() -> None:
@@ -106,11 +91,10 @@ def test_every_default_of_a_head_is_tested_here() -> None:
 
 
 @every_head_door
-def test_a_door_explains_the_head_of_the_run_s_loss(
-    door: Door, regression: epk.Trajectory, classification: epk.Trajectory, one_output: epk.Trajectory
-) -> None:
-    for run, head, other in ((regression, "logits", "log_softmax"), (classification, "log_softmax", "logits")):
-        found = door.numbers(run, TEST)
+def test_a_door_explains_the_head_of_the_run_s_loss(door: Door) -> None:
+    one_output = recorded(epk.MeanSquaredError(), 1)
+    for run, head in with_heads():
+        found, other = door.numbers(run, TEST), "logits" if head == "log_softmax" else "log_softmax"
         assert torch.equal(found, door.numbers(run, TEST, head=head))
         assert torch.equal(found, door.numbers(run, TEST, head=None))
         control = door.numbers(run, TEST, head=other)
@@ -154,22 +138,20 @@ def test_a_run_on_another_loss_is_explained_by_its_outputs(loss: Any, log_probab
     assert found.max_error < 1e-12
 
 
-def test_the_single_machine_has_the_head_of_its_loss(classification: epk.Trajectory) -> None:
-    found = single_machine(classification, TEST)
-    assert torch.equal(found.outputs, single_machine(classification, TEST, head="log_softmax").outputs)
+def test_the_single_machine_has_the_head_of_its_loss() -> None:
     log_probabilities = recorded(NegativeLogLikelihood(), log_probabilities=True)
-    found = single_machine(log_probabilities, TEST)
-    assert torch.equal(found.outputs, single_machine(log_probabilities, TEST, head="logits").outputs)
+    for run, head in ((recorded(epk.CrossEntropy()), "log_softmax"), (log_probabilities, "logits")):
+        found = single_machine(run, TEST)
+        assert torch.equal(found.outputs, single_machine(run, TEST, head=head).outputs)
     assert found.max_error < 1e-12
 
 
-def test_what_is_about_logits_stays_so_and_none_follows_the_loss(
-    classification: epk.Trajectory, regression: epk.Trajectory
-) -> None:
+def test_what_is_about_logits_stays_so_and_none_follows_the_loss() -> None:
+    classification = recorded(epk.CrossEntropy())
     logits = epk.network_outputs(classification, TEST, head="logits")
     assert torch.equal(epk.network_outputs(classification, TEST), logits)
     assert epk.LogitGP(classification).kernel.config.path_kernel.head == "logits"
-    for run, head in ((classification, "log_softmax"), (regression, "logits")):
+    for run, head in with_heads():
         f = epk.network_outputs(run, TEST, head=head)
         assert torch.equal(epk.network_outputs(run, TEST, head=None), f)
         gp = epk.LogitGP(run, head=None)
@@ -177,8 +159,8 @@ def test_what_is_about_logits_stays_so_and_none_follows_the_loss(
         assert torch.equal(gp.train_targets, epk.network_outputs(run, run.inputs, head=head))
 
 
-def test_an_object_stores_the_head_that_it_has(classification: epk.Trajectory, regression: epk.Trajectory) -> None:
-    for run, head in ((classification, "log_softmax"), (regression, "logits")):
+def test_an_object_stores_the_head_that_it_has() -> None:
+    for run, head in with_heads():
         kernel, rule = epk.EPKKernel(run), epk.gauss_legendre(2)
         assert epk.PathKernel(run).head == head
         assert f"head='{head}'" in repr(epk.PathKernel(run))
@@ -190,15 +172,12 @@ def test_an_object_stores_the_head_that_it_has(classification: epk.Trajectory, r
 
 
 @pytest.mark.parametrize("name", ["gram_block", "attribute"])
-def test_partial_sums_belong_to_the_head_itself(regression: epk.Trajectory, tmp_path: Path, name: str) -> None:
-    door = DOORS[name]
+def test_partial_sums_belong_to_the_head_itself(tmp_path: Path, name: str) -> None:
+    door, regression = DOORS[name], recorded(epk.MeanSquaredError())
     found = door.values(door.ask(regression, TEST, checkpoint=tmp_path))
     assert torch.equal(door.values(door.ask(regression, TEST, checkpoint=tmp_path, head="logits")), found)
     with pytest.raises(ValueError, match="it is of another"):
         door.ask(regression, TEST, checkpoint=tmp_path, head="log_softmax")
-
-
-# How it is computed.
 
 
 class Inline:
@@ -217,8 +196,6 @@ def test_numbers_do_not_depend_on_how_they_are_computed(door: Door, run: epk.Tra
         assert torch.equal(door.numbers(run, TEST, **options), found), options
     assert_close(door.numbers(run, TEST, memory_budget=1 << 20), found)
 
-
-# What cannot be taken.
 
 POINTS = {
     "no_tensor": ([[1.0] * 4], TypeError, "X.* must be a torch.Tensor: got list"),
@@ -253,9 +230,8 @@ def run() -> epk.Trajectory:
 
 @pytest.mark.usefixtures("unchecked")
 @every_door
-def test_what_a_door_cannot_take_is_refused_in_one_sentence(
-    door: Door, run: epk.Trajectory, one_output: epk.Trajectory
-) -> None:
+def test_what_a_door_cannot_take_is_refused_in_one_sentence(door: Door, run: epk.Trajectory) -> None:
+    one_output = recorded(epk.MeanSquaredError(), 1)
     found: dict[str, str | None] = {}
     if door.points:
         for case, (points, error, message) in POINTS.items():

@@ -33,7 +33,7 @@ def test_a_name_is_imported_from_where_a_type_checker_sees_it():
     for node in ast.walk(ast.parse(Path(epk_gp.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("epk_gp."):
             seen |= {alias.name: node.module.removeprefix("epk_gp.") for alias in node.names}
-    table = {name: module for module, names in epk_gp._MODULES.items() for name in names}
+    table = {name: module for module, names in epk_gp._MODULES.items() for name in names.split()}
     assert seen == table | {"write_report": "report.write"}
     assert seen.keys() == PUBLIC
 

@@ -15,9 +15,6 @@ from uncertainty_problems import Problem, fgsm, pgd, rotated, splits, wrong_labe
 DIGITS = Problem("digits", width=8, num_train=100, steps=20, batch_size=10)
 
 
-# Images
-
-
 def test_training_validation_and_test_images_are_disjoint():
     sets = splits(DIGITS, 50)
     rows = [{tuple(image.flatten().tolist()) for image in data.inputs} for data in sets]
@@ -46,9 +43,6 @@ def test_a_quarter_turn_is_exact():
     torch.testing.assert_close(rotated(X, 0), X)
 
 
-# Training
-
-
 def test_recorded_and_unrecorded_training_end_at_the_same_weights():
     problem = replace(DIGITS, decay=True)
     train, _, _ = splits(problem, 1)
@@ -58,9 +52,6 @@ def test_recorded_and_unrecorded_training_end_at_the_same_weights():
         torch.testing.assert_close(value, weights[name])
     assert [step.lr for step in run.steps[:15]] == [0.3] * 15
     assert run.steps[-1].lr == pytest.approx(0.3 / 5)
-
-
-# Wrong labels
 
 
 @pytest.mark.parametrize("kind", ["uniform", "confusing"])
@@ -75,9 +66,6 @@ def test_exactly_the_share_of_the_labels_is_wrong(kind, generator):
         assert (given[planted & (labels == 3)] == 0).all()
     else:
         assert len(given[planted].unique()) == 4
-
-
-# The process with an RBF kernel
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +105,6 @@ def test_the_process_is_the_most_likely_one_and_predicts_as_written_out(labelled
         assert loss(gp.lengthscale, gp.noise) < loss(factor * gp.lengthscale, gp.noise)
         assert loss(gp.lengthscale, gp.noise) < loss(gp.lengthscale, max(factor * gp.noise, FLOOR))
     assert fitted(X, labels, lengthscale=2.0).lengthscale == pytest.approx(2)
-
-
-# Rows
 
 
 @pytest.fixture

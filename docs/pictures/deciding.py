@@ -17,15 +17,18 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.measures import error_detection, ood_metrics, precision_at_k
+from epk_gp.analysis.measures import error_detection, ood_metrics
 from epk_gp.datasets import Dataset, mnist_folder
-from epk_gp.gp.label_process import centred_labels, condition_exactly, median_lengthscale, squared_distances
+from epk_gp.gp.label_process import condition_exactly, median_lengthscale, squared_distances
 from epk_gp.gp.stacking import most_likely_temperature, stack_logits
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.plots import new_figure, save_figure, score_histogram, training_image
 from epk_gp.plots.style import EXACT, GREY, PALETTE, RIGHT, SMALL, WRONG, styled
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "experiments"))
+from label_suspicion import precision_at_k  # noqa: E402
+
 KEPT = Path(tempfile.gettempdir()) / "epk_gp_deciding"
 SEEDS = (20, 21, 22)
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST, NUM_OUTSIDE = 2000, 1000, 2000, 1000
@@ -98,7 +101,7 @@ def judge(name: str, seed: int) -> None:
         other = trained(train.inputs, train.labels, 100 * seed + k)
         members.append(epk.network_outputs(other, test.inputs).softmax(1))
     pixels = PixelKernel(median_lengthscale(train.inputs))
-    rbf = condition_exactly(pixels, train.inputs, centred_labels(train.labels, 10))  # type: ignore[arg-type]
+    rbf = condition_exactly(pixels, train.inputs, nn.functional.one_hot(train.labels, 10).double() - 1 / 10)  # type: ignore[arg-type]
     rbf_mean, rbf_variance = rbf.predict(test.inputs)
     stacked = stack_logits(z_validation[:half], rbf.predict(validation.inputs[:half])[0], validation.labels[:half])
     probabilities = {

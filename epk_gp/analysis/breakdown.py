@@ -98,18 +98,12 @@ def summarise(
     summaries = []
     for n, samples in enumerate(breakdown.samples):
         raised, lowered = extremes(samples, targets, top)
-        outputs: dict[str, object] = {
-            "point": n,
-            "output": int(breakdown.output[n]),
-            "network": float(breakdown.network[n]),
-            "initial": float(breakdown.initial[n]),
-            "decay": float(breakdown.decay[n]),
-            "statistics": float(breakdown.statistics[n]),
-            "unexplained": float(breakdown.unexplained[n]),
-        }
+        names = ("network", "initial", "decay", "statistics", "unexplained")
+        outputs = {name: float(getattr(breakdown, name)[n]) for name in names}
         values = samples.sort(descending=True).values
         sums = {"raised_by": float(values[values > 0].sum()), "lowered_by": float(values[values < 0].sum())}
-        summaries.append(outputs | sums | {"most_raising": raised, "most_lowering": lowered})
+        listed = {"most_raising": raised, "most_lowering": lowered}
+        summaries.append({"point": n, "output": int(breakdown.output[n]), **outputs, **sums, **listed})
     errors = (parts.total - parts.network).abs().amax(dim=1)
     return {
         "max_error": float(errors.max()),

@@ -13,7 +13,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, v
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.gp.data import class_inputs, float_inputs, labelled_points, training_labels
+from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
 from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
@@ -99,17 +99,14 @@ def label_errors(
         ValueError: The run is no classifier's, there are fewer than 2 points, or a setting cannot be used.
     """
     validate_trajectory(trajectory)
-    labels = training_labels(trajectory, "label_errors")
+    judged, own = labelled_points(trajectory, points, "label_errors")
     settings = LabelSettings(nodes, features, inputs_kernel, seed, power, path)
-    settings.validate()
-    judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:
         raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
     parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)
     with torch.no_grad():
-        process = fit_labels(trajectory, labels, settings, judged, parsed)
+        process = fit_labels(trajectory, settings, judged, parsed)
         mean, _ = process.leave_one_out()
-        own = labels[judged]
         log_p = (mean * most_likely_temperature(mean, own)).log_softmax(1).gather(1, own[:, None])[:, 0]
         aum = area_under_margin(trajectory, trajectory.inputs[judged], own)
     ranks = torch.from_numpy(rankdata(torch.stack([log_p, aum.to(log_p)]).cpu().numpy(), axis=1)).to(log_p)

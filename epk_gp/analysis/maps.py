@@ -131,11 +131,6 @@ def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[T
     return mean + radius * unit, mean + far * radius * unit
 
 
-def nearest_distances(a: Float[Tensor, "n D"], b: Float[Tensor, "m D"]) -> Float[Tensor, " n"]:
-    """Return the distance of each point of a from the nearest point of b."""
-    return torch.cdist(a.double(), b.double()).amin(1)
-
-
 def _rows(X: Tensor) -> Tensor:
     validate_tensor(X, "inputs")
     if not X.is_floating_point():
@@ -250,7 +245,7 @@ def uncertainty_on_plane(
         entropy=shaped(u.entropy),
         mutual_information=shaped(u.mutual_information),
         standard_error=float(error[: len(nodes)].max()),
-        distance_correlation=rank_correlation(std_nodes, nearest_distances(nodes, training)),
+        distance_correlation=rank_correlation(std_nodes, torch.cdist(nodes, training).amin(1)),
         share_std_decreasing=float((std_far < std_near).double().mean()),
         plane=plane,
     )

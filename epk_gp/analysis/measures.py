@@ -152,7 +152,12 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
         ValueError: There are no scores, or one is not finite, or there is not one entry of `wrong` per score.
     """
     _validate_scores(scores, "scores")
-    wrong = _parse_mask(wrong, "wrong", scores)
+    validate_tensor(wrong, "wrong", ndim=1)
+    if wrong.dtype != torch.bool:
+        raise TypeError(f"wrong must be a mask of torch.bool: got {wrong.dtype}.")
+    if len(wrong) != len(scores):
+        raise ValueError(f"wrong must have one entry per score: got {len(wrong)} entries for {len(scores)} scores.")
+    wrong = wrong.to(scores.device)
     values, group, counts = scores.unique(return_inverse=True, return_counts=True)  # in ascending order
     errors = torch.zeros(len(values), dtype=torch.float64, device=scores.device).index_add_(0, group, wrong.double())
     rate = (errors / counts).repeat_interleave(counts)  # points of one score are wrong as often as each other
@@ -160,36 +165,6 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
     has_both = bool(wrong.any()) and not bool(wrong.all())
     auroc = float(roc_auc_score(wrong.cpu(), scores.detach().cpu())) if has_both else None
     return ErrorDetection(auroc=auroc, aurc=float(risk.mean()), risk=risk)
-
-
-def precision_at_k(scores: Float[Tensor, " n"], sought: Bool[Tensor, " n"], k: int | None = None) -> float:
-    """Return the share of sought points among the k points with the largest scores.
-
-    Points that share the k-th largest score stand in random order, and the share is the expected one.
-
-    Args:
-        scores: Scores of n points.
-        sought: Whether a point is one of those that should be found, such as a wrong label.
-        k: From 1 to n; None for the number of points that are sought.
-
-    Raises:
-        TypeError: `scores` is not a tensor of float32 or float64, `sought` is not a mask, or k is not a whole number.
-        ValueError: There are no scores, or one is not finite; there is not one entry of `sought` per score; k does not
-            lie in 1 .. n; or k is None and no point is sought.
-    """
-    _validate_scores(scores, "scores")
-    sought = _parse_mask(sought, "sought", scores)
-    if k is None:
-        if not sought.any():
-            raise ValueError("sought must hold at least one point that is sought where k is None: got none. Pass k.")
-        k = int(sought.sum())
-    validate_count(k, "k")
-    if k > len(scores):
-        raise ValueError(f"k must be at most the number of scores, {len(scores)}: got {k}.")
-    last = scores.sort(descending=True).values[k - 1]
-    above, tied = scores > last, scores == last
-    share = (k - int(above.sum())) / int(tied.sum())
-    return float(sought[above].sum() + share * sought[tied].sum()) / k
 
 
 def _joined(inside: Tensor, outside: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -204,15 +179,6 @@ def _validate_scores(scores: Tensor, name: str) -> None:
     validate_tensor(scores, name, ndim=1, floating=True)
     if not len(scores) or not torch.isfinite(scores).all():
         raise ValueError(f"{name} must hold finite scores, at least one: got {len(scores)}, or NaN or infinity.")
-
-
-def _parse_mask(mask: Tensor, name: str, scores: Tensor) -> Tensor:
-    validate_tensor(mask, name, ndim=1)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be a mask of torch.bool: got {mask.dtype}.")
-    if len(mask) != len(scores):
-        raise ValueError(f"{name} must have one entry per score: got {len(mask)} entries for {len(scores)} scores.")
-    return mask.to(scores.device)
 
 
 def reliability_bins(

@@ -8,18 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import (
-    as_tensor,
-    validate_count,
-    validate_labels,
-    validate_positive,
-    validate_tensor,
-    validate_texts,
-)
+from epk_gp.core.checks import as_tensor, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 
 TargetKind = Literal["network", "dirichlet", "labels"]
+ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
 
 
 class NodesWithoutData(Trajectory):
@@ -97,8 +91,7 @@ def make_targets(
     """
     zero = torch.zeros(trajectory.num_outputs, dtype=torch.float64, device=trajectory.device)
     if targets == "network":
-        X = trajectory.inputs[train_indices]
-        X = X.to(torch.float64) if X.is_floating_point() else X
+        X = float_inputs(trajectory.inputs[train_indices], torch.float64)
         return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None, zero
     if targets == "labels":
         values, mean = label_values(trajectory, train_indices)
@@ -106,12 +99,7 @@ def make_targets(
         return values - mean, None, mean
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
-    labels = trajectory.targets
-    if labels.is_floating_point() or labels.ndim != 1:
-        raise ValueError(
-            f"targets='dirichlet' needs class labels, one integer per point: the run has {labels.dtype} targets of "
-            f"shape {tuple(labels.shape)}. Use targets='network'."
-        )
+    labels = _class_labels(trajectory, "targets='dirichlet'")
     return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
 
 
@@ -145,35 +133,39 @@ def label_values(
     return values, values.mean(0)
 
 
-def dirichlet_targets(
-    labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01
-) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
     """Transform class labels to regression targets with known noise.
 
     Milios et al. (2018), as in GPyTorch's `DirichletClassificationLikelihood`: the label's Dirichlet concentration
-    alpha = alpha_epsilon + [class is the label] gives Gamma variables that log-normals match in mean and variance:
+    alpha = 0.01 + [class is the label] gives Gamma variables that log-normals match in mean and variance:
 
         sigma^2 = log(1 / alpha + 1),   y = log(alpha) - sigma^2 / 2
 
     Args:
         labels: Class of each of n points.
         num_classes: C. GPyTorch infers it from the largest label, and misses classes without a point.
-        alpha_epsilon: Concentration of the classes that are not the label.
 
     Returns:
         Targets y and variances sigma^2, float64.
 
     Raises:
-        TypeError: The labels are not integers, or a number is of the wrong kind.
-        ValueError: A label is out of range, or the concentration is not positive.
+        TypeError: The labels are not integers.
+        ValueError: A label is out of range.
     """
-    validate_positive(alpha_epsilon, "alpha_epsilon")
-    validate_count(num_classes, "num_classes")
-    validate_tensor(labels, "labels", ndim=1)
     validate_labels(labels, len(labels), num_classes)
-    alpha = torch.nn.functional.one_hot(labels.long(), int(num_classes)).double() + alpha_epsilon
+    alpha = torch.nn.functional.one_hot(labels.long(), num_classes).double() + ALPHA_EPSILON
     variances = (1 / alpha).log1p()
     return alpha.log() - variances / 2, variances
+
+
+def _class_labels(trajectory: Trajectory, caller: str) -> Tensor:
+    labels = trajectory.targets
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ValueError(
+            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
+            f"{tuple(labels.shape)}."
+        )
+    return labels
 
 
 def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
@@ -182,37 +174,35 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
     Raises:
         ValueError: The run has no class labels, one per point, or its outputs are no logits.
     """
-    labels, loss = trajectory.targets, trajectory.loss
+    loss = trajectory.loss
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(
             f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
             f"{loss}. For regression see LogitGP(trajectory, targets='labels')."
         )
-    if labels.is_floating_point() or labels.ndim != 1:
-        raise ValueError(
-            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
-            f"{tuple(labels.shape)}."
-        )
+    labels = _class_labels(trajectory, caller)
     given = labels[labels != ignored_class(loss)]
     validate_labels(given, len(given), trajectory.num_outputs, name="the run's labels")
     return labels.long()
 
 
 def labelled_points(
-    trajectory: Trajectory, labels: Int64[Tensor, " M"], points: Int[Tensor, " N"] | Sequence[int] | None
-) -> Int64[Tensor, " N"]:
-    """Return the indices of the training points that a process on labels is conditioned on.
+    trajectory: Trajectory, points: Int[Tensor, " N"] | Sequence[int] | None, caller: str
+) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+    """Return the indices of the training points that a process on labels is conditioned on, and their labels.
 
     Args:
         trajectory: The run.
-        labels: Of its M points (`training_labels`).
         points: Indices; None for all points whose labels the loss takes. Of a graph, whose points are all nodes, only
             those that a step was trained on: the labels of the others may be what is asked for.
+        caller: Who asks, in a message.
 
     Raises:
         TypeError: `points` are no indices.
-        ValueError: An index is out of range or repeated, its point has no label, or there are none.
+        ValueError: The run has no class labels (`training_labels`); an index is out of range or repeated, its point has
+            no label, or there are none.
     """
+    labels = training_labels(trajectory, caller)
     has_label = (labels >= 0) & (labels < trajectory.num_outputs)
     if points is None and trajectory.model.signature.graph is not None:
         has_label &= _is_trained_on(trajectory)
@@ -227,7 +217,7 @@ def labelled_points(
         )
     if not len(indices):
         raise ValueError("there must be training points with labels: the loss leaves all of them out.")
-    return indices
+    return indices, labels[indices]
 
 
 def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:

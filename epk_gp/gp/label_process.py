@@ -9,7 +9,7 @@ from math import exp, log, pi, sqrt
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -17,10 +17,10 @@ from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
 from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import posterior_points
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.data import float_inputs
+from epk_gp.core.trajectory import Trajectory, parse_inputs
+from epk_gp.gp.data import float_inputs, label_values
 from epk_gp.gp.output_coupling import NOISE_FLOOR
-from epk_gp.gram.path_features import path_features, trace_sketch
+from epk_gp.gram.path_features import trace_sketch
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, validate_path_of_nodes
 from epk_gp.quadrature.rules import WeightPath, straight
 
@@ -113,10 +113,6 @@ class LabelKernel:
                 values *= squared_distances(rows, Y).mul_(-0.5 / self.lengthscale**2).exp_()
         return K if self.power == 1 else K.pow_(self.power)
 
-    def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> list[Shaped[Tensor, "b ..."]]:
-        """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
-        return list(X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns)))
-
 
 def require_direction(has_gradient: Bool[Tensor, " n"]) -> None:
     """Raise if the gradients of a point are all zero, so that there is no direction that a cosine could compare.
@@ -189,29 +185,15 @@ class InputFeatures:
     options: ComputeOptions = ComputeOptions()
     power: int = 1
 
-    def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> list[Shaped[Tensor, "b ..."]]:
-        """Split inputs into blocks of one size."""
-        return list(X.split(FEATURE_BLOCK))
-
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
         """Compute the features of n inputs.
 
         Raises:
             ValueError: An input's gradients are all zero: it has no direction, as for `LabelKernel`.
         """
-        X = float_inputs(X, torch.float32)
-        z = path_features(
-            self.nodes,
-            X,
-            self.num_features,
-            nodes=None,
-            seed=self.seed,
-            head="logits",
-            num_probe=0,
-            memory_budget=self.options.memory_budget,
-            progress=self.options.progress,
-            executor=self.options.executor,
-        )
+        X = parse_inputs(self.nodes, float_inputs(X, torch.float32))
+        sketch = trace_sketch(self.nodes, self.num_features, nodes=None, seed=self.seed, head="logits")
+        z = sketch.features(Points(X, is_train=False), self.options)[:, 0]
         require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
@@ -225,54 +207,36 @@ class InputFeatures:
         return torch.nn.functional.normalize(tensor_sketch(z, other, self.num_features, seed=self.seed + number))
 
 
-@dataclass(frozen=True, eq=False)
-class Spectrum:
-    """What the marginal likelihood depends on: eigenvalues of the N x N kernel matrix, and the targets along them.
-
-    Attributes:
-        values: The r largest eigenvalues v_j; the other N - r are 0.
-        projections: Targets along the eigenvectors, (r, C).
-        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
-        num_points: N.
-    """
-
-    values: Float[Tensor, " r"]
-    projections: Float[Tensor, "r C"]
-    remainder: float
-    num_points: int
-
-    def scale_for(self, noise: float) -> float:
-        """Return the outputscale at which the targets are most likely, for a noise relative to it.
-
-        s = sum_c y_c^T (K + noise)^-1 y_c / (N C)
-        """
-        squares = self.projections.square().sum(1)
-        total = float((squares / (self.values + noise)).sum()) + self.remainder / noise
-        return total / (self.num_points * self.projections.shape[1])
-
-    def negative_log_likelihood(self, noise: float) -> float:
-        """Return -log N(targets; 0, s (K + noise)) per target, with the best outputscale s."""
-        zeros = self.num_points - len(self.values)
-        log_determinant = float((self.values + noise).log().sum()) + zeros * log(noise)
-        return 0.5 * (log(2 * pi * self.scale_for(noise)) + 1 + log_determinant / self.num_points)
-
-
-def most_likely(spectrum: Spectrum, rounding: float = 0.0) -> dict[str, float]:
+def most_likely(
+    values: Float[Tensor, " r"], projections: Float[Tensor, "r C"], remainder: float, num_points: int, rounding: float
+) -> dict[str, float]:
     """Return the noise, relative to the outputscale, the outputscale and the likelihood of the most likely process.
 
+    For each noise the outputscale is the best one, s = sum_c y_c^T (K + noise)^-1 y_c / (N C), and the negative
+    logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target.
+
     Args:
-        spectrum: Of the kernel matrix.
-        rounding: Relative rounding error of its entries: the noise is at least N times as large.
+        values: The r largest eigenvalues of the N x N kernel matrix; the other N - r are 0.
+        projections: Targets along the eigenvectors.
+        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
+        num_points: N.
+        rounding: Relative rounding error of the matrix's entries: the noise is at least N times as large.
     """
-    bounds = (log(max(NOISE_FLOOR, spectrum.num_points * rounding)), _MAX_LOG_NOISE)
+    squares = projections.square().sum(1)
+
+    def scale_for(noise: float) -> float:
+        total = float((squares / (values + noise)).sum()) + remainder / noise
+        return total / (num_points * projections.shape[1])
 
     def loss(log_noise: float) -> float:
-        return spectrum.negative_log_likelihood(exp(log_noise))
+        noise = exp(log_noise)
+        log_determinant = float((values + noise).log().sum()) + (num_points - len(values)) * log(noise)
+        return 0.5 * (log(2 * pi * scale_for(noise)) + 1 + log_determinant / num_points)
 
+    bounds = (log(max(NOISE_FLOOR, num_points * rounding)), _MAX_LOG_NOISE)
     found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
-    noise = exp(min([float(found.x), *bounds], key=loss))
-    likelihood = spectrum.negative_log_likelihood(noise)
-    return {"noise": noise, "outputscale": spectrum.scale_for(noise), "negative_log_likelihood": likelihood}
+    best = min([float(found.x), *bounds], key=loss)
+    return {"noise": exp(best), "outputscale": scale_for(exp(best)), "negative_log_likelihood": loss(best)}
 
 
 def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
@@ -346,11 +310,12 @@ class LabelProcess:
 
         The variance is 1 - sum_j b_j^2 / (v_j + noise), or with features noise * sum_j b_j^2 / (v_j + noise).
         """
+        has_features, budget = isinstance(self.kernel, InputFeatures), self.kernel.options.memory_budget
         means, variances = [], []
-        for part in self.kernel.split(X, len(self.vectors)):
+        for part in X.split(FEATURE_BLOCK if has_features else posterior_points(budget, 8, 1, len(self.vectors))):
             b = self.coordinates(part)
             share = (b.square() / (self.values + self.noise)).sum(1)
-            variance = self.noise * share if isinstance(self.kernel, InputFeatures) else 1 - share
+            variance = self.noise * share if has_features else 1 - share
             means.append(b @ self.weights)
             variances.append(without_rounding(variance, self.rounding, "variances"))
         return torch.cat(means), torch.cat(variances)
@@ -384,19 +349,13 @@ class LabelProcess:
             variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
             return self.targets - residuals, variances
         means, spreads = [], []
-        for features, targets in zip(
-            self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True
-        ):
+        rows = zip(self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True)
+        for features, targets in rows:
             b = features.to(self.vectors) @ self.vectors
             share = (b.square() / (self.values + self.noise)).sum(1)  # h
             means.append(targets - (targets - b @ self.weights) / (1 - share)[:, None])
             spreads.append(self.noise * share / (1 - share))
         return torch.cat(means), torch.cat(spreads)
-
-
-def centred_labels(labels: Int[Tensor, " N"], num_classes: int) -> Float[Tensor, "N C"]:
-    """Return one-hot labels minus 1/C, float64."""
-    return torch.nn.functional.one_hot(labels.long(), num_classes).to(torch.float64) - 1 / num_classes
 
 
 def condition_exactly(kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]) -> LabelProcess:
@@ -405,7 +364,7 @@ def condition_exactly(kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: 
     rounding = len(X) * kernel.rounding(X) * float(values[-1])
     values = without_rounding(values, rounding, "eigenvalues of the kernel matrix")
     projections = vectors.T @ targets
-    numbers = most_likely(Spectrum(values, projections, 0.0, len(X)), kernel.rounding(X))
+    numbers = most_likely(values, projections, 0.0, len(X), kernel.rounding(X))
     weights = projections / (values + numbers["noise"])[:, None]
     return LabelProcess(kernel, X, targets, values, vectors, weights, **numbers)
 
@@ -436,7 +395,7 @@ def condition_on_features(
     unexplained = without_rounding(
         (total - projections.square().sum())[None], float(total) * torch.finfo(total.dtype).eps ** 0.5, "remainders"
     )
-    numbers = most_likely(Spectrum(values, projections, float(unexplained), N))
+    numbers = most_likely(values, projections, float(unexplained), N, 0.0)
     weights = along / (values + numbers["noise"])[:, None]
     return LabelProcess(features, training_features, targets, values, vectors, weights, **numbers)
 
@@ -464,7 +423,7 @@ class LabelSettings:
     power: int | None = None
     path: WeightPath = straight()
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Raise if a setting cannot be used.
 
         Raises:
@@ -499,7 +458,6 @@ class LabelSettings:
 
 def fit_labels(
     trajectory: Trajectory,
-    labels: Int64[Tensor, " M"],
     settings: LabelSettings,
     points: Int64[Tensor, " N"],
     options: ComputeOptions,
@@ -508,7 +466,6 @@ def fit_labels(
 
     Args:
         trajectory: The run.
-        labels: Of all M training points.
         settings: What the process is made of.
         points: Indices of the N training points to condition on; on the device that computes.
         options: How it is computed.
@@ -516,7 +473,8 @@ def fit_labels(
     nodes = nodes_trajectory(trajectory, settings.num_nodes(trajectory.num_outputs), path=settings.path)
     own = points.to(trajectory.device)
     X = trajectory.inputs[own].to(points.device)
-    targets = centred_labels(labels[own], trajectory.num_outputs).to(points.device)
+    values, mean = label_values(trajectory, own)
+    targets = (values - mean).to(points.device)
     has_distances = settings.inputs_kernel is not None and trajectory.inputs.is_floating_point()
     lengthscale = median_lengthscale(trajectory.inputs) if has_distances else None
     power = EXACT_POWER if settings.power is None else int(settings.power)

@@ -118,26 +118,22 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         if not NOISE_FLOOR < noise < float("inf"):
             raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
-        if nodes is not None and rule != gauss_legendre(4):
-            raise ValueError(
-                f"nodes are evaluated once each, which leaves a rule no part: got nodes={nodes} and {rule!r}. Leave "
-                "one of them out."
-            )
+        run = trajectory
+        if nodes is not None:
+            if rule != gauss_legendre(4):
+                raise ValueError(
+                    f"nodes are evaluated once each, which leaves a rule no part: got nodes={nodes} and {rule!r}. "
+                    "Leave one of them out."
+                )
+            run, rule, path = nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         likelihood = coupling.likelihood(variances)
         gram_bytes = 8 * coupling.num_matrices * (coupling.rows_per_point * N) ** 2
         x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         by_gram = normalize == "mean_diagonal" and N == trajectory.num_points <= NORMALIZATION_POINTS
-        kernel = EPKKernel(
-            trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path),
-            outputs,
-            head,
-            rule if nodes is None else left_endpoint(),
-            None if by_gram else normalize,
-            path=path if nodes is None else straight(),
-            cache_bytes=gram_bytes + CACHE_BYTES,  # the Gram matrix stays for `fit` and every factorisation
-            **options,
-        )
+        cache_bytes = gram_bytes + CACHE_BYTES  # the Gram matrix stays for `fit` and every factorisation
+        diagonal = None if by_gram else normalize
+        kernel = EPKKernel(run, outputs, head, rule, diagonal, path=path, cache_bytes=cache_bytes, **options)
         if by_gram:  # whose diagonal it has
             kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
         super().__init__(x, coupling.to_gpytorch(y), likelihood)

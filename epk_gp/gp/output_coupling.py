@@ -110,13 +110,13 @@ class OutputCoupling(OutputStructure):
             ValueError: Variances are given for outputs that share a covariance: each would get one of its own.
         """
         constraint, is_shared = GreaterThan(NOISE_FLOOR), self.kind == "trace"
-        if variances is not None and is_shared:
-            raise ValueError(
-                "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: got "
-                "known variances. Give noise as a number and targets='labels' or 'network', or take "
-                "outputs='independent'."
-            )
         if variances is not None:
+            if is_shared:
+                raise ValueError(
+                    "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: "
+                    "got known variances. Give noise as a number and targets='labels' or 'network', or take "
+                    "outputs='independent'."
+                )
             if not self.is_batch:
                 return MultitaskFixedNoiseGaussianLikelihood(variances)
             return FixedNoiseGaussianLikelihood(variances.mT.contiguous(), batch_shape=self.batch_shape)
@@ -146,24 +146,16 @@ class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  
 
     Args:
         noise: Variances of the n training points and C outputs, (n, C), positive.
+
+    Raises:
+        ValueError: In a call, the points are not as many as the training points.
     """
+
+    has_global_noise = False  # GPyTorch asks: is there one number for all points beside these?
 
     def __init__(self, noise: Float[Tensor, "n C"]) -> None:
         super(_GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
         self.register_buffer("noise", noise, persistent=False)
-
-    def marginal(
-        self, function_dist: MultitaskMultivariateNormal, *params: Any, **kwargs: Any
-    ) -> MultitaskMultivariateNormal:
-        """Add the noise to the covariance of the latent values at the training points.
-
-        Raises:
-            ValueError: The points are not as many as the training points.
-        """
-        is_interleaved = function_dist._interleaved
-        noise = self._shaped_noise_covar(function_dist.event_shape, interleaved=is_interleaved)
-        noisy = function_dist.lazy_covariance_matrix.evaluate_kernel() + noise
-        return MultitaskMultivariateNormal(function_dist.mean, noisy, interleaved=is_interleaved)
 
     def _shaped_noise_covar(
         self, shape: torch.Size, add_noise: bool | None = True, interleaved: bool = True, *params: Any, **kwargs: Any

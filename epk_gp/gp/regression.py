@@ -62,11 +62,8 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         log_density = -0.5 * ((residual * projected).sum(-1) - torch.linalg.slogdet(A).logabsdet + C * log(2 * pi))
         largest_variance = float(noisy.diagonal(dim1=-2, dim2=-1).max())
         tolerance = inverse.shape[-1] * torch.finfo(A.dtype).eps * largest_variance
-        return LeaveOneOut(
-            posterior=LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), tolerance),
-            residual=residual,
-            log_density=log_density,
-        )
+        posterior = LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), tolerance)
+        return LeaveOneOut(posterior, residual, log_density)
 
 
 @dataclass(frozen=True, eq=False)

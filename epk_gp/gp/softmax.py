@@ -9,11 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.checks import (
-    validate_count,
-    validate_generator,
-    validate_number,
-)
+from epk_gp.core.checks import validate_count, validate_generator, validate_number
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 
@@ -130,17 +126,9 @@ def _uncertainty(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor, max_cl
     """Estimate in chunks of points; roots are symmetric matrices (n, C, C) or standard deviations (n, 1, 1)."""
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
     chunks = [_moments(mu, A, eps, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)]
-    p, std, error, entropy, expected_entropy, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return SoftmaxUncertainty(
-        mean=p,
-        std=std,
-        entropy=entropy,
-        expected_entropy=expected_entropy,
-        mutual_information=entropy - expected_entropy,
-        standard_error=error,
-        max_clipped_eigenvalue=max_clipped,
-        quantiles=quantiles.movedim(1, 0),
-    )
+    p, std, entropy, aleatoric, error, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    epistemic = entropy - aleatoric
+    return SoftmaxUncertainty(p, std, entropy, aleatoric, epistemic, error, max_clipped, quantiles.movedim(1, 0))
 
 
 def _validate_sampling(num_samples: int, generator: torch.Generator | None) -> None:
@@ -174,9 +162,9 @@ def _moments(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor) -> tuple[T
     return (
         p_mean,
         std,
-        shift.std(dim=1) / sqrt(len(eps)),
         torch.special.entr(p_mean).sum(-1),
         entropy_of_centre + entropy_shift,
+        shift.std(dim=1) / sqrt(len(eps)),
         torch.quantile(p, levels, dim=1).movedim(0, 1) if len(levels) else p.new_zeros(len(p), 0, p.shape[2]),
     )
 

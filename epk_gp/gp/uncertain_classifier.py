@@ -27,25 +27,11 @@ from epk_gp.gp.data import (
     float_inputs,
     labelled_points,
     like_inputs,
-    training_labels,
 )
-from epk_gp.gp.label_process import (
-    InputFeatures,
-    InputsKernel,
-    LabelKernel,
-    LabelProcess,
-    LabelSettings,
-    fit_labels,
-)
+from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import (
-    ClassUncertainty,
-    Stacking,
-    conformal_sets,
-    most_likely_temperature,
-    stack_logits,
-)
+from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_likely_temperature, stack_logits
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
@@ -53,11 +39,11 @@ from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksum,
-    checksum_file,
     checksum_json,
     checksummed_json,
     load_tensors,
     read_bytes,
+    read_checked,
     read_checksummed_json,
 )
 from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
@@ -186,10 +172,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 read from a file, which holds no training data.
         """
         trajectory = self.trajectory
-        labels = training_labels(trajectory, "UncertainClassifier")
+        points, own = labelled_points(trajectory, self.points, "UncertainClassifier")
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
-        settings.validate()
-        points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
         names = class_names(self.classes, trajectory.num_outputs)
         classes = class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
@@ -200,12 +184,11 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         count_seen(held_out, trajectory)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
-        process = fit_labels(trajectory, labels, settings, points.to(held_out.device), options)
+        process = fit_labels(trajectory, settings, points.to(held_out.device), options)
         judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
-        own = labels[points].to(process.values.device)
-        alone = most_likely_temperature(process.leave_one_out()[0], own, unknown=1)
+        alone = most_likely_temperature(process.leave_one_out()[0], own.to(process.values.device), unknown=1)
         stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first], alone, len(own))
         probability = torch.softmax(_stacked(stacking, _Judgement(*(part[second] for part in judged))), dim=1)
         self._cache = BlockCache(_CACHE_BYTES)
@@ -487,8 +470,8 @@ class _Process(Record):
 class _Description(Record):
     """What the JSON file holds."""
 
-    format: str
-    version: int
+    format: Literal["epk_gp uncertain classifier"]
+    version: Literal[1]
     run: RunDescription
     digest: str
     step_size: float
@@ -529,8 +512,6 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
     entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
-    if entries.get("format") != FORMAT:
-        raise ValueError(message)
     if entries.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
@@ -538,13 +519,9 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         )
     description = validated(_Description, entries, message)
     del entries["tensor_blake2b"]
-    size = description.tensor_bytes
-    if checksum_file(tensors, size, str(tensors), checksum_json(entries)) != description.tensor_blake2b:
-        raise ValueError(
-            f"{tensors} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
-            "from a copy."
-        )
-    return description, load_tensors(read_bytes(tensors, size, str(tensors)), str(tensors))
+    size, suffix = description.tensor_bytes, checksum_json(entries)
+    content = read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
+    return description, load_tensors(content, str(tensors))
 
 
 def _read_nodes(

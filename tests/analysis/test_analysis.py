@@ -25,7 +25,7 @@ def rbf(a, b):
     return torch.exp(-torch.cdist(a, b).square() / 8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def toy():
     """Record three Gaussians in 4 dimensions, 90 points, 40 steps."""
     data = three_gaussians(40, dim=4)
@@ -35,17 +35,11 @@ def toy():
     return epk.train(net, data.inputs[:90], data.labels[:90], optimizer=optimizer, steps=40), data[90:]
 
 
-# Ranks
-
-
 def test_a_rank_correlation_is_one_for_any_growing_curve():
     x = torch.linspace(0, 5, 20)
     assert rank_correlation(x, x.exp()) == pytest.approx(1)
     assert rank_correlation(x, -(x**3)) == pytest.approx(-1)
     assert rank_correlation(torch.ones(5), torch.arange(5.0)) is None
-
-
-# Alignment
 
 
 def test_output_gradients_are_autograd_s():
@@ -65,16 +59,11 @@ def test_at_the_start_of_a_step_the_discrete_kernel_is_exact_and_later_it_is_not
         case.trajectory, case.test, torch.zeros(5, dtype=torch.int64), steps=[0, 3], times=[0.0, 0.5, 1.0]
     )
     assert found.time.tolist() == [0, 0.5, 1, 3, 3.5, 4]
-    assert (
-        float(found.angle_dpk_to_exact[:, [0, 3]].max()) < 1e-12
-    )  # degrees; rows of a product may round by themselves
+    assert float(found.angle_dpk_to_exact[:, [0, 3]].max()) < 1e-12  # degrees; rows of a product may round
     assert float(found.dpk_error[:, [0, 3]].abs().max()) < 1e-12
     assert float(found.angle_dpk_to_exact[:, [2, 5]].min()) > 0.1
     assert float(found.angle_ntk_to_exact[:, 5].max()) < 1e-12  # the trained network's gradient, at the run's end
     assert float(found.angle_ntk_to_exact[:, 0].min()) > 1
-
-
-# Retraining
 
 
 def test_a_retrained_machine_classifies_as_the_network_does(toy):
@@ -93,9 +82,6 @@ def test_a_retrained_machine_classifies_as_the_network_does(toy):
     assert p.gather(1, test.labels[:, None]).mean() > 0.7
 
 
-# Stationarity
-
-
 def test_the_location_variance_share_of_an_rbf_is_zero_and_that_of_a_linear_kernel_is_not():
     X, delta = torch.randn(40, 3, dtype=torch.float64), torch.randn(15, 3, dtype=torch.float64)
     assert location_variance_share(rbf, X, delta) < 1e-20
@@ -110,9 +96,6 @@ def test_growth_along_rays_is_the_power_of_the_radius():
         assert_close(1 + found, torch.full((5,), 1.0 + power, dtype=torch.float64))
 
 
-# Boundary
-
-
 def test_equal_weights_have_ratio_one_and_planted_ones_do_not():
     labels = torch.arange(100) % 2
     margin = torch.linspace(0.1, 3, 100)
@@ -122,9 +105,6 @@ def test_equal_weights_have_ratio_one_and_planted_ones_do_not():
     planted = boundary_weight_ratio(torch.where(margin < 0.38, 3.0, 1.0), margin, labels)
     assert planted.ratio == pytest.approx(3)
     assert boundary_weight_ratio(1 / margin, margin, labels).rank_correlation == pytest.approx(-1)
-
-
-# Spectrum and signal
 
 
 def test_the_rank_of_a_projection_is_counted_in_all_three_ways():
@@ -151,9 +131,6 @@ def test_input_gradients_are_finite_differences_of_the_contributions():
     assert float(found[i, j - 1]) != pytest.approx(float(up - down) / (2 * h), rel=1e-2)  # the negative control
 
 
-# Path geometry
-
-
 def test_the_slope_along_the_line_integrates_to_the_loss(toy):
     trajectory, _ = toy
     found = line_profile(trajectory, trajectory.inputs, trajectory.targets, size=401)
@@ -175,9 +152,6 @@ def test_a_single_step_is_straight_and_a_run_is_not(toy):
     assert float(many.angle_to_initial[0]) == 0 < float(many.angle_to_initial[-1])
 
 
-# Detection and calibration
-
-
 def test_calibration_error_is_the_gap_between_confidence_and_accuracy():
     labels = torch.tensor([0, 0, 0, 1] * 25)
     p = torch.tensor([[0.75, 0.25]], dtype=torch.float64).expand(100, -1)
@@ -193,8 +167,8 @@ TANH, EYE, X = make_case("tanh"), torch.eye(3).expand(2, -1, -1), torch.arange(8
 Y = torch.zeros(5, dtype=torch.int64)
 
 
-def aligned(outputs=Y, steps=(0,), times=(0.5,)):
-    return gradient_alignment(TANH.trajectory, TANH.test, outputs, steps=steps, times=times)
+def aligned(outputs=Y, steps=(0,)):
+    return gradient_alignment(TANH.trajectory, TANH.test, outputs, steps=steps, times=[0.5])
 
 
 def growth(f, radii):
@@ -205,20 +179,16 @@ REFUSED = [
     (lambda: rank_correlation(torch.ones(1), torch.ones(1)), "at least 2"),
     (lambda: angle(ONES, 0 * ONES), "zero vector"),
     (lambda: aligned(steps=[4]), "steps must lie in 0..3"),
-    (lambda: aligned(times=[1.5]), "times must lie in"),
     (lambda: aligned(outputs=Y + 3), "outputs must lie in 0..2"),
     (lambda: fit_support_vector_machines(EYE, NO_CLASS[:3]), "each of 2 classes"),
-    (lambda: fit_support_vector_machines(EYE, torch.tensor([0, 1, 1]), penalty=0.0), "penalty"),
     (lambda: fit_platt_scaling(torch.randn(3, 2), NO_CLASS[:3]), "of others"),
     (lambda: location_variance_share(lambda a, b: torch.ones(len(a), len(b)), X, X), "varies"),
     (lambda: location_variance_share(rbf, X[:1], X), "at least 2 locations"),
     (lambda: growth(lambda X: X[:, 0], [2.0, 1.0]), "increase"),
     (lambda: growth(lambda X: -X.norm(dim=1), [1.0, 2.0]), "positive along"),
     (lambda: boundary_weight_ratio(ONES, ONES, NO_CLASS), "class 0 must have points near"),
-    (lambda: boundary_weight_ratio(ONES, ONES, NO_CLASS, share=1.0), "share"),
     (lambda: gram_spectrum(torch.tensor([[1.0, 0.5], [0.0, 1.0]])), "symmetric"),
     (lambda: gram_spectrum(torch.diag(torch.tensor([1.0, -0.5]))), "positive semi-definite"),
-    (lambda: principal_directions(ONES, share=0.0), "share"),
     (lambda: principal_directions(0 * ONES), "energies"),
     (lambda: input_gradients(TANH.trajectory, TANH.test[:1], 3), "output must lie"),
     (lambda: line_profile(make_case("one_class").trajectory, TANH.test, Y), "cross entropy"),

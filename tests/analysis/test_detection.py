@@ -7,14 +7,8 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from epk_gp.analysis.measures import (
-    calibration,
-    error_detection,
-    ood_metrics,
-    precision_at_k,
-    reliability_bins,
-    roc_curve,
-)
+from epk_gp.analysis.measures import calibration, error_detection, ood_metrics, reliability_bins, roc_curve
+from label_suspicion import precision_at_k
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
 MARKED = torch.tensor([False, True, False, False, True, False])
@@ -63,9 +57,8 @@ def test_bad_input_is_an_error_that_says_what_to_do(unchecked):
         (lambda: error_detection(SCORES, MARKED[:3]), ValueError, "wrong must have one entry per score: got 3 entries"),
         (lambda: error_detection(SCORES, MARKED.long()), TypeError, "wrong must be a mask of torch.bool: got"),
         (lambda: error_detection(SCORES[:0], MARKED[:0]), ValueError, "scores must hold finite scores, at least one"),
-        (lambda: precision_at_k(SCORES, ~MARKED & MARKED), ValueError, "at least one point that is sought where k"),
-        (lambda: precision_at_k(SCORES, MARKED, 7), ValueError, "k must be at most the number of scores, 6: got 7"),
-        (lambda: precision_at_k(SCORES, MARKED, 0), ValueError, "k must be at least 1"),
+        (lambda: precision_at_k(SCORES, ~MARKED & MARKED), ValueError, "k must lie in 1..6, the number of scores"),
+        (lambda: precision_at_k(SCORES, MARKED, 7), ValueError, "the number of scores: got 7"),
     ):
         with pytest.raises(error, match=message):
             ask()

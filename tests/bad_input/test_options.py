@@ -9,7 +9,6 @@ import torch
 import epk_gp as epk
 from epk_gp import datasets
 from epk_gp.analysis import maps, measures
-from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.kernel_machine.axes import by_step
@@ -51,7 +50,6 @@ COUNTS = {
     "step": (lambda f, n: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[n], times=[0.5]), 0, "a step|steps"),
     "gaussians": (lambda f, n: datasets.three_gaussians(n, dim=2), 1, "num_per_class"),
     "dim": (lambda f, n: datasets.three_gaussians(1, dim=n), 2, "dim"),
-    "classes": (lambda f, n: dirichlet_targets(torch.zeros(2, dtype=torch.int64), n), 1, "num_classes"),
 }
 
 
@@ -106,7 +104,6 @@ NUMBERS = {
         (0, NAN),
         "penalty",
     ),
-    "alpha": (lambda f, v: dirichlet_targets(Y, 3, alpha_epsilon=v), (0, -1, NAN, INF), "alpha_epsilon"),
     "time": (
         lambda f, v: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[0], times=[v]),
         (-1, 2, NAN),

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gp_cases import N_TEST, C, D, M, make_net, make_run
-from helpers import make_case
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +16,3 @@ def trajectory():
 @pytest.fixture
 def X_test():
     return 2 * torch.randn(N_TEST, D, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def case():
-    return make_case("tanh", steps=3, batch_size=None)

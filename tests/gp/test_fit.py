@@ -12,19 +12,23 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.tagging import test_copy
 from gp_cases import MEANS, OUTPUTS, TARGETS
 
-CASES = [
-    *itertools.product(OUTPUTS, MEANS[:3], TARGETS),
-    *itertools.product(["trace"], MEANS[:3], ["labels"]),
-]
+CASES = [*itertools.product(OUTPUTS, MEANS[:3], TARGETS), *itertools.product(["trace"], MEANS[:3], ["labels"])]
 
 
 @pytest.mark.parametrize(("outputs", "mean", "targets"), CASES)
-def test_fit_lowers_the_loss_on_one_gram_matrix(trajectory, X_test, outputs, mean, targets, monkeypatch):
+def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood_on_one_gram_matrix(
+    trajectory, X_test, outputs, mean, targets, monkeypatch
+):
+    """GPyTorch's own, by Cholesky, with a prior on the scale; the loss falls."""
     calls = []
     name = {"full": "block", "independent": "block_per_class", "trace": "trace_block"}[outputs]
     original = getattr(PathKernel, name)
     monkeypatch.setattr(PathKernel, name, lambda *args, **kwargs: (calls.append(name), original(*args, **kwargs))[1])
     gp = LogitGP(trajectory, outputs, mean, targets)
+    if outputs != "trace":  # GPyTorch counts the prior of a scale that outputs share once for each of them
+        two, one = torch.tensor([2.0, 1.0], dtype=torch.float64)
+        gp.covar_module.register_prior("scale_prior", gpytorch.priors.GammaPrior(two, one), lambda m: m.outputscale)
+    peer = copy.deepcopy(gp)
     before = copy.deepcopy(gp.state_dict())
     losses = gp.fit(steps=10)
     assert len(losses) == 10
@@ -36,24 +40,13 @@ def test_fit_lowers_the_loss_on_one_gram_matrix(trajectory, X_test, outputs, mea
     assert learned == expected | ({"raw_constant"} if mean == "constant" else set())
     gp.logit_posterior(X_test)
     assert len(calls) == 2  # and one cross block
-
-
-@pytest.mark.parametrize(("outputs", "mean", "targets"), CASES)
-def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood(trajectory, outputs, mean, targets):
-    """GPyTorch's own, by Cholesky, with a prior on the scale."""
-    gp = LogitGP(trajectory, outputs, mean, targets)
-    if outputs != "trace":  # GPyTorch counts the prior of a scale that outputs share once for each of them
-        two, one = torch.tensor([2.0, 1.0], dtype=torch.float64)
-        gp.covar_module.register_prior("scale_prior", gpytorch.priors.GammaPrior(two, one), lambda m: m.outputscale)
-    peer = copy.deepcopy(gp)
-    losses = gp.fit(steps=4)
     likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(peer.likelihood, peer.train())
     optimizer = torch.optim.Adam(peer.parameters(), lr=0.1)
     for loss in losses:
         optimizer.zero_grad()
-        expected = -likelihood(peer(*peer.train_inputs), peer.train_targets).sum()
-        assert loss == pytest.approx(expected.item(), rel=1e-9)
-        expected.backward()
+        value = -likelihood(peer(*peer.train_inputs), peer.train_targets).sum()
+        assert loss == pytest.approx(value.item(), rel=1e-9)
+        value.backward()
         optimizer.step()
     for mine, theirs in zip(gp.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)

@@ -10,7 +10,6 @@ from epk_gp.gp.label_process import (
     InputFeatures,
     LabelKernel,
     LabelSettings,
-    centred_labels,
     condition_exactly,
     condition_on_features,
     median_lengthscale,
@@ -25,6 +24,10 @@ from gp_cases import C, D, make_net, make_run
 N = 12
 
 
+def centred(y):
+    return torch.nn.functional.one_hot(y, C).double() - 1 / C
+
+
 @pytest.fixture
 def points(generator):
     X = torch.randn(N, D, dtype=torch.float64, generator=generator)
@@ -32,14 +35,9 @@ def points(generator):
 
 
 @pytest.fixture
-def run(points):
+def nodes(points):
     torch.manual_seed(0)
-    return make_run(make_net(), *points)
-
-
-@pytest.fixture
-def nodes(run):
-    return nodes_trajectory(run, 4)
+    return nodes_trajectory(make_run(make_net(), *points), 4)
 
 
 def reference_kernel(nodes, X, Y, lengthscale):
@@ -100,7 +98,7 @@ def test_blocks_do_not_depend_on_the_memory_budget(nodes, points):
 @pytest.fixture(params=["exact", "sketched"])
 def process(request, nodes, points):
     X, y = points
-    targets = centred_labels(y, C)
+    targets = centred(y)
     if request.param == "exact":
         return condition_exactly(LabelKernel(nodes, 1.0, ComputeOptions(), power=2), X, targets)
     features = InputFeatures(nodes, 64, 0, None)
@@ -123,7 +121,7 @@ def test_predictions_are_those_of_gaussian_process_regression(process, points, g
     mean, variance = process.predict(Z)
     covariance = kernel_matrices(process, Z, Z) - cross @ A @ cross.T
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if isinstance(process.kernel, InputFeatures) else {}  # float32 features
-    assert_close(mean, cross @ A @ centred_labels(y, C), **tolerance)
+    assert_close(mean, cross @ A @ centred(y), **tolerance)
     assert_close(variance, covariance.diagonal(), **tolerance)
     assert_close(process.covariance(Z, Z), covariance, **tolerance)
     assert_close(process.covariance(Z, Z.clone()), covariance, **tolerance)
@@ -138,14 +136,14 @@ def test_leave_one_out_is_a_process_without_the_point(process, points):
         others = torch.arange(N) != i
         A = torch.linalg.inv(K[others][:, others] + process.noise * torch.eye(N - 1))
         k = K[i, others]
-        assert_close(mean[i], k @ A @ centred_labels(y, C)[others], rtol=1e-5, atol=1e-6)
+        assert_close(mean[i], k @ A @ centred(y)[others], rtol=1e-5, atol=1e-6)
         assert_close(variance[i], K[i, i] - k @ A @ k, rtol=1e-5, atol=1e-6)
 
 
 def test_the_noise_is_where_the_marginal_likelihood_is_largest(process, points):
     """Against the density itself, at the noise found and at others; the largest of them is the control."""
     X, y = points
-    K, Y = kernel_matrices(process, X, X), centred_labels(y, C)
+    K, Y = kernel_matrices(process, X, X), centred(y)
 
     def loss(noise):
         covariance = K + noise * torch.eye(N)
@@ -211,9 +209,7 @@ def test_there_are_nodes_for_all_outputs(num_outputs, expected):
 def test_a_matrix_that_costs_too_much_gives_way_to_features(nodes, points, monkeypatch):
     kernel, X = LabelKernel(nodes, None, ComputeOptions()), points[0]
     cost = kernel.combined.multiplications_per_pair(X)
-    assert cost == 4 * sum(
-        layer.weight.numel() + layer.bias.numel() for layer in make_net() if hasattr(layer, "weight")
-    )
+    assert cost == 4 * sum(parameter.numel() for parameter in make_net().parameters())
     assert LabelSettings().num_features(kernel, X) is None
     monkeypatch.setattr("epk_gp.gp.label_process.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
     assert LabelSettings().num_features(kernel, X) == 4096

@@ -95,14 +95,11 @@ def test_other_training_points_are_refused_and_other_targets_taken(trajectory, X
         gp.set_train_data(targets=targets[:1, :1])
 
 
-NOISE = "noise must be a finite variance above"
 ARGUMENTS = [
     ({"outputs": "sum"}, ValueError, "outputs must be 'full', 'independent' or 'trace': got 'sum'"),
     ({"normalize": None}, ValueError, "normalize must be 'cosine' or 'mean_diagonal': got None"),
     ({"mean": "b"}, ValueError, r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"),
     ({"targets": "label"}, ValueError, "targets must be 'network', 'dirichlet' or 'labels': got 'label'"),
-    ({"head": "softmax"}, ValueError, "head must be one of"),
-    *(({"noise": noise}, ValueError, NOISE) for noise in (0.0, -1.0, float("nan"), float("inf"))),
     *(({"points": points}, ValueError, "at least one index") for points in ([], torch.zeros(2, 2, dtype=torch.long))),
     *(({"points": points}, ValueError, r"points must lie in 0\.\.8 .*: got") for points in ([-1], [0, M])),
     ({"points": [1, 1, 2, 2]}, ValueError, "points must not repeat: got 2 repeated"),
@@ -118,14 +115,5 @@ def test_what_a_process_cannot_use_is_refused(trajectory, X_test, unchecked):
     for arguments, error, message in ARGUMENTS:
         with pytest.raises(error, match=message):
             LogitGP(trajectory, **arguments)
-    gp = LogitGP(trajectory)
-    broken = X_test.clone().index_fill(0, torch.tensor(1), float("nan"))
-    for call, message in (
-        (lambda: gp.logit_posterior(test_copy(X_test)), "X_test must have shape"),
-        (lambda: gp.logit_posterior(broken), "X_test must be finite: row 1"),
-        (lambda: gp.logit_posterior(trajectory.inputs, block_size=0), "block_size must be at least 1: got 0"),
-        (lambda: gp.fit(steps=0), "steps must be at least 1: got 0"),
-        (lambda: gp.fit(lr=0.0), "lr must be positive and finite: got 0.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match="X_test must have shape"):
+        LogitGP(trajectory).logit_posterior(test_copy(X_test))

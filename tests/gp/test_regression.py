@@ -1,4 +1,4 @@
-"""Regression on a run's own targets: means, noise and intervals in their units."""
+"""Regression on a run's own targets in their units, and each point predicted from all others."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.gp.regression import leave_one_out, leave_one_out_targets, predict_targets
-from epk_gp.kernels.tagging import test_copy
+from epk_gp.kernels.tagging import test_copy, train_copy
 from gp_cases import D, make_run
+from helpers import make_case
 
 MSE = epk.MeanSquaredError()
 ROWS = 12
@@ -67,8 +68,6 @@ def test_around_the_network_only_what_it_misses_is_learned(run):
     residual = run.targets - epk.network_outputs(run, run.inputs)
     torch.testing.assert_close(gp._residual(), residual.mT)
     assert len(gp.fit(2)) == 2  # there is a residual now
-    with pytest.raises(ValueError, match="there must be a residual to fit"):
-        epk.LogitGP(run, mean="network").fit(2)
 
 
 @pytest.mark.parametrize("outputs", ["full", "independent", "trace"])
@@ -114,3 +113,35 @@ def test_what_has_no_prediction_is_refused(run, trajectory):
         predict_targets(epk.LogitGP(trajectory, targets="dirichlet"), trajectory.inputs)
     with pytest.raises(ValueError, match="level must lie between 0 and 1: got 1.0"):
         predict_targets(conditioned(run), run.inputs).interval(1.0)
+    with pytest.raises(ValueError, match="needs at least 2: the GP is conditioned on 1"):
+        leave_one_out(epk.LogitGP(trajectory, points=[0]))
+
+
+LEFT_OUT = {
+    "full": {"outputs": "full"},
+    "independent": {"outputs": "independent"},
+    "trace": {"outputs": "trace", "mean": "zero", "targets": "labels", "normalize": "cosine"},
+    "dirichlet": {"outputs": "full", "targets": "dirichlet"},
+    "dirichlet_independent": {"outputs": "independent", "targets": "dirichlet"},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_leaving_one_out_is_conditioning_on_the_others(name):
+    options, run = LEFT_OUT[name], make_case("tanh", steps=3, batch_size=None).trajectory
+    gp = epk.LogitGP(run, **options)
+    loo = leave_one_out(gp)
+    for i in (0, 3, 6):
+        others = [j for j in range(7) if j != i]
+        peer = epk.LogitGP(run, points=others, **options)
+        expected = peer.posterior_at(train_copy(run.inputs[i : i + 1]))  # the copy that was left out
+        mean, covariance = expected.mean[0], expected.covariance[0]
+        moving = peer.logit_posterior(run.inputs[i : i + 1]).mean[0]
+        assert (moving - mean).abs().max() > 1e-6  # the negative control: a test copy
+        torch.testing.assert_close(loo.posterior.mean[i], mean, rtol=0, atol=1e-9)
+        torch.testing.assert_close(loo.posterior.covariance[i], covariance, rtol=0, atol=1e-9)
+        y, noise = gp.coupling.from_rows(gp.target_rows())[i], gp.coupling.from_rows(gp.noise_rows())[i]
+        noisy = covariance + torch.diag(noise.detach())
+        density = torch.distributions.MultivariateNormal(mean, noisy)
+        assert loo.log_density[i].item() == pytest.approx(density.log_prob(y).item(), abs=1e-8)
+        torch.testing.assert_close(loo.residual[i], y - mean)

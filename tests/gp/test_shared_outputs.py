@@ -1,7 +1,5 @@
 """Processes whose outputs share one covariance: one factorisation, C right-hand sides."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -47,13 +45,6 @@ class LargeStorages(TorchDispatchMode):
         return found
 
 
-@contextmanager
-def large_matrices(N):
-    with LargeStorages(8 * N * N) as count:
-        yield count
-    assert count.largest == 8 * N * N  # one matrix, not one for each output
-
-
 def test_conditioning_holds_few_matrices_at_once(monkeypatch):
     """Counted: those of N x N numbers that are made; the factorisations' own workspaces are LAPACK's."""
     N = 150
@@ -64,14 +55,14 @@ def test_conditioning_holds_few_matrices_at_once(monkeypatch):
     X = torch.randn(20, D, dtype=torch.float64)
     gp.logit_posterior(X[:1])  # makes the plan
     gp.kernel.config.cache.clear()
-    with large_matrices(N) as fit:
-        gp.fit(steps=2)
-    with large_matrices(N) as predict:
-        gp.logit_posterior(X)
-    with large_matrices(N) as left_out:
-        leave_one_out(gp)
-    assert fit.most == 3  # the cached Gram matrix, its copy, eigenvectors
-    assert predict.most == left_out.most == 2  # beside the cached one: its copy and the factor; factor and inverse
+    for call, most in (
+        (lambda: gp.fit(steps=2), 3),  # the cached Gram matrix, its copy, eigenvectors
+        (lambda: gp.logit_posterior(X), 2),  # beside the cached one: its copy and the factor
+        (lambda: leave_one_out(gp), 2),  # factor and inverse
+    ):
+        with LargeStorages(8 * N * N) as count:
+            call()
+        assert (count.most, count.largest) == (most, 8 * N * N)  # one matrix, not one for each output
     with LargeStorages(8 * N * N) as count:
         LogitGP(run, "independent", "zero", "labels").fit(steps=1)
     assert count.largest >= 3 * 8 * N * N  # the negative control

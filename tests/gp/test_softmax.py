@@ -126,7 +126,6 @@ def test_input_without_a_meaning_is_refused(unchecked):
     mean[0, 0] = float("nan")
     below = r"point 1 has the eigenvalue -1e-12, and rounding explains no more"
     for arguments, message in (
-        ((posterior, 1), "num_samples, for a standard deviation, must be at least 2: got 1"),
         ((LogitPosterior(posterior.mean, skew),), r"must be symmetric: the one of point 2 is off by 0\.1"),
         ((LogitPosterior(mean, posterior.covariance),), "the posterior must be finite"),
         ((LogitPosterior(posterior.mean, posterior.covariance / 0),), "the posterior must be finite"),
@@ -134,5 +133,3 @@ def test_input_without_a_meaning_is_refused(unchecked):
     ):
         with pytest.raises(ValueError, match=message):
             softmax_uncertainty(*arguments)
-    with pytest.raises(ValueError, match=r"quantiles must be levels in \[0, 1\]: got"):
-        softmax_uncertainty(posterior, quantiles=[0.5, 1.5])

@@ -9,28 +9,14 @@ from torch import nn
 from torch.testing import assert_close
 
 import epk_gp as epk
-from epk_gp.datasets import three_gaussians
 from epk_gp.gp.stacking import Stacking, conformal_sets, stack_logits
 from epk_gp.gram.sketch import nodes_trajectory
-
-DIM, C = 3, 3
-
-
-def make_net():
-    return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, C)).double()
-
-
-def gaussians(count, seed):
-    data = three_gaussians(count, dim=DIM, generator=torch.Generator().manual_seed(seed))
-    return data.inputs, data.labels
+from gp_cases import DIM, C, gaussian_net, gaussian_run, gaussians
 
 
 @pytest.fixture(scope="module")
 def run():
-    X, y = gaussians(15, 0)
-    torch.manual_seed(0)
-    net = make_net()
-    return epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=20)
+    return gaussian_run(*gaussians(15, 0))
 
 
 @pytest.fixture(scope="module", params=["exact", 256])
@@ -163,7 +149,7 @@ def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
 
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
     model.save(tmp_path)
-    read = epk.UncertainClassifier.load(tmp_path, make_net())
+    read = epk.UncertainClassifier.load(tmp_path, gaussian_net())
     fits = [model.fit for model in (read, clone(read), epk.UncertainClassifier(read.trajectory))]
     for use in (*fits, lambda *_: epk.label_errors(read.trajectory), lambda *_: epk.LogitGP(read.trajectory)):
         with pytest.raises(ValueError, match="read from a file holds no training data"):
@@ -179,12 +165,12 @@ def test_a_damaged_file_is_recognised(model, tmp_path):
     content[-3] ^= 1
     file.write_bytes(content)
     with pytest.raises(ValueError, match="checksum"):
-        epk.UncertainClassifier.load(tmp_path, make_net())
+        epk.UncertainClassifier.load(tmp_path, gaussian_net())
     (tmp_path / "classifier.json").write_text("{}")
     with pytest.raises(ValueError, match="damaged"):
-        epk.UncertainClassifier.load(tmp_path, make_net())
+        epk.UncertainClassifier.load(tmp_path, gaussian_net())
     with pytest.raises(FileNotFoundError, match="that UncertainClassifier.save wrote"):
-        epk.UncertainClassifier.load(tmp_path / "nothing", make_net())
+        epk.UncertainClassifier.load(tmp_path / "nothing", gaussian_net())
     model.save(tmp_path / "whole")
     other = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, C)).double()
     with pytest.raises(ValueError, match="the network must be the recorded one"):
@@ -207,7 +193,7 @@ def test_a_classifier_follows_chords_and_keeps_its_power_and_says_the_same_when_
     assert not torch.equal(p, straight.predict_proba(points[0]))
     for name, fitted in (("chords", model), ("straight", straight)):
         fitted.save(tmp_path / name)
-        read = epk.UncertainClassifier.load(tmp_path / name, make_net())
+        read = epk.UncertainClassifier.load(tmp_path / name, gaussian_net())
         assert read.get_params()["path"] == fitted.path
         assert read.power == power
         assert fitted.process_.kernel.power == read.process_.kernel.power == expected

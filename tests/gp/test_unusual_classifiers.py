@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from graph_runs import make_graph, make_net, record
 from torch import nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import epk_gp as epk
+import loops
+from gp_cases import make_run
 
 
-class Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.last = nn.Embedding(12, 5), nn.Linear(5, 3)
-
+class Tokens(loops.Tokens):
     def forward(self, x):
-        return self.last(torch.tanh(self.embedding(x.long())).mean(1))
+        return super().forward(x.long())
 
 
 class Pair(nn.Module):
@@ -27,41 +27,31 @@ class Pair(nn.Module):
         return self.last(torch.tanh(self.left(u) + self.right(v)))
 
 
-class Convolution(nn.Module):
-    """A graph convolution on a dense adjacency matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 3)
-
-    def forward(self, x, A):
-        return A @ self.last(torch.tanh(A @ self.first(x)))
-
-
 def tokens(count):
-    return torch.randint(0, 12, (count, 4))
-
-
-def pairs(count):
-    return {"u": torch.randn(count, 3), "v": torch.randn(count, 2)}
-
-
-def images(count):
-    return torch.randn(count, 1, 4, 4)
+    return torch.randint(0, 7, (count, 4))
 
 
 def batch_norm():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
 
 
-@pytest.fixture(params=["tokens", "pairs", "images"])
+PROBLEMS = {
+    "tokens": (Tokens, tokens),
+    "pairs": (Pair, lambda count: {"u": torch.randn(count, 3), "v": torch.randn(count, 2)}),
+    "images": (batch_norm, lambda count: torch.randn(count, 1, 4, 4)),
+}
+
+
+def run_of(net, X, y=None):
+    return make_run(net, X, torch.arange(24) % 3 if y is None else y, lr=0.1)
+
+
+@pytest.fixture(params=PROBLEMS)
 def problem(request):
     """A float32 run of 24 points, and a function that draws others."""
     torch.manual_seed(0)
-    build, draw = {"tokens": (Tokens, tokens), "pairs": (Pair, pairs), "images": (batch_norm, images)}[request.param]
-    net = build()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return epk.train(net, draw(24), torch.arange(24) % 3, optimizer=optimizer, steps=4), draw, build
+    build, draw = PROBLEMS[request.param]
+    return run_of(build(), draw(24)), draw, build
 
 
 @pytest.mark.parametrize("features", ["exact", 128])
@@ -82,8 +72,7 @@ def test_tokens_several_inputs_and_images_are_judged_and_stored(problem, feature
 
 def test_numbers_of_an_array_are_not_changed_into_others():
     net, X = Tokens(), tokens(24).to(torch.uint8)
-    run = epk.train(net, X, torch.arange(24) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
-    model = epk.UncertainClassifier(run, nodes=3).fit(tokens(20).to(torch.uint8), torch.arange(20) % 3)
+    model = epk.UncertainClassifier(run_of(net, X), nodes=3).fit(tokens(20).to(torch.uint8), torch.arange(20) % 3)
     array = X.numpy()
     for same in (array.astype(np.int64), array.astype(np.float32), array.tolist()):
         np.testing.assert_array_equal(model.predict_proba(same), model.predict_proba(X).numpy())
@@ -102,7 +91,7 @@ def test_points_without_a_label_are_left_out():
     X, y = torch.randn(24, 3, dtype=torch.float64), torch.arange(24) % 3
     y[5] = -100
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
+    run = run_of(net, X, y)
     found = epk.label_errors(run, nodes=3)
     assert sorted(found.indices.tolist()) == [i for i in range(24) if i != 5]
     with pytest.raises(ValueError, match="the label of training point 5 is -100, which the loss leaves out"):
@@ -113,18 +102,9 @@ def test_points_without_a_label_are_left_out():
 
 def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
     """All nodes of a graph are points of the run; the labels of those that are asked about must not leak."""
-    torch.manual_seed(0)
-    x, A = torch.randn(40, 3), torch.softmax(torch.randn(40, 40), 1)
-    y, trained, held_out = torch.arange(40) % 3, torch.arange(12), torch.arange(12, 32)[:, None]
-    net = Convolution()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, epk.Graph(x, A), y) as recorder:
-        for _ in range(3):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x, A)[trained], y[trained]).backward()
-            recorder.batch(trained)
-            optimizer.step()
-    run = recorder.trajectory
+    graph, trained, held_out = make_graph(40), torch.arange(12), torch.arange(12, 32)[:, None]
+    y = graph[2]
+    run = record(make_net(), graph, batch=trained, loss_of=lambda out, y: F.cross_entropy(out[trained], y[trained]))
     model = epk.UncertainClassifier(run, nodes=2).fit(held_out, y[12:32])
     assert sorted(model.process_.training.flatten().tolist()) == trained.tolist()
     assert sorted(epk.label_errors(run, nodes=2).indices.tolist()) == trained.tolist()
