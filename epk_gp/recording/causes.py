@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -142,6 +143,16 @@ class StepMismatchError(ValueError):
     """A recorded step is not the stated optimizer's step on the stated loss, data and network."""
 
 
+@contextmanager
+def errors_of_step(index: int) -> Iterator[None]:
+    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
+    try:
+        yield
+    except ValueError as error:
+        cause = None if isinstance(error, StepMismatchError) else error
+        raise StepMismatchError(f"step {index}: {error}") from cause
+
+
 @dataclass(frozen=True, eq=False)
 class StepCheck:
     """A step beside the gradient that was recomputed from what the user states of it.
@@ -274,7 +285,8 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
     """Return what of a network beside weights and moving statistics changes during a recording, as a clause."""
     recorded = dict(model.module.named_modules())
     for place, part in net.named_modules():
-        name, before, now = f"module {place!r} ({type(part).__name__})", _settings(recorded.get(place)), _settings(part)
+        before, now = _settings(recorded[place]) if place in recorded else {}, _settings(part)
+        name = f"module {place!r} ({type(part).__name__})"
         if any(isinstance(value, torch.Generator) for value in vars(part).values()):
             return f"{name} draws from a torch.Generator of its own: let it draw from torch's default one"
         for key in before.keys() & now.keys():
@@ -286,10 +298,8 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
     return None
 
 
-def _settings(module: nn.Module | None) -> dict[str, object]:
+def _settings(module: nn.Module) -> dict[str, object]:
     """Return the numbers and texts of a module that are neither weights nor moving statistics."""
-    if module is None:
-        return {}
     settings = {key: value for key, value in vars(module).items() if type(value) in _SETTINGS and key != "training"}
     buffers = {k: v for k, v in module.named_buffers(recurse=False) if v.numel() == 1 and not v.is_floating_point()}
     return settings | {key: value.item() for key, value in buffers.items() if key != "num_batches_tracked"}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.causes import StepMismatchError, errors_of_step
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
@@ -112,19 +113,7 @@ class Recorder:
         """
         loss = as_loss(loss)
         stateful = {} if stateful is None else stateful
-        setup = make_setup(
-            net,
-            optimizer,
-            X,
-            y,
-            loss,
-            update_rule=update_rule,
-            clip=clip,
-            check_every=check_every,
-            unexplained=unexplained,
-            trained=trained,
-            output=output,
-        )
+        setup = make_setup(net, optimizer, X, y, loss, update_rule, clip, check_every, unexplained, trained, output)
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
@@ -250,10 +239,7 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self,
-        indices: Int64[Tensor, " B"] | Sequence[int] | None,
-        *,
-        weight: float | Float[Tensor, " B"] = 1.0,
+        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] = 1.0
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -281,16 +267,14 @@ class Recorder:
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
             self._observer.announce(indices, weight, index)
-            try:
+            with errors_of_step(index):
                 learning_rate(self._optimizers)
-            except ValueError as error:
-                raise StepMismatchError(f"step {index}: {error}") from error
-            if not torch.equal(self._setup.weights(), last):
-                raise StepMismatchError(
-                    f"step {index}: the weights must be those the last recorded step left: they were changed in "
-                    "between (an optimizer.step() outside the recorder's sight, or an edit)."
-                )
-            self._setup.validate_frozen_state(last, index)
+                if not torch.equal(self._setup.weights(), last):
+                    raise StepMismatchError(
+                        "the weights must be those the last recorded step left: they were changed in between (an "
+                        "optimizer.step() outside the recorder's sight, or an edit)."
+                    )
+                self._setup.validate_frozen_state(last)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -301,15 +285,9 @@ class Recorder:
         setup, history, commits = self._setup, self._history, self._commits
         if self._is_recording:
             self._observer.complete()
-        if commits is None:
-            count = history.num_steps
-            states, updates, statistics = history.recorded()
-            digest = history.digest(count)
-        else:
-            if not self._is_closed:
-                commits.commit()
-            states, updates, statistics = commits.recorded()
-            count, digest = commits.num_committed, commits.writer.chunks[-1].digest
+        if commits is not None and not self._is_closed:
+            commits.commit()
+        states, updates, statistics, digest = (history if commits is None else commits).recorded()
         trajectory = Trajectory(
             model=setup.model,
             inputs=setup.X,
@@ -318,7 +296,7 @@ class Recorder:
             update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(history.steps[:count]),
+            steps=tuple(history.steps[: len(updates)]),
             num_outputs=setup.fingerprint.shape[1],
             digest=digest,
             data_digest=self._data_digest,
@@ -332,56 +310,44 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording():
+        with self._schedule.recording(), errors_of_step(self.num_steps):
             self._schedule.begin_step()
-            try:
-                self._record_step(made)
-            except StepMismatchError:
-                raise
-            except ValueError as error:
-                raise StepMismatchError(f"step {self.num_steps}: {error}") from error
+            self._record_step(made)
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
         index, setup, last = self.num_steps, self._setup, self._history.last
         if not made.announced:
-            raise StepMismatchError(
-                f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
-            )
+            raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         end = setup.weights()
         if not is_finite(end):
             raise StepMismatchError(
-                f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
-                "Lower the learning rate."
+                "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
             )
-        after = self._observer.statistics(index)
+        after = self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        with self._schedule.checking() if is_exact else nullcontext():
+            update, momentum = check_step(setup, observed, exact=is_exact)
+            self._unchecked = None if is_exact else observed
+            if is_exact or not self._identity.num_judged:  # until something is known, every step says something
+                self._require_identity(self._identity.look_at(step))
         if is_exact:
-            with self._schedule.checking():
-                update, momentum = check_step(setup, observed)
-                self._unchecked = None
-                self._require_identity(self._identity.look_at(step), f"step {index}: ")
             self._schedule.add(index)
-        else:
-            update, momentum = check_step(setup, observed, exact=False)
-            self._unchecked = observed
-            if not self._identity.num_judged:  # until something is known, every step says something
-                self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
         if self._commits is not None and not self._in_until:
             self._commits.complete_iteration()
 
-    def _require_identity(self, error: str | None, where: str = "", end: str = "") -> None:
+    def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
         if error is not None:
             raise StepMismatchError(
-                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. Likely "
-                "causes: indices counted beside a shuffled loader; X and y of another data set, or in another order; "
+                f"recorder.batch() must get the indices of the rows that the network saw: {error}. Likely causes: "
+                "indices counted beside a shuffled loader; X and y of another data set, or in another order; "
                 f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
             )
         if self._identity.note is not None and not self._has_said_note:
@@ -418,6 +384,8 @@ class Recorder:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
             except StepMismatchError as error:
-                raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
+                raise StepMismatchError(
+                    f"step {unchecked.step.index}: {error} The step is kept, and results will not be certified."
+                ) from None
         if self._commits is not None:
             self._commits.writer.mark_complete()
