@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -141,16 +140,6 @@ _COMPILED = (
 
 class StepMismatchError(ValueError):
     """A recorded step is not the stated optimizer's step on the stated loss, data and network."""
-
-
-@contextmanager
-def errors_of_step(index: int) -> Iterator[None]:
-    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
-    try:
-        yield
-    except ValueError as error:
-        cause = None if isinstance(error, StepMismatchError) else error
-        raise StepMismatchError(f"step {index}: {error}") from cause
 
 
 @dataclass(frozen=True, eq=False)

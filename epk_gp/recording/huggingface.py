@@ -109,13 +109,14 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         if self._batches_per_epoch is not None:
             self._group_size = max(1, min(self._group_size, self._batches_per_epoch - self._num_in_epoch))
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        """Announce a batch whose gradient is accumulated."""
-        self._announce()
-
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Announce the last batch before a step."""
-        self._announce()
+        """Announce the batches that the model saw since the last announcement."""
+        for indices, weight in self._seen:
+            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
+        self._num_in_epoch += len(self._seen)
+        self._seen = []
+
+    on_substep_end = on_pre_optimizer_step  # of a batch whose gradient is accumulated
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
@@ -165,9 +166,3 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             value = float(value.detach())
             weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
         self._seen[-1] = indices, weight
-
-    def _announce(self) -> None:
-        for indices, weight in self._seen:
-            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
-        self._num_in_epoch += len(self._seen)
-        self._seen = []

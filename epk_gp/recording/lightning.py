@@ -93,12 +93,16 @@ class RecorderCallback(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Announce the batch whose gradient was just computed."""
-        self._announce(trainer)
+        weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
+        if weight is None:
+            weight = 1 / trainer.accumulate_grad_batches
+        self._recorder.batch(self._indices(self._batch), weight=weight)
+        self._is_announced = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
         if not self._is_announced:
-            self._announce(trainer)
+            self.on_after_backward(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the run."""
@@ -108,10 +112,3 @@ class RecorderCallback(Callback):
         """Commit what was recorded before an error."""
         if self._recorder is not None:
             self._recorder.__exit__(type(exception), exception, None)
-
-    def _announce(self, trainer: Trainer) -> None:
-        weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
-        if weight is None:
-            weight = 1 / trainer.accumulate_grad_batches
-        self._recorder.batch(self._indices(self._batch), weight=weight)
-        self._is_announced = True

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.recording.causes import StepMismatchError, errors_of_step
+from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
@@ -30,6 +30,16 @@ from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
+
+
+@contextmanager
+def _errors_of_step(index: int) -> Iterator[None]:
+    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
+    try:
+        yield
+    except ValueError as error:
+        cause = None if isinstance(error, StepMismatchError) else error
+        raise StepMismatchError(f"step {index}: {error}") from cause
 
 
 class Recorder:
@@ -113,7 +123,13 @@ class Recorder:
         """
         loss = as_loss(loss)
         stateful = {} if stateful is None else stateful
-        setup = make_setup(net, optimizer, X, y, loss, update_rule, clip, check_every, unexplained, trained, output)
+        if check_every is not None:
+            validate_count(check_every, "check_every")
+        if check_every not in (None, 1) and clip is not None:
+            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
+        setup = make_setup(
+            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained, output=output
+        )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
@@ -130,12 +146,8 @@ class Recorder:
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         self._setup = setup
         if folder is not None:
-            self._open(
-                folder,
-                header | {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]},
-                storage,
-                resume,
-            )
+            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
+            self._open(folder, header, storage, resume)
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
@@ -267,7 +279,7 @@ class Recorder:
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
             self._observer.announce(indices, weight, index)
-            with errors_of_step(index):
+            with _errors_of_step(index):
                 learning_rate(self._optimizers)
                 if not torch.equal(self._setup.weights(), last):
                     raise StepMismatchError(
@@ -310,7 +322,7 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), errors_of_step(self.num_steps):
+        with self._schedule.recording(), _errors_of_step(self.num_steps):
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False

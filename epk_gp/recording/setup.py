@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
+from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
@@ -237,12 +237,12 @@ def make_setup(
     X: Inputs,
     y: Shaped[Tensor, "M ..."],
     loss: Loss,
-    update_rule: Rules = None,
-    clip: Clip | None = None,
-    check_every: int | None = None,
-    unexplained: float | None = None,
-    trained: Collection[str] = (),
-    output: Callable[[Any], Tensor] | None = None,
+    update_rule: Rules,
+    *,
+    clip: Clip | None,
+    unexplained: float | None,
+    trained: Collection[str],
+    output: Callable[[Any], Tensor] | None,
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
@@ -258,10 +258,6 @@ def make_setup(
         raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
-    if check_every is not None:
-        validate_count(check_every, "check_every")
-    if check_every not in (None, 1) and clip is not None:
-        raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
     names = trained_names(net, optimizer, trained)
     X, y, signature = _parse_data(X, y, output)
     model = functionalize(net, names, signature=signature)

@@ -1,7 +1,5 @@
 """Transformers: a GPT, and a vision transformer with drop path and checkpointing."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,42 +8,30 @@ from torch.utils.checkpoint import checkpoint
 import epk_gp as epk
 from recipes.problem import C, finish, images, train
 
-
-@dataclass
-class GPTConfig:
-    block_size: int = 5
-    vocab_size: int = 7
-    n_layer: int = 1
-    n_head: int = 2
-    n_embd: int = 4
-    dropout: float = 0.2
+TOKENS, LENGTH, WIDTH, HEADS, RATE = 7, 5, 4, 2, 0.2
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.resid_dropout = nn.Dropout(config.dropout)
-        self.n_head, self.n_embd, self.dropout = config.n_head, config.n_embd, config.dropout
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.resid_dropout = nn.Dropout(RATE)
 
     def forward(self, x):
         B, T, D = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (part.view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for part in (q, k, v))
-        dropout = self.dropout if self.training else 0
+        q, k, v = self.c_attn(x).split(WIDTH, dim=2)
+        q, k, v = (part.view(B, T, HEADS, D // HEADS).transpose(1, 2) for part in (q, k, v))
+        dropout = RATE if self.training else 0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, D)))
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.n_embd, 8), nn.GELU(), nn.Linear(8, config.n_embd), nn.Dropout(config.dropout)
-        )
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = CausalSelfAttention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH), nn.Dropout(RATE))
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -55,26 +41,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """nanoGPT's model.py: tied embeddings, (logits, loss) returned."""
 
-    def __init__(self, config):
+    def __init__(self):
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        self.wte, self.wpe = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.drop, self.block, self.ln_f = nn.Dropout(RATE), Block(), nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.wte.weight = self.lm_head.weight
 
     def forward(self, idx, targets=None):
-        position = torch.arange(idx.size(1))
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(position))
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
+        x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1))))
+        x = self.ln_f(self.block(x))
         if targets is not None:
             logits = self.lm_head(x)
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
@@ -101,10 +77,10 @@ def mean_over_tokens(returned, targets):
 
 def nanogpt():
     torch.manual_seed(1337)
-    data = torch.randint(7, (40,))
+    data = torch.randint(TOKENS, (40,))
     starts = torch.arange(24)
-    x, y = (torch.stack([data[i + shift : i + shift + 5] for i in starts]) for shift in (0, 1))
-    model = GPT(GPTConfig()).double()
+    x, y = (torch.stack([data[i + shift : i + shift + LENGTH] for i in starts]) for shift in (0, 1))
+    model = GPT().double()
     optimizer = model.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.9, 0.95))
     grad_accum, warmup, grad_clip = 2, 2, 1.0
     loss_per_row = epk.PerSampleLoss(mean_over_tokens)  # recorder

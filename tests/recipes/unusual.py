@@ -1,9 +1,8 @@
-"""Recipes from further afield: distillation, several heads, odd normalisation, an autoencoder, low precision."""
+"""Recipes from further afield: distillation, several heads, an autoencoder, low precision."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
@@ -99,25 +98,6 @@ def weighted_sampler():
     return finish(recorder, net, images(26)[0][24:], X, y)
 
 
-def statistics_moved_without_gradients():
-    """The loop re-estimates the statistics before each epoch, and looks at a training loss under no_grad."""
-    X, y = vectors(24)
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for _ in range(2):
-            update_bn(X.split(8), net)
-            for batch in batches(len(X), 8, epochs=1):
-                with torch.no_grad():
-                    F.cross_entropy(net(X[batch]), y[batch])
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[batch]), y[batch]).backward()
-                recorder.batch(batch)  # recorder
-                optimizer.step()
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
-
-
 def spectral_norm():
     """The power iteration's vectors move in every training forward pass, as moving statistics do."""
     X, y = vectors(24)
@@ -206,5 +186,5 @@ def grad_scaler():
     return finish(recorder, net, 50 * vectors(26, dtype=torch.float32)[0][24:], X, y)
 
 
-RECIPES = [distillation, several_tasks, weighted_sampler, statistics_moved_without_gradients, spectral_norm, vae]
+RECIPES = [distillation, several_tasks, weighted_sampler, spectral_norm, vae]
 IN_LOW_PRECISION = [bf16_autocast, grad_scaler]
