@@ -22,7 +22,6 @@ class Pass:
     random_state: torch.Tensor
     state: dict
     modes: list
-    autocast: bool
     grads: dict = field(default_factory=dict)  # of each returned tensor, by its place
 
 
@@ -102,8 +101,7 @@ class Watched:
             return
         keep = [pytree.tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, a) for a in (args, kwargs)]
         modes = [module.training for module in net.modules()]
-        autocast = torch.is_autocast_enabled("cpu")
-        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes, autocast))
+        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes))
 
     def _after_forward(self, net, args, returned):
         if not torch.is_grad_enabled():
@@ -154,9 +152,7 @@ def gradients_of_terms(watched, announced):
     for module, training in zip(net.modules(), run.modes, strict=True):
         module.training = training
     torch.set_rng_state(run.random_state)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
-        returned = net(*run.args, **run.kwargs)
-    terms = loss_terms(watched, announced, returned)
+    terms = loss_terms(watched, announced, net(*run.args, **run.kwargs))
     parameters = dict(net.named_parameters())
     rows = [torch.autograd.grad(t, list(parameters.values()), retain_graph=True, allow_unused=True) for t in terms]
     return {
