@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,22 +115,18 @@ def by_hand(
     scheduler = None if case.make_scheduler is None else case.make_scheduler(optimizer)
     recorder = None if recording is None else recording(net, optimizer, X, y)
     batches, states = case.batches(len(X)), [flat(net)]
-    if recorder is not None:
-        recorder.__enter__()
-    for _ in range(case.steps):
-        batch = next(batches)
-        rows = slice(None) if batch is None else batch
-        optimizer.zero_grad()
-        values = case.losses(net(X[rows]), y[rows])
-        ((1 / len(values) if case.divided else 1.0) * values.sum()).backward()
-        if recorder is not None:
-            recorder.batch(batch)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        states.append(flat(net))
-    if recorder is not None:
-        recorder.__exit__(None, None, None)
+    with recorder or nullcontext():
+        for batch in islice(batches, case.steps):
+            rows = slice(None) if batch is None else batch
+            optimizer.zero_grad()
+            values = case.losses(net(X[rows]), y[rows])
+            ((1 / len(values) if case.divided else 1.0) * values.sum()).backward()
+            if recorder is not None:
+                recorder.batch(batch)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            states.append(flat(net))
     return recorder, states
 
 

@@ -52,9 +52,7 @@ class OddLoop:
     steps_before: int = 0  # steps before the recording
     clipping: Clipping | None = None  # of the gradients
     clips_part: bool = False  # whether the last layer alone is clipped
-    passes: str | None = (
-        None  # forward passes without a loss: "no_grad", "evaluation", "unused" or "reset", at one step
-    )
+    passes: str | None = None  # without a loss, at one step: "no_grad", "evaluation", "unused" or "reset"
     passes_at: int = 2  # that step
     seen: str = "same"  # what the network sees of a row: "same", "normalised" or "noise"
     announced: str = "right"  # which indices are announced: "right", or another kind

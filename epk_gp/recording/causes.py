@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from jaxtyping import Float, Shaped
@@ -186,7 +185,7 @@ def explain_mismatch(
         follows_rule: Whether the step is the update rule's step on the gradient that the optimizer used.
         unseen: What calls of the network were seen, as a clause, if none was on the batch's rows.
     """
-    used, gradient = check.used, check.gradient
+    used = check.used
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
     if not follows_rule and allclose(used, check.gradient * check.clip_factor):
@@ -195,24 +194,7 @@ def explain_mismatch(
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
             "step"
         )
-    ratio, bound = float(used @ gradient / (gradient @ gradient).clamp(min=1e-300)), float(used.abs().max())
-    candidates = chain(
-        [("the gradient is that of the stated loss before clipping: state the loop's clipping, or none", gradient)],
-        _gradients_of_other_losses(model, check),
-        [
-            (
-                f"the gradient is {ratio:.6g} times that of the stated loss: it was clipped or scaled (tell the "
-                "recorder: clip=ClipNorm(...), or recorder.batch(indices, weight=...) for a scaled loss), or "
-                "accumulated over several backward() calls (call recorder.batch() for each of their batches)",
-                ratio * gradient,
-            ),
-            (
-                f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)",
-                gradient.clamp(-bound, bound),
-            ),
-        ],
-    )
-    for cause, other in candidates:
+    for cause, other in _likely_gradients(model, check):
         if bool(other.any()) and allclose(used, other):
             return cause
     known = unseen or changed_setting(net, model)
@@ -224,9 +206,10 @@ def explain_mismatch(
     )
 
 
-def _gradients_of_other_losses(model: FunctionalModel, check: StepCheck) -> Iterator[tuple[str, Tensor]]:
+def _likely_gradients(model: FunctionalModel, check: StepCheck) -> Iterator[tuple[str, Tensor]]:
     """Yield gradients that loops use by mistake, each with a clause that says which one it is."""
-    stated, y = check.loss, check.y
+    stated, y, used, own = check.loss, check.y, check.used, check.gradient
+    yield "the gradient is that of the stated loss before clipping: state the loop's clipping, or none", own
     params, x = model.unflatten(check.state), check.X[:1]
     with torch.no_grad():
         returned, C = model.returned(params, x), model(params, x).shape[1]
@@ -268,13 +251,23 @@ def _gradients_of_other_losses(model: FunctionalModel, check: StepCheck) -> Iter
             "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y",
             gradient(stated, torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignored_class(stated))], dim=1)),
         )
+    ratio, bound = float(used @ own / (own @ own).clamp(min=1e-300)), float(used.abs().max())
+    yield (
+        f"the gradient is {ratio:.6g} times that of the stated loss: it was clipped or scaled (tell the recorder: "
+        "clip=ClipNorm(...), or recorder.batch(indices, weight=...) for a scaled loss), or accumulated over several "
+        "backward() calls (call recorder.batch() for each of their batches)",
+        ratio * own,
+    )
+    clause = f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
+    yield clause, own.clamp(-bound, bound)
 
 
 def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
     """Return what of a network beside weights and moving statistics changes during a recording, as a clause."""
     recorded = dict(model.module.named_modules())
     for place, part in net.named_modules():
-        name, before, now = f"module {place!r} ({type(part).__name__})", _settings(recorded.get(place)), _settings(part)
+        before, now = _settings(recorded[place]) if place in recorded else {}, _settings(part)
+        name = f"module {place!r} ({type(part).__name__})"
         if any(isinstance(value, torch.Generator) for value in vars(part).values()):
             return f"{name} draws from a torch.Generator of its own: let it draw from torch's default one"
         for key in before.keys() & now.keys():
@@ -286,10 +279,8 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
     return None
 
 
-def _settings(module: nn.Module | None) -> dict[str, object]:
+def _settings(module: nn.Module) -> dict[str, object]:
     """Return the numbers and texts of a module that are neither weights nor moving statistics."""
-    if module is None:
-        return {}
     settings = {key: value for key, value in vars(module).items() if type(value) in _SETTINGS and key != "training"}
     buffers = {k: v for k, v in module.named_buffers(recurse=False) if v.numel() == 1 and not v.is_floating_point()}
     return settings | {key: value.item() for key, value in buffers.items() if key != "num_batches_tracked"}

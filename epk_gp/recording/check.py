@@ -194,7 +194,7 @@ def check_step(
             message names the likeliest cause.
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
-    where, rule = f"step {observed.step.index}: the change of the weights must be", f"{setup.update_rule.name}'s step"
+    expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
     predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
     residual = (observed.end - start).sub_(predicted)
     difference = float(largest_entry(residual))
@@ -202,8 +202,8 @@ def check_step(
     if not exact:
         if not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(
-                f"{where} {rule} on the gradient that backward() left: it differs by {difference:.2e}. Another "
-                "optimizer or option is at work, or the weights were changed."
+                f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
+                "work, or the weights were changed."
             )
         return made.update, momentum
     check = _recompute(setup, observed)
@@ -212,8 +212,8 @@ def check_step(
             "running means or variances were edited, or other rows passed the network"
         )
         raise StepMismatchError(
-            f"step {observed.step.index}: the moving statistics after a forward pass must be those that its rows give: "
-            f"they differ by {check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
+            "the moving statistics after a forward pass must be those that its rows give: they differ by "
+            f"{check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
         )
     is_consistent = _is_consistent(setup, check)
     if not is_consistent and setup.clip is None:
@@ -234,7 +234,7 @@ def check_step(
                 )
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
-                f"{where} {rule} on the gradient of {setup.loss} on the given batch: it differs by "
+                f"{expected} of {setup.loss} on the given batch: it differs by "
                 f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
                 f"gradient by {float((check.used - clipped).abs().max()):.2e} (largest entry "
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"

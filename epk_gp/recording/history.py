@@ -1,8 +1,8 @@
 """The recorded steps of a run: what stays in memory, and when steps are written to disk."""
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,12 +14,13 @@ from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, matrix_bytes
+from epk_gp.storage.chunks import StoredStates, StoredUpdates
 from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
+Recorded = tuple[States, Updates, States | None, str]
 _BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
 
 
@@ -56,14 +57,23 @@ class StepResult:
     """The result of a step; that of step -1 stands for the initial weights.
 
     Attributes:
+        digest: Returns the digest of the run up to the step, once it is hashed.
         end: The weights after the step; empty where the run does not keep them (`RunHistory.thin`).
         update: Its coefficients; None where no step led to the weights.
         statistics: The moving statistics after the step; None for a network without them.
     """
 
+    digest: Callable[[], str]
     end: Float[Tensor, " P"]
     update: UpdateCoefficients | None
     statistics: Float[Tensor, " Q"] | None = None
+
+    def num_bytes(self, schema: ChunkSchema) -> float:
+        """Return how many bytes it takes in a chunk, which holds every k-th state; numbers per parameter are few."""
+        per_weight = [] if self.update is None else [v for v in self.update.tensors() if v.numel() > len(schema.sizes)]
+        statistics = [] if self.statistics is None else [self.statistics]
+        state = schema.num_weights * schema.dtype.itemsize / schema.keep_every
+        return state + sum(v.nbytes for v in (*per_weight, *statistics))
 
 
 class RunHistory:
@@ -85,11 +95,9 @@ class RunHistory:
     ) -> None:
         """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
         self.steps = list(steps)
-        self._results = {len(self.steps) - 1: StepResult(weights, None, statistics)}
-        self._digests = {len(self.steps) - 1: digest}
+        self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: tuple[int, Future[str]] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -103,8 +111,7 @@ class RunHistory:
 
     def digest(self, count: int) -> str:
         """Return the digest of the run of the first `count` steps, of those whose results are in memory."""
-        self.settle()
-        return self._digests[count - 1]
+        return self._results[count - 1].digest()
 
     def append(
         self,
@@ -119,46 +126,36 @@ class RunHistory:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
         """
-        self.settle()
+        before = self.last.digest()
         for forward in step.passes:
             validate_pass(forward)
         copy_in, index = self._arena.copy_in, self.num_steps
         after = None if statistics is None else copy_in(statistics)
         update = update.map(copy_in)
-        result = StepResult(copy_in(end), update, after)
+        end = copy_in(end)
         on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
         step = replace(step, passes=on_cpu).map(copy_in)
-        hashing = partial(fingerprint_step, self._digests[index - 1], step, update, result.end, after)
-        job: Future[str] = Future()
-        num_bytes = sum(value.nbytes for value in (result.end, *update.tensors()))
+        hashing = partial(fingerprint_step, before, step, update, end, after)
+        num_bytes = sum(value.nbytes for value in (end, *update.tensors()))
         if num_bytes + sum(forward.num_bytes for forward in step.passes) >= _IN_BACKGROUND:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
-            job = self._thread.submit(hashing)
+            digest = self._thread.submit(hashing).result
         else:
-            job.set_result(hashing())
-        self._results[index], self._pending = result, (index, job)
+            digest = partial(str, hashing())
+        self._results[index] = StepResult(digest, end, update, after)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
-
-    def settle(self) -> None:
-        """Wait until the last step is hashed."""
-        if self._pending is None:
-            return
-        index, job = self._pending
-        if index < self.num_steps:
-            self._digests[index] = job.result()
-        self._pending = None
 
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""
         return [self._results[index] for index in range(first, end)]
 
-    def recorded(self) -> tuple[States, Updates, States | None]:
-        """Return the states, coefficients and moving statistics of a run in memory."""
+    def recorded(self) -> Recorded:
+        """Return the states, coefficients and moving statistics of a run in memory, and its digest."""
         results = self.results(-1, self.num_steps)
         updates = tuple(r.update for r in results if isinstance(r.update, UpdateCoefficients))
         statistics = tuple(r.statistics for r in results if r.statistics is not None)
-        return tuple(r.end for r in results), updates, statistics or None
+        return tuple(r.end for r in results), updates, statistics or None, self.last.digest()
 
     def thin(self, count: int, schema: ChunkSchema) -> None:
         """Free what a run that keeps every k-th state does not keep of its first `count` steps.
@@ -178,13 +175,10 @@ class RunHistory:
 
     def forget_results_before(self, index: int) -> None:
         """Free the results of the steps before `index`, which are on disk."""
-        for earlier in [i for i in self._results if i < index]:
-            del self._results[earlier]
-            self._digests.pop(earlier, None)
+        self._results = {i: result for i, result in self._results.items() if i >= index}
 
     def close(self) -> None:
         """Wait for the last step, and end the thread."""
-        self.settle()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -206,48 +200,39 @@ class CommitSchedule:
         self._num_completed = self._num_counted = history.num_steps
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
-        self._pass_bytes = 0  # of the completed steps that are not on disk
+        self._num_bytes = 0.0  # of the completed steps that are not on disk
 
     @property
     def num_committed(self) -> int:
         """Number of steps on disk."""
         return self.writer.chunks[-1].last
 
-    def recorded(self) -> tuple[States, Updates, States | None]:
-        """Return the states, coefficients and moving statistics on disk, as far as the run holds them."""
+    def recorded(self) -> Recorded:
+        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digest."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
         statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
-        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics
+        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, chunks[-1].digest
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
-        self._pass_bytes += sum(
-            forward.num_bytes for step in self._history.steps[self._num_counted :] for forward in step.passes
-        )
-        self._num_counted = self._num_completed
         if self.writer.schema.thins:
             self._history.thin(self._num_completed, self.writer.schema)
+        steps = self._history.steps[self._num_counted :]
+        results = self._history.results(self._num_counted, self._num_completed)
+        self._num_bytes += sum(result.num_bytes(self.writer.schema) for result in results)
+        self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
+        self._num_counted = self._num_completed
         waiting = self._num_completed - self.num_committed
         if not waiting:
             return
         limits = self._limits
         if (
-            self._waiting_bytes() + self._pass_bytes >= limits.chunk_bytes
+            self._num_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)
         ):
             self.commit()
-
-    def _waiting_bytes(self) -> int:
-        """Return how many bytes of weights, statistics and coefficients are to be written."""
-        result, schema, first, count = self._history.last, self.writer.schema, self.num_committed, self._num_completed
-        update = result.update
-        matrices = 0 if update is None else matrix_bytes(update)
-        diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
-        statistics = 0 if result.statistics is None else result.statistics.nbytes
-        states = (count - first) // schema.keep_every * schema.num_weights * schema.dtype.itemsize
-        return (count - first) * (diagonals + statistics) + states
 
     def commit(self) -> None:
         """Write the steps of completed iterations that are not on disk, and free their results."""
@@ -260,7 +245,7 @@ class CommitSchedule:
             statistics = [r.statistics for r in results if r.statistics is not None]
             self.writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
-        self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
+        self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
         self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)
 

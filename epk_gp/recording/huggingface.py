@@ -57,7 +57,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         """
         self._data: tuple[Any, Any] = (X, y)
         self._loss, self._options = as_loss(loss), {"output": output, **options}
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._hooks: list[Any] = []
         self._seen: list[tuple[Tensor, float | None]] = []  # rows and weights of batches since the last announcement
         self._group_size = 1  # number of batches whose gradients the next step adds
@@ -73,7 +73,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         """
         if self._recorder is None:
             raise RuntimeError("there must be a run: training has not started. Call trainer.train first.")
-        return self._recorder.trajectory
+        trajectory: Trajectory = self._recorder.trajectory
+        return trajectory
 
     def on_train_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
         """Start the recorder.
@@ -108,13 +109,14 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         if self._batches_per_epoch is not None:
             self._group_size = max(1, min(self._group_size, self._batches_per_epoch - self._num_in_epoch))
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        """Announce a batch whose gradient is accumulated."""
-        self._announce()
-
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Announce the last batch before a step."""
-        self._announce()
+        """Announce the batches that the model saw since the last announcement."""
+        for indices, weight in self._seen:
+            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
+        self._num_in_epoch += len(self._seen)
+        self._seen = []
+
+    on_substep_end = on_pre_optimizer_step  # of a batch whose gradient is accumulated
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
@@ -125,7 +127,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         self._leave(RuntimeError("the training ended early"))
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._recorder is None or not self._hooks:
+        if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
@@ -151,7 +153,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
     def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         """Find the factor of a batch's mean loss where the trainer leaves it to the model."""
         total = kwargs.get("num_items_in_batch")
-        if total is None or self._recorder is None or not (model.training and torch.is_grad_enabled()):
+        if total is None or not (model.training and torch.is_grad_enabled()):
             return
         (indices, _), value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
         labels = self._data[1][indices.to(self._data[1].device)]
@@ -164,11 +166,3 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             value = float(value.detach())
             weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
         self._seen[-1] = indices, weight
-
-    def _announce(self) -> None:
-        if self._recorder is None:
-            return
-        for indices, weight in self._seen:
-            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
-        self._num_in_epoch += len(self._seen)
-        self._seen = []

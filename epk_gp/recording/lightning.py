@@ -58,7 +58,7 @@ class RecorderCallback(Callback):
         self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
         self._data: tuple[Any, Any] = (X, y)
         self._options = options
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._batch: Any = None  # the batch of `training_step`
         self._is_announced = False  # whether a backward pass of it was seen
 
@@ -71,7 +71,8 @@ class RecorderCallback(Callback):
         """
         if self._recorder is None:
             raise RuntimeError("there must be a run: training has not started. Call trainer.fit first.")
-        return self._recorder.trajectory
+        trajectory: Trajectory = self._recorder.trajectory
+        return trajectory
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the recorder.
@@ -92,28 +93,22 @@ class RecorderCallback(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Announce the batch whose gradient was just computed."""
-        self._announce(trainer)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
-        if not self._is_announced:
-            self._announce(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Commit the run."""
-        if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Commit what was recorded before an error."""
-        if self._recorder is not None:
-            self._recorder.__exit__(type(exception), exception, None)
-
-    def _announce(self, trainer: Trainer) -> None:
-        if self._recorder is None:
-            return
         weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
         if weight is None:
             weight = 1 / trainer.accumulate_grad_batches
         self._recorder.batch(self._indices(self._batch), weight=weight)
         self._is_announced = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
+        if not self._is_announced:
+            self.on_after_backward(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Commit the run."""
+        self._recorder.__exit__(None, None, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Commit what was recorded before an error."""
+        if self._recorder is not None:
+            self._recorder.__exit__(type(exception), exception, None)

@@ -64,11 +64,10 @@ class CapturedForward:
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
 
-    def of_nodes(self, index: int, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
+    def of_nodes(self, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
         """Return what a pass of the whole graph holds of a batch's nodes.
 
         Args:
-            index: Number of the step, for the error message.
             nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
 
         Raises:
@@ -76,8 +75,8 @@ class CapturedForward:
         """
         if self.difference is not None:
             raise StepMismatchError(
-                f"step {index}: the network must be called with the recorded graph: {self.difference}. Change features "
-                "and edges (DropEdge, masked features) inside the network's forward()."
+                f"the network must be called with the recorded graph: {self.difference}. Change features and edges "
+                "(DropEdge, masked features) inside the network's forward()."
             )
         rows, gradient = nodes.to(self.inputs.device), self.output_gradient
         if self.outputs is None or gradient is None or len(gradient) != len(self.inputs):
@@ -86,9 +85,9 @@ class CapturedForward:
         read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
         if len(read):
             raise StepMismatchError(
-                f"step {index}: recorder.batch() must get all nodes whose outputs the loss reads: it reads node "
-                f"{int(read[0])} ({len(read)} nodes in all), which the batch does not hold. A loss over several sets "
-                "of nodes is one batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
+                f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
+                f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
+                "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
             )
         counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
         gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
@@ -221,7 +220,6 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._moved: set[str] = set()
         self._lr = 0.0
         self._before: StatesBefore = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
@@ -285,20 +283,17 @@ class StepObserver:
             lr=self._lr,
             announced=self._announced,
             gradient=model.flatten({**zeros, **self._gradients}),
-            without_gradient={*model.names} - self._moved,
+            without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
             unseen=unseen,
         )
-        self._announced, self._stepped, self._coefficients, self._gradients, self._moved = [], [], {}, {}, set()
-        self._waiting, self._calls = [], []
+        self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
+        self._coefficients, self._gradients = {}, {}
         self._report(made)
 
-    def statistics(self, index: int) -> Float[Tensor, " Q"]:
+    def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.
-
-        Args:
-            index: Number of the step, for the error message.
 
         Raises:
             StepMismatchError: They were changed in another way than by a forward pass.
@@ -306,10 +301,10 @@ class StepObserver:
         present = self.setup.model.statistics_of(self.setup.net)
         if not torch.equal(present, self._statistics):
             raise StepMismatchError(
-                f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
-                "changed in another way. Leave them as they are, and call the network itself, net(X), not its parts or "
-                "net.forward(X), which is not seen; a normalisation inside torch.utils.checkpoint moves "
-                "them once more in the backward pass: take it out of the checkpoint, or put it in evaluation mode."
+                "moving statistics must be moved by the network's forward passes alone: they were changed in another "
+                "way. Leave them as they are, and call the network itself, net(X), not its parts or net.forward(X), "
+                "which is not seen; a normalisation inside torch.utils.checkpoint moves them once more in the backward "
+                "pass: take it out of the checkpoint, or put it in evaluation mode."
             )
         return present
 
@@ -426,7 +421,6 @@ class StepObserver:
             state = optimizer.state.get(parameter, {})
             linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
             if parameter.requires_grad or bool(g.any()):
-                self._moved.add(name)
                 self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g
             else:
                 linear = replace(linear, grad_scale=0.0)

@@ -147,13 +147,13 @@ class PassRecords:
             stated = batch.weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             forwards = [self._with_own_draws(forward, start) for forward in forwards]
             if self._setup.model.signature.graph is not None:
-                forwards = [forward.of_nodes(index, samples) for forward in forwards]
+                forwards = [forward.of_nodes(samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             used = list(stated.split(sizes))
             for number, rows in enumerate(samples.split(sizes)):
                 record = ForwardPass(len(rows))
                 if forwards:
-                    record, used[number] = self._record(index, forwards[number], rows, used[number], statistics)
+                    record, used[number] = self._record(forwards[number], rows, used[number], statistics)
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
@@ -176,12 +176,7 @@ class PassRecords:
         return forward
 
     def _record(
-        self,
-        index: int,
-        forward: CapturedForward,
-        rows: Int64[Tensor, " n"],
-        c: Tensor,
-        statistics: tuple[Tensor, Tensor],
+        self, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor, statistics: tuple[Tensor, Tensor]
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
@@ -192,7 +187,7 @@ class PassRecords:
             is_recorded = (forward.inputs == recorded).reshape(len(recorded), -1).all(dim=1)
         inputs, targets = None, None
         if not is_recorded.all():
-            self._require_announced_rows(index, forward.inputs, rows, is_recorded)
+            self._require_announced_rows(forward.inputs, rows, is_recorded)
             other = (~is_recorded).nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
@@ -216,9 +211,7 @@ class PassRecords:
         )
         return record, c.cpu().double()
 
-    def _require_announced_rows(
-        self, index: int, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]
-    ) -> None:
+    def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
         """Raise if the network saw training points under the indices of others.
 
         Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
@@ -237,9 +230,9 @@ class PassRecords:
             return
         row, place = wrong[0]
         raise StepMismatchError(
-            f"step {index}: recorder.batch() must get the indices of the rows that the network saw: row {row} was X["
-            f"{place}], the batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training "
-            "points). Likely cause: the gradient is that of another batch, or the indices are in another order."
+            f"recorder.batch() must get the indices of the rows that the network saw: row {row} was X[{place}], the "
+            f"batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training points). Likely "
+            "cause: the gradient is that of another batch, or the indices are in another order."
         )
 
     def _differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,16 @@ from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
+
+
+@contextmanager
+def _errors_of_step(index: int) -> Iterator[None]:
+    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
+    try:
+        yield
+    except ValueError as error:
+        cause = None if isinstance(error, StepMismatchError) else error
+        raise StepMismatchError(f"step {index}: {error}") from cause
 
 
 class Recorder:
@@ -112,18 +123,12 @@ class Recorder:
         """
         loss = as_loss(loss)
         stateful = {} if stateful is None else stateful
+        if check_every is not None:
+            validate_count(check_every, "check_every")
+        if check_every not in (None, 1) and clip is not None:
+            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         setup = make_setup(
-            net,
-            optimizer,
-            X,
-            y,
-            loss,
-            update_rule=update_rule,
-            clip=clip,
-            check_every=check_every,
-            unexplained=unexplained,
-            trained=trained,
-            output=output,
+            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained, output=output
         )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
@@ -141,12 +146,8 @@ class Recorder:
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         self._setup = setup
         if folder is not None:
-            self._open(
-                folder,
-                header | {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]},
-                storage,
-                resume,
-            )
+            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
+            self._open(folder, header, storage, resume)
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
@@ -250,10 +251,7 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self,
-        indices: Int64[Tensor, " B"] | Sequence[int] | None,
-        *,
-        weight: float | Float[Tensor, " B"] = 1.0,
+        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] = 1.0
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -281,16 +279,14 @@ class Recorder:
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
             self._observer.announce(indices, weight, index)
-            try:
+            with _errors_of_step(index):
                 learning_rate(self._optimizers)
-            except ValueError as error:
-                raise StepMismatchError(f"step {index}: {error}") from error
-            if not torch.equal(self._setup.weights(), last):
-                raise StepMismatchError(
-                    f"step {index}: the weights must be those the last recorded step left: they were changed in "
-                    "between (an optimizer.step() outside the recorder's sight, or an edit)."
-                )
-            self._setup.validate_frozen_state(last, index)
+                if not torch.equal(self._setup.weights(), last):
+                    raise StepMismatchError(
+                        "the weights must be those the last recorded step left: they were changed in between (an "
+                        "optimizer.step() outside the recorder's sight, or an edit)."
+                    )
+                self._setup.validate_frozen_state(last)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -301,15 +297,9 @@ class Recorder:
         setup, history, commits = self._setup, self._history, self._commits
         if self._is_recording:
             self._observer.complete()
-        if commits is None:
-            count = history.num_steps
-            states, updates, statistics = history.recorded()
-            digest = history.digest(count)
-        else:
-            if not self._is_closed:
-                commits.commit()
-            states, updates, statistics = commits.recorded()
-            count, digest = commits.num_committed, commits.writer.chunks[-1].digest
+        if commits is not None and not self._is_closed:
+            commits.commit()
+        states, updates, statistics, digest = (history if commits is None else commits).recorded()
         trajectory = Trajectory(
             model=setup.model,
             inputs=setup.X,
@@ -318,7 +308,7 @@ class Recorder:
             update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(history.steps[:count]),
+            steps=tuple(history.steps[: len(updates)]),
             num_outputs=setup.fingerprint.shape[1],
             digest=digest,
             data_digest=self._data_digest,
@@ -332,56 +322,44 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording():
+        with self._schedule.recording(), _errors_of_step(self.num_steps):
             self._schedule.begin_step()
-            try:
-                self._record_step(made)
-            except StepMismatchError:
-                raise
-            except ValueError as error:
-                raise StepMismatchError(f"step {self.num_steps}: {error}") from error
+            self._record_step(made)
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
         index, setup, last = self.num_steps, self._setup, self._history.last
         if not made.announced:
-            raise StepMismatchError(
-                f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
-            )
+            raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         end = setup.weights()
         if not is_finite(end):
             raise StepMismatchError(
-                f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
-                "Lower the learning rate."
+                "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
             )
-        after = self._observer.statistics(index)
+        after = self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        with self._schedule.checking() if is_exact else nullcontext():
+            update, momentum = check_step(setup, observed, exact=is_exact)
+            self._unchecked = None if is_exact else observed
+            if is_exact or not self._identity.num_judged:  # until something is known, every step says something
+                self._require_identity(self._identity.look_at(step))
         if is_exact:
-            with self._schedule.checking():
-                update, momentum = check_step(setup, observed)
-                self._unchecked = None
-                self._require_identity(self._identity.look_at(step), f"step {index}: ")
             self._schedule.add(index)
-        else:
-            update, momentum = check_step(setup, observed, exact=False)
-            self._unchecked = observed
-            if not self._identity.num_judged:  # until something is known, every step says something
-                self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
         if self._commits is not None and not self._in_until:
             self._commits.complete_iteration()
 
-    def _require_identity(self, error: str | None, where: str = "", end: str = "") -> None:
+    def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
         if error is not None:
             raise StepMismatchError(
-                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. Likely "
-                "causes: indices counted beside a shuffled loader; X and y of another data set, or in another order; "
+                f"recorder.batch() must get the indices of the rows that the network saw: {error}. Likely causes: "
+                "indices counted beside a shuffled loader; X and y of another data set, or in another order; "
                 f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
             )
         if self._identity.note is not None and not self._has_said_note:
@@ -418,6 +396,8 @@ class Recorder:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
             except StepMismatchError as error:
-                raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
+                raise StepMismatchError(
+                    f"step {unchecked.step.index}: {error} The step is kept, and results will not be certified."
+                ) from None
         if self._commits is not None:
             self._commits.writer.mark_complete()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from epk_gp.core.checks import validate_count, validate_finite, validate_tensor
+from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
@@ -134,12 +134,11 @@ class TrainingSetup:
         """Return the digest of the run before its first step."""
         return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
 
-    def validate_frozen_state(self, weights: Float[Tensor, " P"], index: int) -> None:
+    def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
 
         Args:
             weights: The present weights.
-            index: Number of the next step, for the error message.
 
         Raises:
             StepMismatchError: The outputs at the first inputs changed.
@@ -157,9 +156,8 @@ class TrainingSetup:
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
             raise StepMismatchError(
-                f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
-                f"{next(iter(changed))!r} changed. If training moves it, put the network into training mode before the "
-                "recorder is made."
+                f"buffers and frozen parameters must stay as they were when recording began: {next(iter(changed))!r} "
+                "changed. If training moves it, put the network into training mode before the recorder is made."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
@@ -194,7 +192,7 @@ class TrainingSetup:
                 "moved after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, "
                 f"or move them after the {kept}"
             )
-        self.validate_frozen_state(end, num_steps)
+        self.validate_frozen_state(end)
         rows = evenly_spread(self.X, _NUM_ROWS)
         # at the weights themselves a last layer of zeros would hide everything
         if not all(self._is_recorded_function(w, rows) for w in (end, perturbed_initial(end))):
@@ -239,13 +237,12 @@ def make_setup(
     X: Inputs,
     y: Shaped[Tensor, "M ..."],
     loss: Loss,
+    update_rule: Rules,
     *,
-    update_rule: Rules = None,
-    clip: Clip | None = None,
-    check_every: int | None = None,
-    unexplained: float | None = None,
-    trained: Collection[str] = (),
-    output: Callable[[Any], Tensor] | None = None,
+    clip: Clip | None,
+    unexplained: float | None,
+    trained: Collection[str],
+    output: Callable[[Any], Tensor] | None,
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
@@ -261,10 +258,6 @@ def make_setup(
         raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
-    if check_every is not None:
-        validate_count(check_every, "check_every")
-    if check_every not in (None, 1) and clip is not None:
-        raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
     names = trained_names(net, optimizer, trained)
     X, y, signature = _parse_data(X, y, output)
     model = functionalize(net, names, signature=signature)
@@ -277,7 +270,7 @@ def make_setup(
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
     state = torch.cat([weights, model.statistics_of(net)])
-    fingerprint = _validated_fingerprint(model, state, X)
+    fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
     return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
@@ -321,18 +314,12 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
-        ValueError: Several inputs do not go together; the inputs have no row per point, are on another device than the
-            targets, or are not finite.
+        ValueError: Several inputs do not go together; the inputs have no row per point, or are not finite.
     """
     if isinstance(X, Graph):
         validate_tensor(y, "y")
         if y.ndim == 0 or len(y) == 0:
             raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
-        for key, value in X.tensors.items():
-            if value.device != y.device:
-                raise ValueError(
-                    f"the graph and y must be on one device: tensor {key!r} is on {value.device}, y on {y.device}."
-                )
         nodes, signature = parse_graph(X, len(y), output)
         return nodes, y.detach().clone(), signature
     inputs, signature = parse_signature(X, output)
@@ -345,8 +332,6 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
             "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
             f"{tuple(inputs.shape)}.{advice}"
         )
-    if inputs.device != y.device:
-        raise ValueError(f"X and y must be on one device: got {inputs.device} and {y.device}.")
     validate_finite(inputs, "X")
     return inputs.detach().clone(), y.detach().clone(), signature
 
@@ -373,14 +358,14 @@ def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple
     return tuple(name for name in moved if before[name].is_floating_point() or name in counters)
 
 
-def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> Tensor:
+def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor, y: Tensor) -> Tensor:
     """Return the fingerprint outputs of a network, after checking that it can be recorded.
 
     Raises:
         TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
             network does not take them.
-        ValueError: The inputs are on another device; the network cannot take them or changes them; or its outputs are
-            not finite, random, or depend on other inputs of the batch.
+        ValueError: Inputs or targets are on another device; the network cannot take them or changes them; or its
+            outputs are not finite, random, or depend on other inputs of the batch.
     """
     start, statistics = state.split([model.num_weights, model.num_statistics])
     graph = model.signature.graph
@@ -392,8 +377,9 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> 
             raise TypeError(
                 f"{name} must have the weights' dtype {start.dtype}: got {value.dtype}. Convert one of them."
             )
-    if X.device != start.device:
-        raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
+    for name, value in (inputs | {"y": y}).items():
+        if value.device != start.device:
+            raise ValueError(f"{name} must be on the network's device {start.device}: got {value.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
     perturbed = model.unflatten(torch.cat([perturbed_initial(start), statistics]))

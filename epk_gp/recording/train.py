@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.checks import validate_count, validate_generator
-from epk_gp.core.graphs import Graph
-from epk_gp.core.inputs import Inputs, pack_inputs
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -115,8 +114,8 @@ def train(
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
-    rows = X if isinstance(X, Tensor) else y if isinstance(X, Graph) else pack_inputs(X)[0]
-    sampler = None if batch_size is None else EpochSampler(len(rows), int(batch_size), generator)
+    num_points = len(y) if isinstance(y, Tensor) and y.ndim else 0  # `Recorder` says what else y must be
+    sampler = None if batch_size is None else EpochSampler(num_points, int(batch_size), generator)
     objects = {"sampler": sampler, "scheduler": scheduler}
     stateful = {name: value for name, value in objects.items() if value is not None}
     with Recorder(net, optimizer, X, y, clip=clip, stateful=stateful, **options) as recorder:

@@ -40,11 +40,6 @@ def _matrices_of(update: UpdateCoefficients) -> dict[str, Tensor]:
     return {f"{side}.{k}": Q for side in MATRICES for k, Q in getattr(update, side).items()}
 
 
-def matrix_bytes(update: UpdateCoefficients) -> int:
-    """Return how many bytes the matrices of a step take."""
-    return sum(Q.nbytes for Q in _matrices_of(update).values())
-
-
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
     """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 

@@ -8,14 +8,17 @@ from torch.nn import functional as F
 import epk_gp as epk
 from loops import record
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+
+def sgd(p):
+    return torch.optim.SGD(p, lr=0.3)
+
+
+LOOPS = {
+    "sgd-cnn": (sgd, "cnn"),
+    "momentum-mlp": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4), "mlp"),
+    "adam-cnn": (lambda p: torch.optim.Adam(p, lr=0.02), "cnn"),
+    "adamw-mlp": (lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1), "mlp"),
+    "rmsprop-mlp": (lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True), "mlp"),
 }
 
 
@@ -23,30 +26,22 @@ def problem(kind):
     torch.manual_seed(0)
     if kind == "cnn":
         layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3)), torch.randn(60, 1, 8, 8)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)), torch.randn(60, 6)
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3)), torch.randn(24, 1, 8, 8)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)), torch.randn(24, 6)
 
 
 def loop(optimizer, kind, steps, before=id):
     net, X = problem(kind)
-    batches = (torch.randperm(len(X))[:16] for _ in range(steps))
+    batches = (torch.randperm(len(X))[:12] for _ in range(steps))
     value = before(net) if before is not id else F.cross_entropy
     return record(net, optimizer(net.parameters()), X, torch.arange(len(X)) % 3, batches, value=value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [
-        pytest.param(optimizer, kind, id=f"{name}-{kind}")
-        for name, optimizer in OPTIMIZERS.items()
-        for kind in ("mlp", "cnn")
-        if kind == "mlp" or name in ("sgd", "adam")
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "kind"), LOOPS.values(), ids=LOOPS)
 def test_a_long_run_that_learns_its_data_by_heart_is_no_false_alarm(optimizer, kind):
     """Where the loss is nearly 0, gradients are sums that cancel."""
-    assert loop(optimizer, kind, 250).num_steps == 250
+    assert loop(optimizer, kind, 110).num_steps == 110
 
 
 def scaled(factor):
@@ -61,4 +56,4 @@ def decayed(rate):
 @pytest.mark.parametrize("change", [scaled(0.9998), scaled(1.0002), decayed(1e-4), decayed(2e-5)])
 def test_a_small_change_of_the_gradients_is_found(change, kind):
     with pytest.raises(epk.StepMismatchError, match=r"step \d+: the change of the weights must be SGD's step"):
-        loop(OPTIMIZERS["sgd"], kind, 20, change)
+        loop(sgd, kind, 20, change)

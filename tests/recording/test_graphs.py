@@ -176,19 +176,13 @@ def test_a_run_on_disk_holds_its_graph(run, tmp_path):
 def test_a_run_is_resumed_with_the_same_graph_only(run, tmp_path):
     x, edges, y = make_graph()
     record(make_net(dropout=0.4), folder=tmp_path / "run", steps=1, resume=True)
+    moved = x.clone()
+    moved[6, 0] += 1e-9  # a node outside of the probe
     with pytest.raises(ValueError, match="data_digest must be the recorded one to resume"):
-        record(make_net(dropout=0.4), (x + 1e-3, edges, y), folder=tmp_path / "run", resume=True)
+        record(make_net(dropout=0.4), (moved, edges, y), folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="must be the recorded one to resume"):
         record(make_net(dropout=0.4), (x, edges[:, 1:], y), folder=tmp_path / "run", resume=True)
     assert record(make_net(dropout=0.4), folder=tmp_path / "run", resume=True).digest == run.digest
-
-
-def test_other_graphs_give_other_digests(run):
-    x, edges, y = make_graph()
-    x[6, 0] += 1e-9  # a node outside of the probe
-    other = record(make_net(dropout=0.4), (x, edges, y))
-    assert other.data_digest != run.data_digest
-    assert other.digest != run.digest
 
 
 @pytest.fixture
@@ -251,20 +245,9 @@ def with_features(change):
     return faulty
 
 
-def with_step(**changes):
-    return lambda run: replace(run, steps=(run.steps[0], replace(run.steps[1], **changes), *run.steps[2:]))
-
-
-def with_pass(**changes):
-    return lambda run: with_step(passes=(replace(run.steps[1].passes[0], **changes),))(run)
-
-
 FAULTS = {
     "feature": with_features(lambda tensors: tensors[0][2, 1].add_(1e-4)),
     "edge": with_features(lambda tensors: tensors[1][:, 3].copy_(tensors[1][:, 3].flip(0))),
-    "mask": with_step(batch=torch.tensor([0, 2, 3, 6])),
-    "random_state": with_pass(random_state=torch.Generator().manual_seed(7).get_state()),
-    "modes": with_pass(modes=torch.zeros(4, dtype=torch.bool), random_state=None),
 }
 
 

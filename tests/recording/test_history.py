@@ -1,12 +1,6 @@
 """The recorded steps: hashed in another thread if they are large, and kept in blocks, so that no process grows."""
 
-import json
-import os
-import pathlib
 import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -82,7 +76,7 @@ def test_closing_ends_the_thread(in_background):
 
 def test_an_error_while_hashing_is_not_lost(in_background):
     history = recorded(2)
-    history.settle()
+    history.digest(2)
 
     def fails(*args):
         raise MemoryError("no memory")
@@ -113,6 +107,15 @@ def test_the_random_state_of_a_recorded_pass_can_be_set_by_its_clone():
         assert torch.equal(generator.get_state(), state)
 
 
+def test_tensors_of_steps_lie_in_blocks():
+    """One by one they would lie between those that come and go in training, and the process would grow."""
+    history = recorded()
+    seen = [step.passes[0].inputs.values for step in history.steps]
+    kept = [*seen, *(result.end for result in history.results(0, 4))]
+    assert len({value.untyped_storage().data_ptr() for value in kept}) == 1
+    assert all(step.batch.untyped_storage().nbytes() > 1 << 20 for step in history.steps)
+
+
 def test_what_is_put_is_what_is_kept(monkeypatch):
     monkeypatch.setattr(history_module, "_BLOCK_BYTES", 64)
     place = TensorArena()
@@ -124,44 +127,6 @@ def test_what_is_put_is_what_is_kept(monkeypatch):
         assert copy.data_ptr() != value.data_ptr() or not value.numel()
     a, b = place.copy_in(torch.ones(3)), place.copy_in(torch.zeros(2))
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-SCRIPT = """
-    import json, torch
-    import epk_gp as epk
-
-    torch.set_num_threads(1)
-
-    def resident():
-        return int(open("/proc/self/statm").read().split()[1]) * 4096
-
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
-        torch.nn.Linear(1568, 10),
-    ).double()
-    X, y = torch.rand(500, 1, 28, 28, dtype=torch.float64), torch.arange(500) % 10
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for step in range(60):
-            rows = torch.randperm(500)[:250]
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(net(X[rows]), y[rows]).backward()
-            recorder.batch(rows)
-            optimizer.step()
-            if step == 9:
-                before = resident()
-    print(json.dumps(resident() - before))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
-def test_recording_grows_by_its_states_only():
-    """50 states of 15,810 weights are 6 MB. Kept one by one they pinned 600 MB and more."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert json.loads(done.stdout) < 200 << 20
 
 
 @pytest.mark.slow
