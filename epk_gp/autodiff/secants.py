@@ -56,9 +56,8 @@ def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
 THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
     **dict.fromkeys(
         (
-            F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, F.leaky_relu,
-            F.leaky_relu_, F.rrelu, F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu, torch.abs,
-            torch.Tensor.abs, torch.Tensor.abs_,
+            *functions_named("relu", "relu_", "abs", "abs_"), F.relu, F.relu_, F.leaky_relu, F.leaky_relu_, F.rrelu,
+            F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu,
         ),
         _at(0.0),
     ),
@@ -69,26 +68,19 @@ THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
         (getattr(F, name) for name in ("threshold", "threshold_", "_threshold") if hasattr(F, name)),  # untyped names
         _given(threshold=None),
     ),
-    **dict.fromkeys((torch.clamp, torch.Tensor.clamp, torch.Tensor.clamp_), _given(min=None, max=None)),
-    **dict.fromkeys((torch.clip, torch.Tensor.clip, torch.Tensor.clip_), _given(min=None, max=None)),
-    **dict.fromkeys((torch.clamp_min, torch.Tensor.clamp_min, torch.Tensor.clamp_min_), _given(min=None)),
-    **dict.fromkeys((torch.clamp_max, torch.Tensor.clamp_max, torch.Tensor.clamp_max_), _given(max=None)),
+    **dict.fromkeys(functions_named("clamp", "clamp_", "clip", "clip_"), _given(min=None, max=None)),
+    **dict.fromkeys(functions_named("clamp_min", "clamp_min_"), _given(min=None)),
+    **dict.fromkeys(functions_named("clamp_max", "clamp_max_"), _given(max=None)),
     F.softshrink: lambda x, lambd=0.5: (-lambd, lambd),
 }  # fmt: skip
 POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.max_pool1d: F.max_pool1d_with_indices,
-    F.max_pool2d: F.max_pool2d_with_indices,
-    F.max_pool3d: F.max_pool3d_with_indices,
-    F.adaptive_max_pool1d: F.adaptive_max_pool1d_with_indices,
-    F.adaptive_max_pool2d: F.adaptive_max_pool2d_with_indices,
-    F.adaptive_max_pool3d: F.adaptive_max_pool3d_with_indices,
+    getattr(F, name): getattr(F, f"{name}_with_indices")
+    for name in (f"{kind}max_pool{dims}d" for kind in ("", "adaptive_") for dims in (1, 2, 3))
 }
 # Functions that pick the largest (1) or smallest (-1) entry along dimensions, or of two tensors.
 EXTREMES: dict[Callable[..., Any], int] = {
-    **dict.fromkeys((torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max), 1),
-    **dict.fromkeys((torch.amin, torch.Tensor.amin, torch.min, torch.Tensor.min), -1),
-    **dict.fromkeys((torch.maximum, torch.Tensor.maximum), 1),
-    **dict.fromkeys((torch.minimum, torch.Tensor.minimum), -1),
+    **dict.fromkeys(functions_named("amax", "max", "maximum"), 1),
+    **dict.fromkeys(functions_named("amin", "min", "minimum"), -1),
 }
 
 
@@ -342,7 +334,7 @@ class SecantDerivatives(TorchFunctionMode):
         return _secant(func, args, kwargs, rows)
 
     def _averaged(self, result: Any) -> Any:
-        """Let the gradient of what is linear in each of two factors be the mean over both rows of a pair."""
+        """Average the gradient over the two rows of each pair: the operation is linear in each of two factors."""
         if isinstance(result, Tensor) and result.requires_grad:
             if len(result) != len(self.moved.t):
                 raise _unsupported(None, "moves the rows of a batch out of the first dimension")
@@ -399,7 +391,7 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
     if func in POOLS and not others and not (kwargs.get("return_indices") or len(args) > 6):
         options = {name: value for name, value in kwargs.items() if name != "return_indices"}
         pool = partial(_call_with, POOLS[func], args, options, [x])
-        return _apply(PoolSecant, x, pool)
+        return PoolSecant.apply(x, pool)
     call = partial(_call_with, func, args, kwargs, moving)
     with torch.no_grad():
         copies = [value.clone() for value in moving]
@@ -412,7 +404,7 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
     if any(not value.ndim or len(value) != len(x) for value in results):
         raise _unsupported(func, "does not return one entry per row")
     if (func in SMOOTH or func in KINKED) and not others and results[0].shape == x.shape:
-        found = _apply(ElementwiseSecant, x, call, func in KINKED)
+        found = ElementwiseSecant.apply(x, call, func in KINKED)
         return found if results[0] is not copies[0] else x.copy_(found)
     floats = [value.is_floating_point() for value in results]
 
@@ -421,16 +413,12 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
         return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
 
     if result is copies[0]:  # in place
-        (found,) = _apply(SegmentSecant, differentiable, *(value.clone() for value in moving))
+        (found,) = SegmentSecant.apply(differentiable, *(value.clone() for value in moving))
         return x.copy_(found)
-    found = iter(_apply(SegmentSecant, differentiable, *moving))
+    found = iter(SegmentSecant.apply(differentiable, *moving))
     if isinstance(result, Tensor):
         return next(found)
     return type(result)([next(found) if is_float else value for value, is_float in zip(results, floats, strict=True)])
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
 
 
 def _call_with(

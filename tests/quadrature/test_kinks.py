@@ -60,7 +60,7 @@ def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: 
     assert found.max_error < 1e-11
 
     def blind(line: object, x: Tensor, a: Tensor, b: Tensor) -> Kinks:
-        return Kinks(torch.zeros(0, dtype=torch.int64), a[:0], torch.ones_like(a, dtype=torch.bool))
+        return torch.zeros(0, dtype=torch.int64), a[:0], torch.ones_like(a, dtype=torch.bool)
 
     monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", blind)
     control = epk.reconstruct(trajectory, X, head="logits", rule=epk.adaptive(1e-12, order=2))
