@@ -391,7 +391,7 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
     if func in POOLS and not others and not (kwargs.get("return_indices") or len(args) > 6):
         options = {name: value for name, value in kwargs.items() if name != "return_indices"}
         pool = partial(_call_with, POOLS[func], args, options, [x])
-        return PoolSecant.apply(x, pool)
+        return _apply(PoolSecant, x, pool)
     call = partial(_call_with, func, args, kwargs, moving)
     with torch.no_grad():
         copies = [value.clone() for value in moving]
@@ -404,7 +404,7 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
     if any(not value.ndim or len(value) != len(x) for value in results):
         raise _unsupported(func, "does not return one entry per row")
     if (func in SMOOTH or func in KINKED) and not others and results[0].shape == x.shape:
-        found = ElementwiseSecant.apply(x, call, func in KINKED)
+        found = _apply(ElementwiseSecant, x, call, func in KINKED)
         return found if results[0] is not copies[0] else x.copy_(found)
     floats = [value.is_floating_point() for value in results]
 
@@ -413,12 +413,16 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
         return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
 
     if result is copies[0]:  # in place
-        (found,) = SegmentSecant.apply(differentiable, *(value.clone() for value in moving))
+        (found,) = _apply(SegmentSecant, differentiable, *(value.clone() for value in moving))
         return x.copy_(found)
-    found = iter(SegmentSecant.apply(differentiable, *moving))
+    found = iter(_apply(SegmentSecant, differentiable, *moving))
     if isinstance(result, Tensor):
         return next(found)
     return type(result)([next(found) if is_float else value for value, is_float in zip(results, floats, strict=True)])
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
 
 
 def _call_with(

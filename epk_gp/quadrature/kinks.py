@@ -263,8 +263,8 @@ def _bracket_events(
         crosses = lead_a.sign() * lead_b.sign() < 0
         column = (interval, torch.full_like(interval, number), first, second, lead_a, lead_b)
         columns.append(tuple(value[crosses] for value in column))
-    interval, call, first, second, at_a, at_b = (torch.cat(parts) for parts in zip(*columns, strict=True))
-    return (interval, call, first, second), (at_a, at_b)
+    interval, call, first, second, lead_a, lead_b = (torch.cat(parts) for parts in zip(*columns, strict=True))
+    return (interval, call, first, second), (lead_a, lead_b)
 
 
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
