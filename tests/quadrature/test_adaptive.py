@@ -97,10 +97,7 @@ def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it
     assert least <= float(found.residual) <= most
 
 
-RULES = pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(3)], ids=["adaptive", "fixed"])
-
-
-@RULES
+@pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(3)], ids=["adaptive", "fixed"])
 def test_a_derivative_that_is_not_finite_has_a_status_of_its_own_and_stays_visible(rule: Rule) -> None:
     """At x = 0, the root's argument stays zero, where its derivative is infinite."""
     found = integrate(segment(FUNCTIONS["root"]), 0 * ONE, rule, 1)
@@ -202,8 +199,7 @@ def test_large_steps_of_sound_networks_are_never_called_inconsistent(
 def test_gram_blocks_warn_once_of_integrals_that_are_not_the_outputs_change() -> None:
     trajectory = run_of(FUNCTIONS["stop_gradient"])
     a, b = epk.Points(ONE.repeat(3, 1), False), epk.Points(trajectory.inputs, True)
-    asked = ((epk.gram_block, a, b), (gram_block_per_class, a, a), (gram_diagonal_blocks, a))
-    for ask, *points in asked:
+    for ask, *points in ((epk.gram_block, a, b), (gram_block_per_class, a, a), (gram_diagonal_blocks, a)):
         with pytest.warns(CertificateWarning, match=r"3 of 3 .* \(3 INCONSISTENT_DERIVATIVE; largest") as caught:
             ask(trajectory, *points, head="logits", rule=epk.adaptive())
         assert len(caught) == 1

@@ -325,11 +325,11 @@ def blind(line: object, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("name", KINKED)
 def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear, the function, linear: the logits are polynomials in t between kinks."""
-    X = torch.randn(8, 3, dtype=torch.float64)
+    X = torch.randn(6, 3, dtype=torch.float64)
     net = nn.Sequential(nn.Linear(3, 16), Kinked(KINKED[name]), nn.LazyLinear(2)).double()
     net(X)
-    optimizer = torch.optim.SGD(net.parameters(), lr=2.0)
-    trajectory = epk.train(net, X, torch.arange(8) % 2, optimizer=optimizer, steps=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=8.0)
+    trajectory = epk.train(net, X, torch.arange(6) % 2, optimizer=optimizer, steps=1)
     evaluations = []
     for locates in (True, False):
         if not locates:
@@ -337,4 +337,4 @@ def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: 
         found = epk.reconstruct(trajectory, X, head="logits", rule=epk.adaptive(1e-12, order=2))
         assert found.max_error < 1e-11
         evaluations.append(found.evaluations)
-    assert evaluations[1] > 2.5 * evaluations[0]
+    assert evaluations[1] > 10 * evaluations[0]
