@@ -61,6 +61,8 @@ def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning])
     thread, is_active = threading.get_ident(), True
 
     class OwnCategory(type):
+        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
+
         def __subclasscheck__(cls, category: Any) -> bool:
             return is_active and threading.get_ident() == thread and issubclass(category, kind)
 
