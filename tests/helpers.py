@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.autodiff.dense import WeightSegment
+from epk_gp.autodiff.verification import plan_for
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rounding: float = 1e4) -> None:
@@ -28,6 +30,12 @@ def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected
     assert_close(kernel.trace_block(a, b), torch.einsum("ncmc->nm", expected))
     if a is b:
         assert_close(kernel.diagonal_blocks(a), torch.einsum("ncnd->ncd", expected))
+
+
+def first_step(trajectory: epk.Trajectory, X: Tensor, head: str = "logits") -> WeightSegment:
+    """Return f along the first step of a run."""
+    w, end = trajectory.states[:2]
+    return WeightSegment(plan_for(trajectory, trajectory.model_for(X)), w, end - w, head, 1 << 30)
 
 
 def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:

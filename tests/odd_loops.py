@@ -4,12 +4,13 @@ Every loop takes a weight for each step and sample, which multiplies the sample'
 a batch stays. Central differences in these weights are the brute force of `odd_programs`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from odd_parts import CLASSES, OPTIMIZERS, POINTS, Clipping, make_net
+from odd_parts import AVERAGE, CLASSES, OPTIMIZERS, POINTS, Clipping, make_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ class Ended:
     net: nn.Module
     recorder: Any
     norms: list[tuple[float, ...]]
+    average: list[Tensor]  # of the weights
 
 
 @dataclass
@@ -52,7 +54,7 @@ class OddLoop:
     steps_before: int = 0  # steps before the recording
     clipping: Clipping | None = None  # of the gradients
     clips_part: bool = False  # whether the last layer alone is clipped
-    passes: str | None = None  # without a loss, at one step: "no_grad", "evaluation", "unused" or "reset"
+    passes: str | None = None  # forward passes at one step without a loss: "no_grad", "evaluation", "unused", "reset"
     passes_at: int = 2  # that step
     seen: str = "same"  # what the network sees of a row: "same", "normalised" or "noise"
     announced: str = "right"  # which indices are announced: "right", or another kind
@@ -90,13 +92,8 @@ class OddLoop:
         """The true rows of each batch of each step."""
         generator = torch.Generator().manual_seed(self.seed + 2)
         size = POINTS if self.batch is None else self.batch
-
-        def draw() -> Tensor:
-            if self.repeats:
-                return torch.randint(0, POINTS, (size,), generator=generator)
-            return torch.randperm(POINTS, generator=generator)[:size]
-
-        return [[draw() for _ in range(self.accumulated)] for _ in range(self.steps)]
+        draw = partial(torch.randint, 0, POINTS, (size,)) if self.repeats else partial(torch.randperm, POINTS)
+        return [[draw(generator=generator)[:size] for _ in range(self.accumulated)] for _ in range(self.steps)]
 
     def losses(self, z: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each row."""
@@ -154,35 +151,25 @@ class OddLoop:
 
     def used(self, fault: str | None, step: int, y: Tensor) -> tuple[list[Tensor], Tensor, float]:
         """Return the rows of each batch of a step, all targets and a factor of the loss, as the loop takes them."""
-        batches, size = self.batches[step], len(self.batches[step][0])
-        match fault:
-            case "index":
-                return [(rows + 3) % POINTS for rows in batches], y, 1.0
-            case "order":
-                return self.batches[step - 1], y, 1.0
-            case "label":
-                return batches, y.roll(1, 0), 1.0
-            case "weight":
-                return batches, y, 1.001
-            case "reduction":
-                return batches, y, size if self.reduction == "mean" else 1 / size
-        return batches, y, 1.0
+        batches, size = self.batches[step - (fault == "order")], len(self.batches[step][0])
+        if fault == "index":
+            batches = [(rows + 3) % POINTS for rows in batches]
+        factors = {"weight": 1.001, "reduction": size if self.reduction == "mean" else 1 / size}
+        return batches, y.roll(1, 0) if fault == "label" else y, factors.get(fault, 1.0)
 
     def announce(self, rows: Tensor, count: int) -> Tensor:
         """Return the indices that are announced."""
-        match self.announced:
-            case "counted":
-                return torch.arange(count, count + len(rows)) % POINTS
-            case "within_subset":
-                return (rows + 3) % POINTS
-            case "shuffled":
-                return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed + count))]
-        return rows
+        if self.announced == "counted":
+            return torch.arange(count, count + len(rows)) % POINTS
+        if self.announced == "within_subset":
+            return (rows + 3) % POINTS
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed + count))
+        return rows[order] if self.announced == "shuffled" else rows
 
     def run(
         self,
         weights: Tensor | None = None,
-        recorder_of: Callable[[nn.Module, list[torch.optim.Optimizer]], Any] | None = None,
+        recorder_of: Callable[..., Any] | None = None,
         watch: Any = None,
         *,
         until: int | None = None,
@@ -206,6 +193,7 @@ class OddLoop:
         recorder, norms, count = None if recorder_of is None else recorder_of(net, optimizers), [], 0
         if not is_resumed:
             torch.default_generator.manual_seed(self.seed + 4)
+        average = [p.detach().clone() for p in net.parameters()]
         if watch is not None:
             watch.begin(net)
         if recorder is not None:
@@ -225,25 +213,16 @@ class OddLoop:
             own = None if weights is None else weights[step]
             data = (self.rows_seen(X, step), targets)
             norms.append(self._step(net, optimizers, data, batches, own, recorder, watch, announced, fault, factor))
+            for mean, p in zip(average, net.parameters(), strict=True):
+                mean.lerp_(p.detach(), AVERAGE)
         if recorder is not None:
             if self.fault == "replaced":
                 nn.utils.vector_to_parameters(0.99 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
             recorder.__exit__(None, None, None)
-        return Ended(net, recorder, norms)
+        return Ended(net, recorder, norms, average)
 
-    def _step(
-        self,
-        net: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        data: tuple[Tensor, Tensor],
-        batches: list[Tensor],
-        weights: Tensor | None = None,
-        recorder: Any = None,
-        watch: Any = None,
-        announced: Sequence[Tensor] = (),
-        fault: str | None = None,
-        factor: float = 1.0,
-    ) -> tuple[float, ...]:
+    def _step(self, net, optimizers, data, batches, weights=None, recorder=None, watch=None, announced=(), fault=None,
+              factor=1.0) -> tuple[float, ...]:  # fmt: skip
         """Make a step; return the sizes of its gradient: its largest entry, and its norms for p = 1, 2 and 3."""
         X, y = data
         for optimizer in optimizers:
@@ -295,18 +274,11 @@ class OddLoop:
                 p.requires_grad_(False)
 
     def _pass_without_loss(self, net: nn.Module, X: Tensor) -> None:
-        match self.passes:
-            case "no_grad":
-                with torch.no_grad():
-                    net(X[:7])
-            case "unused":
-                net(X[:7])
-            case "evaluation":
-                net.eval()
-                with torch.no_grad():
-                    net(X)
-                net.train()
-            case "reset":
-                for module in net.modules():
-                    if isinstance(module, nn.BatchNorm1d):
-                        module.reset_running_stats()
+        if self.passes in ("no_grad", "unused", "evaluation"):
+            net.train(self.passes != "evaluation")
+            with torch.set_grad_enabled(self.passes == "unused"):
+                net(X if self.passes == "evaluation" else X[:7])
+            net.train()
+        for module in net.modules() if self.passes == "reset" else ():
+            if isinstance(module, nn.BatchNorm1d):
+                module.reset_running_stats()

@@ -11,20 +11,18 @@ from torch.nn.utils import parametrizations
 
 POINTS, CLASSES = 10, 3
 WIDTH = 4
+AVERAGE = 0.3  # coefficient of the averages of weights
 
 
-class StraightThrough(nn.Module):
-    """Rounds activations; the derivative is that of the identity."""
+class Estimator(nn.Module):
+    """Adds what has no derivative: straight-through rounding, or a branch without a gradient."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        return h + ((h * 4).round() / 4 - h).detach()
-
-
-class StopGradient(nn.Module):
-    """A branch without a derivative."""
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.rounds = kind == "straight_through"
 
     def forward(self, h: Tensor) -> Tensor:
-        return h + 0.5 * h.square().detach()
+        return h + ((h * 4).round() / 4 - h if self.rounds else 0.5 * h.square()).detach()
 
 
 class FakeQuantised(nn.Module):
@@ -79,18 +77,11 @@ def make_net(kind: str, inputs: int, activation: type[nn.Module]) -> nn.Module:
                 first = nn.Linear(inputs, WIDTH, bias=False)
             return nn.Sequential(first, norm, activation(), last)
         case "dropout" | "straight_through" | "stop_gradient":
-            odd = {"dropout": nn.Dropout(0.3), "straight_through": StraightThrough(), "stop_gradient": StopGradient()}
-            return nn.Sequential(first, activation(), odd[kind], last)
+            return nn.Sequential(first, activation(), nn.Dropout(0.3) if kind == "dropout" else Estimator(kind), last)
         case "fake_quant":
             return nn.Sequential(FakeQuantised(inputs, WIDTH), activation(), last)
-        case "weight_norm":
-            return nn.Sequential(parametrizations.weight_norm(first), activation(), last)
-        case "spectral_norm":
-            return nn.Sequential(parametrizations.spectral_norm(first), activation(), last)
-        case "orthogonal":
-            return nn.Sequential(
-                parametrizations.orthogonal(nn.Linear(WIDTH, inputs)), activation(), nn.Linear(inputs, CLASSES)
-            )
+        case "weight_norm" | "spectral_norm" | "orthogonal":
+            return nn.Sequential(getattr(parametrizations, kind)(first), activation(), last)
     return nn.Sequential(first, activation(), last)
 
 
@@ -128,25 +119,16 @@ LINEAR = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")  # whose steps `odd_prog
 
 @dataclass(frozen=True)
 class Clipping:
-    """Clipping of the gradient, by torch's own functions.
+    """Clipping of the gradient, by torch's own functions."""
 
-    Attributes:
-        kind: "value" or "norm".
-        bound: Its bound.
-        norm_type: The p of the norm.
-        is_stated: Whether the recorder is told.
-    """
-
-    kind: str
+    kind: str  # "value" or "norm"
     bound: float
-    norm_type: float = 2.0
-    is_stated: bool = True
+    norm_type: float = 2.0  # the p of the norm
+    is_stated: bool = True  # whether the recorder is told
 
     def clip(self, parameters: list[nn.Parameter]) -> None:
-        if self.kind == "value":
-            nn.utils.clip_grad_value_(parameters, self.bound)
-        else:
-            nn.utils.clip_grad_norm_(parameters, self.bound, self.norm_type)
+        rest = () if self.kind == "value" else (self.norm_type,)
+        getattr(nn.utils, f"clip_grad_{self.kind}_")(parameters, self.bound, *rest)
 
 
 # Functions of the outputs of three points that mix rows, and others that do not.

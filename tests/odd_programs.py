@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from odd_loops import OddLoop
-from odd_parts import BY_ROW, CLASSES, LINEAR, MIXING, POINTS
-from odd_steps import AVERAGE, Averager, ByHand
+from odd_parts import AVERAGE, BY_ROW, CLASSES, LINEAR, MIXING, POINTS
+from odd_steps import ByHand
 from torch import Tensor, nn
 
 import epk_gp as epk
@@ -50,9 +50,7 @@ class Program:
     truncate: int | None = None  # number of steps that influence goes through
     sample_weights: str = "random"  # of `retrain`: "ones", "random", "zeros", "threes" or "huge"
     stored: str | None = None  # how the run is kept: None (in memory), "disk" or "thinned"
-    files: str | None = (
-        None  # what happens to them: None, "trained_again", "partial_sums", "pieces" or "other_momentum"
-    )
+    files: str | None = None  # what happens to them: "trained_again", "partial_sums", "pieces" or "other_momentum"
     executor: bool = False  # whether a thread computes
     checkpoint: bool = False  # whether there is a checkpoint, from which the same question is asked again
     path: str = "straight"  # of attribution: "straight", "chords" or "layerwise"
@@ -86,11 +84,8 @@ class Program:
         ended = loop.run(recorder_of=recorder_of, until=loop.steps if self.resumes else None, is_resumed=self.resumes)
         if self.stored is None or (self.files != "other_momentum" and self.draw.random() < 0.5):
             return ended.recorder.trajectory
-        return self.load(folder / "run")
-
-    def load(self, path: Path) -> epk.Trajectory:
         loop = replace(self.loop, momentum=0.4) if self.files == "other_momentum" else self.loop
-        return epk.load_trajectory(path, loop.make()[0])
+        return epk.load_trajectory(folder / "run", loop.make()[0])
 
     def ask(self, trajectory: epk.Trajectory, folder: Path) -> tuple[Tensor, Any]:
         """Ask the package.
@@ -172,16 +167,9 @@ class Program:
     def weights(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.loop.seed)
         rows = torch.rand(2, POINTS, generator=generator, dtype=torch.float64)
-        match self.sample_weights:
-            case "ones":
-                return torch.ones_like(rows)
-            case "zeros":
-                return (rows > 0.3).double()
-            case "threes":
-                return 3.0 * torch.ones_like(rows)
-            case "huge":
-                return 1e80 * rows
-        return 2 * rows
+        ones = torch.ones_like(rows)
+        choices = {"ones": ones, "zeros": (rows > 0.3).double(), "threes": 3.0 * ones, "huge": 1e80 * rows}
+        return choices.get(self.sample_weights, 2 * rows)
 
     # ---- the truth ---------------------------------------------------------------------------------------------
 
@@ -226,12 +214,8 @@ class Program:
         """Whether the contributions of each sample are known by hand, not their sum alone."""
         loop = self.loop
         smooth = loop.net_kind in ("mlp", "tied", "batch_norm", "layer_norm", "dropout", "convolution", "weight_norm")
-        return (
-            set(loop.optimizers) <= set(LINEAR)
-            and smooth
-            and not loop.steps_before
-            and self.path in ("straight", "chords")
-        )
+        is_linear = set(loop.optimizers) <= set(LINEAR) and not loop.steps_before
+        return is_linear and smooth and self.path in ("straight", "chords")
 
     @property
     def actual_head(self) -> str:
@@ -269,13 +253,11 @@ class Program:
 
     def trained(self, weights: Tensor) -> nn.Module:
         """Return the network that a loop with other weights of the samples ends with, or its average."""
-        watch = Averager() if self.of_average else None
-        net = self.loop.run(weights, watch=watch).net.eval()
-        if watch is not None:
-            with torch.no_grad():
-                for p, average in zip(net.parameters(), watch.weights, strict=True):
-                    p.copy_(average)
-        return net
+        ended = self.loop.run(weights)
+        if self.of_average:
+            for p, average in zip(ended.net.parameters(), ended.average, strict=True):
+                p.data = average
+        return ended.net.eval()
 
     def slopes(self, weights: Tensor, directions: Tensor, numbers: Numbers) -> Iterator[Tensor]:
         """Differentiate by central differences of several sizes: where one crosses a kink, another does not."""

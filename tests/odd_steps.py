@@ -13,37 +13,13 @@ from odd_loops import OddLoop
 from odd_parts import CLASSES, LINEAR, POINTS
 from torch import Tensor, nn
 
-AVERAGE = 0.3  # coefficient of the averages of weights
-
-
-class Averager:
-    """Averages the weights of a loop."""
-
-    def begin(self, net: nn.Module) -> None:
-        self.weights = [p.detach().clone() for p in net.parameters()]
-
-    def gradients(self, net: nn.Module, batch: Tensor, terms: Tensor) -> None:
-        """Ignore them."""
-
-    def before_step(self, net: nn.Module) -> None:
-        """Do nothing."""
-
-    def after_step(self, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        for average, p in zip(self.weights, net.parameters(), strict=True):
-            average.lerp_(p.detach(), AVERAGE)
-
 
 @dataclass
 class ByHand:
-    """A loop whose steps are split by hand into shares of the samples.
-
-    Attributes:
-        loop: The loop.
-        average: Coefficient a of the average of the weights; None for the trained weights.
-    """
+    """A loop whose steps are split by hand into shares of the samples."""
 
     loop: OddLoop
-    average: float | None = None
+    average: float | None = None  # coefficient a of the average of the weights; None for the trained weights
 
     def __post_init__(self) -> None:
         self.grads: dict[str, Tensor] = {}

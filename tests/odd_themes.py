@@ -44,7 +44,7 @@ def draw_program(seed: int, theme: str | None = None) -> Program:
     program = Program(theme, loop, draw.choice(ALL), draw)
     program.head = draw.choice([None, None, "logits"])
     program.stored = draw.choice([None, None, None, "disk"])
-    PLANT[theme](program)
+    PLANT[theme](program, draw, loop)
     if program.question in ("influence", "smoothing") and program.function is None:
         variant = draw.choice([None, None, "function", "chosen", "by", "truncate"])
         if variant == "function":
@@ -63,8 +63,7 @@ def draw_program(seed: int, theme: str | None = None) -> Program:
     return program
 
 
-def plant_nothing(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_nothing(program: Program, draw: random.Random, loop: OddLoop) -> None:
     if draw.random() < 0.2:
         loop.clipping = clipping(program, draw.choice(["value", "norm"]), 2.0, is_reached=True, is_stated=True)
     if draw.random() < 0.2 and loop.net_kind == "mlp":
@@ -80,8 +79,7 @@ def plant_nothing(program: Program) -> None:
         program.resumes = draw.random() < 0.5
 
 
-def plant_options(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_options(program: Program, draw: random.Random, loop: OddLoop) -> None:
     name, value = draw.choice(CHANGES[loop.optimizers[0]])
     makes_buffer = name == "momentum" and loop.optimizers[0] == "RMSprop"  # torch makes it at the first step only
     if name in ("nesterov", "dampening") or makes_buffer:
@@ -98,8 +96,7 @@ def plant_options(program: Program) -> None:
     program.question = draw.choice((*DERIVATIVES, *ALL))
 
 
-def plant_groups(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_groups(program: Program, draw: random.Random, loop: OddLoop) -> None:
     loop.net_kind = draw.choice(["mlp", "mlp", "layer_norm", "mlp"])
     if draw.random() < 0.8:
         loop.group_added = draw.randint(1, loop.steps - 2)
@@ -113,13 +110,12 @@ def plant_groups(program: Program) -> None:
     program.question = draw.choice((*DERIVATIVES, *ALL))
 
 
-def plant_before(program: Program) -> None:
-    program.loop.steps_before = program.draw.randint(1, 3)
-    program.question = program.draw.choice((*DERIVATIVES, *ALL))
+def plant_before(program: Program, draw: random.Random, loop: OddLoop) -> None:
+    loop.steps_before = draw.randint(1, 3)
+    program.question = draw.choice((*DERIVATIVES, *ALL))
 
 
-def plant_passes(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_passes(program: Program, draw: random.Random, loop: OddLoop) -> None:
     loop.net_kind = "batch_norm"
     loop.passes = draw.choice(["no_grad", "no_grad", "unused", "reset", "reset"])
     loop.passes_at = draw.randrange(loop.steps)
@@ -135,8 +131,7 @@ def clipping(program: Program, kind: str, norm_type: float, *, is_reached: bool,
     return Clipping(kind, float(f"{bound:.3g}"), norm_type, is_stated)
 
 
-def plant_clipping(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_clipping(program: Program, draw: random.Random, loop: OddLoop) -> None:
     kind, norm_type = draw.choice([("value", 2.0), *(("norm", p) for p in (2.0, float("inf"), 1.0, 3.0))])
     is_reached, is_stated = draw.random() < 0.5, draw.random() < 0.6
     loop.clipping = clipping(program, kind, norm_type, is_reached=is_reached, is_stated=is_stated)
@@ -146,28 +141,26 @@ def plant_clipping(program: Program) -> None:
         program.sample_weights = "threes"
 
 
-def plant_parametrization(program: Program) -> None:
-    program.loop.net_kind = program.draw.choice(["weight_norm", "weight_norm", "spectral_norm", "orthogonal"])
-    program.question = program.draw.choice((*DERIVATIVES, *ALL))
+def plant_parametrization(program: Program, draw: random.Random, loop: OddLoop) -> None:
+    loop.net_kind = draw.choice(["weight_norm", "weight_norm", "spectral_norm", "orthogonal"])
+    program.question = draw.choice((*DERIVATIVES, *ALL))
 
 
-def plant_swapped(program: Program) -> None:
-    program.stored, program.files = program.draw.choice(["disk", "disk", "thinned"]), "trained_again"
+def plant_swapped(program: Program, draw: random.Random, loop: OddLoop) -> None:
+    program.stored, program.files = draw.choice(["disk", "disk", "thinned"]), "trained_again"
 
 
-def plant_function(program: Program) -> None:
-    program.question = program.draw.choice(["influence", "influence", "smoothing"])
-    program.function = program.draw.choice(list(MIXING))
+def plant_function(program: Program, draw: random.Random, loop: OddLoop) -> None:
+    program.question = draw.choice(["influence", "influence", "smoothing"])
+    program.function = draw.choice(list(MIXING))
 
 
-def plant_divergence(program: Program) -> None:
-    loop = program.loop
+def plant_divergence(program: Program, draw: random.Random, loop: OddLoop) -> None:
     program.question, program.sample_weights = "retrain", "huge"
     loop.optimizers, loop.options, loop.loss = ("SGD",), ({},), "squares"
 
 
-def plant_indices(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_indices(program: Program, draw: random.Random, loop: OddLoop) -> None:
     loop.seen, loop.inputs = draw.choice(["normalised", "noise", "same"]), 8
     loop.announced = draw.choice(["counted", "within_subset", "shuffled"])
     loop.steps, loop.batch = 7, 5
@@ -178,16 +171,14 @@ def plant_indices(program: Program) -> None:
 ESTIMATORS = ("straight_through", "stop_gradient", "fake_quant", "embedding")
 
 
-def plant_loaded(program: Program) -> None:
-    draw, loop = program.draw, program.loop
+def plant_loaded(program: Program, draw: random.Random, loop: OddLoop) -> None:
     program.stored, program.files, loop.net_kind = "disk", "other_momentum", "batch_norm"
     program.question = draw.choice([*DERIVATIVES, *SUMS])
     program.sample_weights = draw.choice(["ones", "random"])
 
 
-def plant_rarities(program: Program) -> None:
+def plant_rarities(program: Program, draw: random.Random, loop: OddLoop) -> None:
     """What the package knows, in combinations that few loops have; float32 with the tolerance of float32."""
-    draw, loop = program.draw, program.loop
     loop.splits_groups = draw.random() < 0.3
     loop.repeats = draw.random() < 0.4
     loop.row_weights = draw.random() < 0.3
@@ -207,25 +198,23 @@ def plant_rarities(program: Program) -> None:
         program.question = draw.choice(["retrain", *SUMS])
 
 
-def plant_mixture(program: Program) -> None:
+def plant_mixture(program: Program, draw: random.Random, loop: OddLoop) -> None:
     """Several odd things at once."""
-    for theme in program.draw.sample(["options", "groups", "clipping", "passes", "thinned", "parametrization"], 2):
-        PLANT[theme](program)
-    loop = program.loop
+    for theme in draw.sample(["options", "groups", "clipping", "passes", "thinned", "parametrization"], 2):
+        PLANT[theme](program, draw, loop)
     if loop.net_kind != "mlp":
         loop.group_added = None
 
 
-def plant_fault(program: Program) -> None:
+def plant_fault(program: Program, draw: random.Random, loop: OddLoop) -> None:
     """One step that is not what the loop says."""
-    draw, loop = program.draw, program.loop
     loop.fault, loop.fault_at = draw.choice(FAULTS), draw.randrange(loop.steps)
     loop.net_kind = draw.choice(["mlp", "layer_norm", "batch_norm", "convolution"])
     loop.dtype = torch.float32 if loop.fault == "precision" else torch.float64
     program.question = draw.choice(["attribute", "reconstruct"])
 
 
-PLANT: dict[str, Callable[[Program], None]] = {
+PLANT: dict[str, Callable[[Program, random.Random, OddLoop], None]] = {
     "options": plant_options,
     "groups": plant_groups,
     "before": plant_before,
@@ -234,11 +223,11 @@ PLANT: dict[str, Callable[[Program], None]] = {
     "parametrization": plant_parametrization,
     "swapped": plant_swapped,
     "function": plant_function,
-    "partial_sums": lambda p: setattr(p, "files", p.draw.choice(["partial_sums", "partial_sums", "pieces"])),
+    "partial_sums": lambda p, draw, _: setattr(p, "files", draw.choice(["partial_sums"] * 2 + ["pieces"])),
     "divergence": plant_divergence,
     "indices": plant_indices,
-    "estimator": lambda p: setattr(p.loop, "net_kind", p.draw.choice(ESTIMATORS)),
-    "thinned": lambda p: setattr(p, "stored", "thinned"),
+    "estimator": lambda _, draw, loop: setattr(loop, "net_kind", draw.choice(ESTIMATORS)),
+    "thinned": lambda p, *_: setattr(p, "stored", "thinned"),
     "loaded": plant_loaded,
     "rarities": plant_rarities,
     "mixture": plant_mixture,

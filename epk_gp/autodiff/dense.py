@@ -55,12 +55,8 @@ def all_outputs(head: Head) -> Cotangents:
 
 def chosen_outputs(head: Head, classes: Int64[Tensor, " E"]) -> Cotangents:
     """Return the one cotangent of each sample's own output."""
-    every = all_outputs(head).of_logits
-
-    def rows(z: Tensor) -> Tensor:
-        return every(z)[classes, torch.arange(len(z), device=z.device)][None]
-
-    return Cotangents(rows, are_constant=head == "logits")
+    every, rows = all_outputs(head).of_logits, torch.arange(len(classes), device=classes.device)
+    return Cotangents(lambda z: every(z)[classes, rows][None], are_constant=head == "logits")
 
 
 def summed_outputs(head: Head) -> Cotangents:
@@ -124,11 +120,8 @@ def flat_columns(net: PlannedModel, *, all_dense: bool) -> Int64[Tensor, " P"]:
     places = dict(zip(model.names, torch.arange(model.num_weights).split(list(model.sizes)), strict=True))
     columns = []
     for name, bias in plan.bias_of.items():
-        if bias is None:
-            columns.append(places[name])
-        else:
-            weight = places[name].view(len(places[bias]), -1)
-            columns.append(torch.cat([weight, places[bias][:, None]], dim=1).flatten())
+        weight = places[name].view(len(places[bias or name]), -1)
+        columns.append(torch.cat([weight] if bias is None else [weight, places[bias][:, None]], dim=1).flatten())
     return torch.cat([*columns, *(places[name] for name in plan.dense_params)])
 
 
@@ -191,15 +184,7 @@ def pulled_back(
 ) -> Float[Tensor, "K P"]:
     """Differentiate outputs with respect to some leaves by one backward pass per cotangent."""
     grads = [
-        torch.autograd.grad(
-            z,
-            leaves,
-            cotangent,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        torch.autograd.grad(z, leaves, cotangent, retain_graph=True, create_graph=create_graph, materialize_grads=True)
         for cotangent in cotangents
     ]
     return torch.stack([torch.cat([g.reshape(-1) for g in of_cotangent]) for of_cotangent in grads])
@@ -234,16 +219,12 @@ def propagate_cotangents(
         )
         columns = [None if grad is None else grad.detach() for grad in grads]
     else:
+        keeps, last = create_graph or not frees_graph, len(cotangents) - 1
         rows = [
             torch.autograd.grad(
-                outputs,
-                edges,
-                cotangent,
-                retain_graph=create_graph or not frees_graph or k + 1 < len(cotangents),
-                create_graph=create_graph,
-                allow_unused=True,
+                outputs, edges, v, retain_graph=keeps or k < last, create_graph=create_graph, allow_unused=True
             )
-            for k, cotangent in enumerate(cotangents)
+            for k, v in enumerate(cotangents)
         ]
         columns = [
             None if own[0] is None else own[0][None] if len(own) == 1 else torch.stack(own)
@@ -292,14 +273,9 @@ class WeightSegment:
     memory_budget: int
 
     @property
-    def rows_per_kink_search(self) -> int:
-        """Number of rows that are searched for kinks at a time."""
-        return self.net.memory_plan(self.memory_budget).kink_search_rows()
-
-    @property
-    def rows_per_block(self) -> int:
-        """Number of rows that are evaluated at a time."""
-        return self.net.memory_plan(self.memory_budget).directional_rows()
+    def memory(self) -> MemoryPlan:
+        """What turns the memory budget into block sizes."""
+        return self.net.memory_plan(self.memory_budget)
 
     def interpolated(
         self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None
@@ -331,7 +307,7 @@ def directional_derivatives(
 
 
 def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
-    rows, blocks = segment.rows_per_block, list[tuple[Tensor, Tensor]]()
+    rows, blocks = segment.memory.directional_rows(), list[tuple[Tensor, Tensor]]()
     with torch.no_grad(), disable_fused_attention():
         for x, u in zip(X.split(rows), t.split(rows), strict=True):
             blocks.append(_block(segment, x, u, differentiate))
@@ -342,11 +318,10 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
     """Evaluate f and its slopes; f stands in for these where they are not asked for."""
     plan = segment.net.plan
     needs_reverse = differentiate and not plan.supports_jvp
-    if plan.supports_interpolation and (needs_reverse or not plan.calls_fused_functions):
+    passes_at_points = plan.calls_fused_functions and not needs_reverse and len(t.unique()) <= _FEW_POINTS
+    if plan.supports_interpolation and not passes_at_points:
         return _interpolated(segment, X, t, differentiate)
     points, groups = group_rows(t)
-    if plan.supports_interpolation and len(points) > _FEW_POINTS:
-        return _interpolated(segment, X, t, differentiate)
     if plan.supports_vmap and not needs_reverse and len(points) > (1 if plan.shares_pass else _FEW_POINTS):
         return _mapped(segment, X, t, differentiate)
     results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
@@ -356,29 +331,29 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
 
 def _interpolated(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Evaluate all rows in one forward pass: each layer is called with w and with d."""
+
+    def outputs(u: Tensor) -> Tensor:
+        params, moved = segment.interpolated(u)
+        with moved:
+            return segment.outputs(params, X)
+
+    if not differentiate or segment.net.plan.supports_interpolated_jvp:
+        return _with_slope(outputs, t, differentiate)
+    leaf = t.detach().requires_grad_()
+    with torch.enable_grad():
+        f = outputs(leaf)
+        one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
+        return f.detach(), pulled_back(f, [leaf], one_hot).T
+
+
+def _with_slope(outputs: Callable[[Tensor], Tensor], t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate f at t, and its slope in forward mode."""
     if not differentiate:
-        params, moved = segment.interpolated(t)
-        with moved:
-            f = segment.outputs(params, X)
+        f = outputs(t)
         return f, f
-    if not segment.net.plan.supports_interpolated_jvp:
-        leaf = t.detach().requires_grad_()
-        with torch.enable_grad():
-            params, moved = segment.interpolated(leaf)
-            with moved:
-                f = segment.outputs(params, X)
-            one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
-            return f.detach(), pulled_back(f, [leaf], one_hot).T
     with forward_mode():
-        params, moved = segment.interpolated(fwAD.make_dual(t, torch.ones_like(t)))
-        with moved:
-            f = segment.outputs(params, X)
-        return _unpacked(f)
-
-
-def _unpacked(dual: Tensor) -> tuple[Tensor, Tensor]:
-    f, slope = fwAD.unpack_dual(dual)
-    return f, torch.zeros_like(f) if slope is None else slope
+        f, slope = fwAD.unpack_dual(outputs(fwAD.make_dual(t, torch.ones_like(t))))
+        return f, torch.zeros_like(f) if slope is None else slope
 
 
 def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
@@ -410,17 +385,9 @@ def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -
 def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Evaluate rows that share their point of the segment."""
     model = segment.net.model
-    w = segment.w + t * segment.d
-    here = model.unflatten(w)
-    if not differentiate:
-        f = segment.outputs(here, X)
-        return f, f
-    if segment.net.plan.supports_jvp:
-        direction = model.unflatten(segment.d)
-        with forward_mode():
-            duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
-            return _unpacked(segment.outputs(duals, X))
-    rows = list[tuple[Tensor, Tensor]]()
+    if not differentiate or segment.net.plan.supports_jvp:
+        return _with_slope(lambda u: segment.outputs(model.unflatten(segment.w + u * segment.d), X), t, differentiate)
+    w, rows = segment.w + t * segment.d, list[tuple[Tensor, Tensor]]()
     for x in X.split(1):
         leaf = w.detach().requires_grad_()
         with torch.enable_grad():

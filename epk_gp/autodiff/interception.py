@@ -138,7 +138,7 @@ Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
 
 
 def _lstm_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
-    i, f, g, o = (x + _recurrent(state[0], weights)).chunk(4, dim=1)
+    i, f, g, o = (x + _affine(state[0], weights, 1)).chunk(4, dim=1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (F.linear(h, weights[-1]) if len(weights) % 2 else h), c  # an odd number: the last one is a projection
@@ -146,30 +146,27 @@ def _lstm_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
 
 def _gru_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
     own_r, own_z, own_n = x.chunk(3, dim=1)
-    r, z, n = _recurrent(state[0], weights).chunk(3, dim=1)
+    r, z, n = _affine(state[0], weights, 1).chunk(3, dim=1)
     new = (own_n + (own_r + r).sigmoid() * n).tanh()
     return (new + (own_z + z).sigmoid() * (state[0] - new),)
 
 
 def _plain_gates(activation: Callable[[Tensor], Tensor]) -> Cell:
-    return lambda x, state, weights: (activation(x + _recurrent(state[0], weights)),)
+    return lambda x, state, weights: (activation(x + _affine(state[0], weights, 1)),)
 
 
-def _recurrent(h: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return F.linear(h, weights[1], weights[3] if len(weights) > 3 else None)
+def _affine(x: Tensor, weights: Sequence[Tensor], k: int) -> Tensor:
+    """Multiply the inputs (k = 0) or the hidden state (k = 1) by its weight, and add its bias if there is one."""
+    return F.linear(x, weights[k], weights[2 + k] if len(weights) > 3 else None)
 
 
 def _cell(gates: Cell) -> Callable[..., Any]:
     def run(x: Tensor, hidden: Any, *weights: Tensor | None) -> Any:
         held = [value for value in weights if value is not None]
-        state = gates(_input(x, held), (hidden,) if isinstance(hidden, Tensor) else tuple(hidden), held)
+        state = gates(_affine(x, held, 0), (hidden,) if isinstance(hidden, Tensor) else tuple(hidden), held)
         return state[0] if isinstance(hidden, Tensor) else state
 
     return run
-
-
-def _input(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return F.linear(x, weights[0], weights[2] if len(weights) > 3 else None)
 
 
 def _recurrent_layers(gates: Cell) -> Callable[..., Any]:
@@ -190,7 +187,7 @@ def _recurrent_layers(gates: Cell) -> Callable[..., Any]:
             for direction in range(directions):
                 number = layer * directions + direction
                 weights, state = groups[number], tuple(value[number] for value in initial)
-                steps = _input(rows, weights).unbind(1)
+                steps = _affine(rows, weights, 0).unbind(1)
                 hs = []
                 for step in reversed(steps) if direction else steps:
                     state = gates(step, state, weights)
@@ -226,8 +223,11 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     heads = given["num_heads"]
     q, k, v = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))  # E H L d
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
-    for one in _masks(mask, padding, len(rows), heads):
-        scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
+    if mask is not None and mask.ndim == 3:  # a mask for each head
+        mask = mask.view(len(rows), heads, *mask.shape[1:])
+    for one in (mask, None if padding is None else padding[:, None, None]):
+        if one is not None:
+            scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
     drops = bool(given["training"] and given["dropout_p"])
     share = F.dropout(scores.softmax(dim=3), given["dropout_p"]) if drops else scores.softmax(dim=3)
     mixed = (share @ v).transpose(1, 2).flatten(2)
@@ -237,16 +237,6 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     if not given["need_weights"]:
         return output, None
     return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
-
-
-def _masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_rows: int, num_heads: int) -> list[Tensor]:
-    masks = []
-    if attn_mask is not None:
-        per_head = attn_mask.ndim == 3
-        masks.append(attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if per_head else attn_mask)
-    if key_padding_mask is not None:
-        masks.append(key_padding_mask[:, None, None])
-    return masks
 
 
 # Each returns NotImplemented where it does not cover a call.
@@ -286,19 +276,12 @@ class FunctionCall:
     __slots__ = ("args", "function", "held", "in_slots", "input", "kwargs", "names", "params", "slots", "statistics")
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name_of: Mapping[int, str],
-        params: Sequence[str],
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name_of: dict[int, str], params: list[str]
     ) -> None:
         self.function, self.args, self.kwargs, self.params = function, args, kwargs, params
         self.input: Any = args[0] if args else kwargs.get("input")
         self.slots = JOINTLY_LINEAR.get(function, {})
-        self.held = dict[str, Any]()
-        for name, position in self.slots.items():
-            self.held[name] = args[position] if position < len(args) else kwargs.get(name)
+        self.held = {name: args[k] if k < len(args) else kwargs.get(name) for name, k in self.slots.items()}
         self.names = dict(zip(self.held, map(name_of.get, map(id, self.held.values())), strict=True))
         self.statistics = args[1:3] if function is normalise_by_statistics else ()
         num_found = sum(name is not None for name in self.names.values())
@@ -363,6 +346,9 @@ def along_direction(call: FunctionCall, direction: Mapping[int, Tensor]) -> Any:
     return function(*substituted(args, direction), **substituted(kwargs, direction))
 
 
+Watch = Callable[[FunctionCall | None, Any], None]
+
+
 class ParameterInterception(TorchFunctionMode):
     """See the calls that take given parameters, which are recognised by identity.
 
@@ -371,7 +357,7 @@ class ParameterInterception(TorchFunctionMode):
         watch: Is told of every call's result, and of the call if it takes a parameter.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], watch: Callable[[FunctionCall | None, Any], None] | None) -> None:
+    def __init__(self, params: Mapping[str, Tensor], watch: Watch | None) -> None:
         super().__init__()
         self.name_of = {id(value): name for name, value in params.items()}
         self.watch = watch
@@ -380,12 +366,7 @@ class ParameterInterception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
         kwargs, call = kwargs or {}, None
-        params = list[str]()
-        for value in (*args, *kwargs.values()):
-            if id(value) in self.name_of:
-                params.append(self.name_of[id(value)])
-            elif isinstance(value, list | tuple | dict):
-                params += [self.name_of[id(x)] for x in tensors_in((value,)) if id(x) in self.name_of]
+        params = [self.name_of[id(value)] for value in tensors_in((args, kwargs)) if id(value) in self.name_of]
         if params and func in WRITTEN_OUT:
             with self:
                 result = WRITTEN_OUT[func](*args, **kwargs)
@@ -433,7 +414,7 @@ class InterpolatedWeights(ParameterInterception):
         params: Mapping[str, Tensor],
         direction: Mapping[str, Tensor],
         t: Tensor,
-        watch: Callable[[FunctionCall | None, Any], None] | None = None,
+        watch: Watch | None = None,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__({name: params[name] for name in direction}, watch)
@@ -462,11 +443,9 @@ class InterpolatedWeights(ParameterInterception):
             return self.normalise(call)
         if not call.in_slots:
             return self._followed(call)
-        along = dict[str, Tensor]()
-        for name, value in call.held.items():
-            if value is not None:
-                step = self.direction.get(id(value))
-                along[name] = torch.zeros_like(value) if step is None else step
+        held = {name: value for name, value in call.held.items() if value is not None}
+        steps = ((name, value, self.direction.get(id(value))) for name, value in held.items())
+        along = {name: torch.zeros_like(value) if step is None else step for name, value, step in steps}
         if call.function is LINEAR or call.function in CONVOLUTIONS:
             groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups")
             joins = call.function in CONVOLUTIONS and groups in (None, 1)
@@ -514,12 +493,7 @@ class StackedWeights(ParameterInterception):
         watch: As for `ParameterInterception`.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        stacked: Mapping[str, Tensor],
-        watch: Callable[[FunctionCall | None, Any], None] | None = None,
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], stacked: Mapping[str, Tensor], watch: Watch | None = None) -> None:
         super().__init__({name: params[name] for name in stacked}, watch)
         self.stacked = {id(params[name]): value for name, value in stacked.items()}
         self.num_parts = len(next(iter(stacked.values())))
@@ -548,12 +522,8 @@ class StackedWeights(ParameterInterception):
             )
         parts = x.unflatten(0, (self.num_parts, -1))
         if call.function is LINEAR and (call.held["bias"] is None or "bias" in own) and "weight" in own:
-            inputs = parts.flatten(1, -2)
-            result = (
-                torch.baddbmm(own["bias"][:, None], inputs, own["weight"].mT)
-                if "bias" in own
-                else inputs @ own["weight"].mT
-            )
+            inputs, W = parts.flatten(1, -2), own["weight"].mT
+            result = torch.baddbmm(own["bias"][:, None], inputs, W) if "bias" in own else inputs @ W
             return result.view(*parts.shape[:-1], -1).flatten(0, 1)
         values = ({"input": x, **{name: value[g] for name, value in own.items()}} for g, x in enumerate(parts))
         return torch.cat([call.run(of_part) for of_part in values])

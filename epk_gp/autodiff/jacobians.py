@@ -109,7 +109,7 @@ def layer_jacobians(
 
     Args:
         net: The network.
-        at: The weights.
+        at: The weights. Rows at different points of a segment need a plan that supports interpolation, or all dense.
         X: E inputs.
         cotangents: Which gradients are wanted.
         cost: Decides the representations.
@@ -120,8 +120,6 @@ def layer_jacobians(
         One Jacobian per layer, always in the same order.
     """
     model, plan = net.model, net.plan
-    if at.t is not None and not (cost.all_dense or plan.supports_interpolation):
-        raise ValueError("rows at different points of a segment need a plan that supports interpolation, or all dense.")
     if cost.all_dense:
         with torch.set_grad_enabled(create_graph), disable_fused_attention():
             values = cotangents.of_logits(_logits(net, at, X))
@@ -356,19 +354,22 @@ class _RecordedPass:
             raise UnsupportedParameterUseError(
                 f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        is_last = all(call.edge.node is self.z.grad_fn for _, call in own)
         head, (_, last) = self.cotangents.head, own[-1]
-        is_linear_last = is_last and last.call.function is LINEAR
+        is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
             if head == "logits":
                 return LogitsLastLayer(inputs, self.z.shape[1])
             p, is_constant = self.z.detach().softmax(dim=1), last.input_is_constant
             return SoftmaxLastLayer(inputs[:, None], self.values.unsqueeze(2), False, is_constant, False, p)
-        builder = LayerJacobianBuilder(self, name, own, cost, is_last=is_last)
+        builder = LayerJacobianBuilder(self, name, own, cost)
         if self.net.plan.supports_pool_windows and not self.create_graph and self.at.secant_head is None:
             self._see_through_pool(builder, cost)
         return builder
+
+    def are_last(self, calls: Sequence[tuple[int, _LayerCall]]) -> bool:
+        """Return whether the network returns what these calls return."""
+        return all(call.edge.node is self.z.grad_fn for _, call in calls)
 
     @cached_property
     def _users(self) -> "_Users":
@@ -390,13 +391,13 @@ class _RecordedPass:
             return
         if (windows := _pool_windows(self._users, layer)) is None:
             return
+        edge, positions, _ = windows
         num_outputs = self.net.plan.num_outputs  # what was verified
         num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
-        shape = windows.positions.shape
-        collected = builder.inputs[0].shape[3] * shape.numel()  # against the numbers that go back through the pool
+        collected = builder.inputs[0].shape[3] * positions.numel()  # against the numbers that go back through the pool
         if collected <= num_cotangents * layer.shape.numel() and fits_pass(collected, self.net.itemsize):
             builder.see_through(windows)
-            self.calls[number] = replace(layer, edge=windows.edge, shape=shape)
+            self.calls[number] = replace(layer, edge=edge, shape=positions.shape)
 
     def _backward(self) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
@@ -433,19 +434,10 @@ _POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
 _Users = defaultdict[Node, list[tuple[Node, int]]]
 
 
-@dataclass(frozen=True, eq=False)
-class _PoolWindows:
-    """The windows of a max-pool over a convolution's output.
-
-    Attributes:
-        edge: Where the gradient with respect to the pool's output can be taken.
-        positions: The largest position of each window, through the convolution's output, (E, channels, *windows).
-        relu: What a ReLU between both returned, (E, channels, *positions); None without one.
-    """
-
-    edge: GradientEdge
-    positions: Int64[Tensor, "E channels ..."]
-    relu: Float[Tensor, "E channels ..."] | None
+# The windows of a max-pool over a convolution's output: where the gradient in the pool's output can be taken; the place
+# of the largest entry of each in the convolution's output, (E, channels, *windows); and what a ReLU between both
+# returned, (E, channels, *positions), or None.
+_PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
 
 
 def _pool_windows(users: _Users, layer: _LayerCall) -> _PoolWindows | None:
@@ -460,7 +452,7 @@ def _pool_windows(users: _Users, layer: _LayerCall) -> _PoolWindows | None:
     if positions.dim() != len(layer.shape):
         return None
     outputs: Tensor | None = None if relu is None else relu._saved_result.detach()  # type: ignore[attr-defined]
-    return _PoolWindows(GradientEdge(pool, 0), positions, outputs)
+    return GradientEdge(pool, 0), positions, outputs
 
 
 def _only_user(users: _Users, node: Node) -> Node | None:
@@ -476,19 +468,12 @@ class LayerJacobianBuilder:
         name: The weight.
         calls: Its calls, each with its number among all calls.
         cost: Decides between factored and dense.
-        is_last: The weight is the last layer's.
     """
 
     def __init__(
-        self,
-        recorded: _RecordedPass,
-        name: str,
-        calls: Sequence[tuple[int, _LayerCall]],
-        cost: ContractionCost,
-        *,
-        is_last: bool,
+        self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, _LayerCall]], cost: ContractionCost
     ) -> None:
-        self.calls, self.has_bias = calls, recorded.bias_of[name] is not None
+        self.calls, self.has_bias, is_last = calls, recorded.bias_of[name] is not None, recorded.are_last(calls)
         self.cotangent_is_constant = is_last and recorded.cotangents.are_constant
         first, shape = calls[0][1], recorded.params[name].shape
         scales = first.call.function in NORMALISATIONS
@@ -532,12 +517,13 @@ class LayerJacobianBuilder:
 
         Each channel's windows see some of the convolution's patches; zeros where the ReLU returned zero.
         """
-        x, positions = self.inputs[0].squeeze(2).mT, windows.positions.flatten(2)
+        _, places, relu = windows
+        x, positions = self.inputs[0].squeeze(2).mT, places.flatten(2)
         (E, channels, W), n_in = positions.shape, x.shape[1]
         spread = x.unsqueeze(1).expand(E, channels, -1, -1)
         self.patches = spread.gather(3, positions.unsqueeze(2).expand(E, channels, n_in, W))
-        if windows.relu is not None:
-            is_zero = windows.relu.flatten(2).gather(2, positions) <= 0
+        if relu is not None:
+            is_zero = relu.flatten(2).gather(2, positions) <= 0
             self.patches.masked_fill_(is_zero.unsqueeze(2), 0)
 
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:

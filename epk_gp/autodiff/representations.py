@@ -351,12 +351,10 @@ class OuterProductJacobian(LayerJacobian):
         """Average the factor that depends on t."""
         last = None if before is None else expect_representation(type(self), before)
         inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
-        if self.input_is_constant:
-            output_grads = nodes.add(output_grads, self.output_grads, 1)
-            return replace(self, inputs=nodes.place(inputs, self.inputs, 0), output_grads=output_grads)
-        # constant along the step, but each point has its own where each is asked about another output
-        output_grads = nodes.place(output_grads, self.output_grads, 1)
-        return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
+        # output gradients may be constant along the step, but each point has its own where it has an output of its own
+        of_inputs, of_grads = (nodes.place, nodes.add) if self.input_is_constant else (nodes.add, nodes.place)
+        output_grads = of_grads(output_grads, self.output_grads, 1)
+        return replace(self, inputs=of_inputs(inputs, self.inputs, 0), output_grads=output_grads)
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Multiply the products of both factors: at the end of the run where the inputs are constant."""
@@ -534,10 +532,8 @@ def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P
     """Write layer Jacobians out in the order of the flat weights, in which `dense.flat_columns` are their entries."""
     rows = [jacobian.to_dense() for jacobian in jacobians]
     out = rows[0].new_empty(*rows[0].shape[:2], len(columns))
-    first = 0
-    for row in rows:
-        out[:, :, columns[first : first + row.shape[2]]] = row
-        first += row.shape[2]
+    for row, places in zip(rows, columns.split([row.shape[2] for row in rows]), strict=True):
+        out[:, :, places] = row
     return out
 
 

@@ -56,9 +56,8 @@ def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
 THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
     **dict.fromkeys(
         (
-            F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, F.leaky_relu,
-            F.leaky_relu_, F.rrelu, F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu, torch.abs,
-            torch.Tensor.abs, torch.Tensor.abs_,
+            *functions_named("relu", "relu_", "abs", "abs_"), F.relu, F.relu_, F.leaky_relu, F.leaky_relu_, F.rrelu,
+            F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu,
         ),
         _at(0.0),
     ),
@@ -69,26 +68,19 @@ THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
         (getattr(F, name) for name in ("threshold", "threshold_", "_threshold") if hasattr(F, name)),  # untyped names
         _given(threshold=None),
     ),
-    **dict.fromkeys((torch.clamp, torch.Tensor.clamp, torch.Tensor.clamp_), _given(min=None, max=None)),
-    **dict.fromkeys((torch.clip, torch.Tensor.clip, torch.Tensor.clip_), _given(min=None, max=None)),
-    **dict.fromkeys((torch.clamp_min, torch.Tensor.clamp_min, torch.Tensor.clamp_min_), _given(min=None)),
-    **dict.fromkeys((torch.clamp_max, torch.Tensor.clamp_max, torch.Tensor.clamp_max_), _given(max=None)),
+    **dict.fromkeys(functions_named("clamp", "clamp_", "clip", "clip_"), _given(min=None, max=None)),
+    **dict.fromkeys(functions_named("clamp_min", "clamp_min_"), _given(min=None)),
+    **dict.fromkeys(functions_named("clamp_max", "clamp_max_"), _given(max=None)),
     F.softshrink: lambda x, lambd=0.5: (-lambd, lambd),
 }  # fmt: skip
 POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.max_pool1d: F.max_pool1d_with_indices,
-    F.max_pool2d: F.max_pool2d_with_indices,
-    F.max_pool3d: F.max_pool3d_with_indices,
-    F.adaptive_max_pool1d: F.adaptive_max_pool1d_with_indices,
-    F.adaptive_max_pool2d: F.adaptive_max_pool2d_with_indices,
-    F.adaptive_max_pool3d: F.adaptive_max_pool3d_with_indices,
+    getattr(F, name): getattr(F, f"{name}_with_indices")
+    for name in (f"{kind}max_pool{dims}d" for kind in ("", "adaptive_") for dims in (1, 2, 3))
 }
 # Functions that pick the largest (1) or smallest (-1) entry along dimensions, or of two tensors.
 EXTREMES: dict[Callable[..., Any], int] = {
-    **dict.fromkeys((torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max), 1),
-    **dict.fromkeys((torch.amin, torch.Tensor.amin, torch.min, torch.Tensor.min), -1),
-    **dict.fromkeys((torch.maximum, torch.Tensor.maximum), 1),
-    **dict.fromkeys((torch.minimum, torch.Tensor.minimum), -1),
+    **dict.fromkeys(functions_named("amax", "max", "maximum"), 1),
+    **dict.fromkeys(functions_named("amin", "min", "minimum"), -1),
 }
 
 
@@ -342,7 +334,7 @@ class SecantDerivatives(TorchFunctionMode):
         return _secant(func, args, kwargs, rows)
 
     def _averaged(self, result: Any) -> Any:
-        """Let the gradient of what is linear in each of two factors be the mean over both rows of a pair."""
+        """Average the gradient over the two rows of each pair: the operation is linear in each of two factors."""
         if isinstance(result, Tensor) and result.requires_grad:
             if len(result) != len(self.moved.t):
                 raise _unsupported(None, "moves the rows of a batch out of the first dimension")

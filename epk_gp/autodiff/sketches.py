@@ -149,7 +149,7 @@ def hadamard_order(num_outputs: int, num_nodes: int) -> int:
     Returns:
         The smallest order of at least C that divides n; the smallest order of at least C if none does.
     """
-    orders = [order for order in range(num_outputs, max(4 * num_outputs, num_nodes) + 1) if _first_order(order)]
+    orders = [order for order in range(num_outputs, max(4 * num_outputs, num_nodes) + 1) if _base_order(order)]
     return next((order for order in orders if num_nodes % order == 0), orders[0])
 
 
@@ -163,7 +163,7 @@ def covering_order(num_outputs: int, at_least: int, at_most: int) -> int:
     """
     if at_least % hadamard_order(num_outputs, at_least) == 0:
         return at_least
-    return next((order for order in range(max(num_outputs, at_least), at_most) if _first_order(order)), at_most)
+    return next((order for order in range(max(num_outputs, at_least), at_most) if _base_order(order)), at_most)
 
 
 def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
@@ -174,22 +174,18 @@ def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
     Args:
         order: Number of rows and columns, as `hadamard_order` gives it.
     """
-    base = _first_order(order)
+    base = _base_order(order)
     H = torch.ones(1, 1, dtype=torch.int8) if base == 1 else _paley(base - 1)
     while len(H) < order:
         H = torch.cat([torch.cat([H, H], dim=1), torch.cat([H, -H], dim=1)])
     return H
 
 
-def _first_order(order: int) -> int:
+def _base_order(order: int) -> int:
     """Return the order whose matrix is doubled up to another, with the fewest doublings there are; 0 without any."""
-    while order > 1 and not (order % 4 == 0 and _is_prime(order - 1)):
+    while order > 1 and (order % 4 or any((order - 1) % divisor == 0 for divisor in range(2, math.isqrt(order) + 1))):
         order = 0 if order % 2 else order // 2
     return order
-
-
-def _is_prime(q: int) -> bool:
-    return q > 1 and all(q % divisor for divisor in range(2, int(q**0.5) + 1))
 
 
 def _paley(q: int) -> Tensor:

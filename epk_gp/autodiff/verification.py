@@ -8,7 +8,7 @@ everything else is differentiated densely. Every other capability (`Differentiat
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,17 +45,6 @@ from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, o
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 
-class _ThreadCategory(type):
-    """Kind of a warning category to which the warnings of one thread belong, as long as it is active."""
-
-    thread: int
-    kind: type[Warning]
-    is_active: bool
-
-    def __subclasscheck__(cls, category: Any) -> bool:
-        return cls.is_active and threading.get_ident() == cls.thread and issubclass(category, cls.kind)
-
-
 @contextmanager
 def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
     """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
@@ -69,13 +58,20 @@ def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning])
         action: "error" or "ignore".
         kind: Category of the warnings, with all its subclasses.
     """
-    names = {"thread": threading.get_ident(), "kind": kind, "is_active": True}
-    category = cast(Any, _ThreadCategory("OwnWarning", (Warning,), names))
+    thread, is_active = threading.get_ident(), True
+
+    class OwnCategory(type):
+        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
+
+        def __subclasscheck__(cls, category: Any) -> bool:
+            return is_active and threading.get_ident() == thread and issubclass(category, kind)
+
+    category = cast(Any, OwnCategory("OwnWarning", (Warning,), {}))
     warnings.simplefilter(action, category)
     try:
         yield
     finally:
-        category.is_active = False
+        is_active = False
         for entry in [entry for entry in warnings.filters if entry[2] is category]:
             with suppress(ValueError):  # another thread has replaced the list
                 cast(Any, warnings.filters).remove(entry)
@@ -163,14 +159,17 @@ def build_plan(
     plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
     plan = _verified(plan, "supports_batched_vjp", lambda plan: _layer_jacobians(trial, plan))
     if plan.calls_convolutions and plan.bias_of:
-        first_row = trial.first_row()
+        # what does not fit into a pass for one row fits for none
+        expected = {name: rows[:, :1] for name, rows in trial.expected.items()}
+        first_row = replace(trial, X=trial.X[:1], cotangents=trial.cotangents[:, :1], expected=expected)
         windows = partial(_layer_jacobians, first_row, tries_pool_windows=True)
         plan = _verified(replace(plan, supports_pool_windows=True), "supports_pool_windows", windows)
     plan = _verified(plan, "supports_interpolation", lambda plan: _interpolated_outputs(trial, plan))
     if not plan.supports_interpolation or plan.dense_params:
         plan = replace(plan, supports_stacking=False)
     plan = _verified(plan, "supports_stacking", lambda _: _stacked_outputs(trial))
-    _load_forward_mode_rules()
+    with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
+        fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
         plan = _verified(plan, "supports_interpolated_jvp", lambda plan: _slopes(trial, plan))
@@ -189,8 +188,7 @@ def _verified(
     """Return the plan without a flag unless what it stands for reproduces what is expected."""
     if not getattr(plan, flag) or passes_check(lambda: attempt(plan)):
         return plan
-    without: dict[str, Any] = {flag: False}
-    return replace(plan, **without)
+    return replace(plan, **cast(Any, {flag: False}))
 
 
 def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
@@ -228,11 +226,6 @@ class _Trial:
     X: Tensor
     cotangents: Tensor
     expected: dict[str, Tensor]
-
-    def first_row(self) -> "_Trial":
-        """Leave out all rows but the first: what does not fit into a pass for one row fits for none."""
-        expected = {name: rows[:, :1] for name, rows in self.expected.items()}
-        return replace(self, X=self.X[:1], cotangents=self.cotangents[:, :1], expected=expected)
 
     def segment(self, plan: DifferentiationPlan) -> WeightSegment:
         """Return the line along the direction."""
@@ -316,12 +309,6 @@ def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     return torch.cat(mapped), torch.cat(at_each)
 
 
-def _load_forward_mode_rules() -> None:
-    """Let torch load its forward-mode rules; it calls a deprecated function of its own on the way (torch 2.13)."""
-    with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
-        fwAD.make_dual(torch.zeros(1), torch.zeros(1))
-
-
 def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
     """Return whether a way of computing runs without a warning and reproduces what is expected.
 
@@ -331,7 +318,7 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
     try:
         with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
             found = attempt()
-            return _agree(iter([found]) if isinstance(found, tuple) else found)
+            return _agree([found] if isinstance(found, tuple) else found)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Warning) as error:
         # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -341,10 +328,10 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
 
 def allclose(computed: Tensor, expected: Tensor) -> bool:
     """Return whether two results are equal up to rounding: eps^0.65 of the largest expected entry."""
-    return _agree(iter([(computed, expected)]))
+    return _agree([(computed, expected)])
 
 
-def _agree(pairs: Iterator[Pair]) -> bool:
+def _agree(pairs: Iterable[Pair]) -> bool:
     """Return whether all pieces of two results are equal up to rounding: eps^0.65 of the largest expected entry."""
     errors, sizes, eps = [], [], 0.0
     for computed, expected in pairs:

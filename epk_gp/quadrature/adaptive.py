@@ -85,11 +85,12 @@ class _Refinement:
         searched = replace(whole, is_searched=switches & is_whole)
         return between_cuts(searched, owner, cuts, self._values(whole, owner, cuts), whole.parent)
 
-    def refine(self, found: Integrated) -> tuple[Tensor, Intervals, Parents]:
+    def refine(self, found: Integrated, parents: Parents) -> tuple[Tensor, Intervals, Parents]:
         """Refine the intervals that cannot be accepted, as far as the bound on evaluations allows it.
 
         Args:
             found: The intervals of this level.
+            parents: The intervals that they are parts of.
 
         Returns:
             Why each interval is accepted, `OPEN` for those that are refined; their parts; and the intervals that these
@@ -99,8 +100,8 @@ class _Refinement:
         reason = residual_status(found.error, found.rounding, self.tol)
         failed = (reason == OPEN).nonzero().squeeze(1)
         if not len(failed):
-            return reason, intervals[failed], found.parents
-        lineage = trace_lineage(found.parents, intervals.parent, found.residual, reason == OPEN)
+            return reason, intervals[failed], parents
+        lineage = trace_lineage(parents, intervals.parent, found.residual, reason == OPEN)
         reason[failed] = limit_status(found[failed], lineage[failed])
         # a midpoint can lie on the one place where the derivative is not finite
         at_middle = ~found.error.isfinite() & (intervals.stage == 0)
@@ -152,12 +153,13 @@ class _Refinement:
             if row != 0:
                 suffices &= (error <= SMOOTH_DECAY * intervals.error_before)[rows, None]
             option[rows] = torch.where(suffices.any(dim=1), ids[suffices.int().argmax(dim=1)], -1)
-        later = (~table.is_start[stage] & (table.option[stage] >= 0)).nonzero().squeeze(1)
+        is_start = table.previous[stage] < 0
+        later = (~is_start & (table.option[stage] >= 0)).nonzero().squeeze(1)
         now, following = stage[later], table.option[stage[later]]
         degrees = (table.degree[row] for row in (now, table.previous[now], following))
         predicted = extrapolated_errors(error[later], intervals.error_before[later], *degrees)
         option[later] = torch.where(predicted <= target[later], following, -1)
-        settles = ((lineage.raises > 0) | table.is_start[stage]) & may_be_rounding(found)
+        settles = ((lineage.raises > 0) | is_start) & may_be_rounding(found)
         return torch.where((option < 0) & settles, table.option[stage], option)
 
     def _coefficients(self, found: Integrated, stage: int) -> Float[Tensor, "E K C"]:
@@ -221,11 +223,12 @@ class _Refinement:
     def _located_cuts(self, intervals: Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
         """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
         locate = locate_graph_kinks if self.segment.net.plan.shares_pass else locate_kinks
-        kinks = locate(self.segment, self.X[intervals.point[rows]], intervals.a[rows], intervals.b[rows])
-        searched = intervals.point[rows[kinks.is_searched]]
+        point = intervals.point[rows]
+        interval, cuts, is_searched = locate(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
+        searched = point[is_searched]
         cost = torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=self.evaluations.dtype)
         self.evaluations.index_add_(0, searched, cost)
-        owner, cuts = rows[kinks.interval], kinks.position
+        owner = rows[interval]
         gap = 64 * torch.finfo(intervals.a.dtype).eps
         inside = (cuts > intervals.a[owner] + gap) & (cuts < intervals.b[owner] - gap)
         owner, cuts = owner[inside], cuts[inside]
@@ -325,9 +328,8 @@ def integrate(
         is_new = (number >= table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
         f, slope = start.new_zeros(len(t), start.shape[1]), start.new_empty(len(t), start.shape[1])
         f[is_new], slope[is_new] = directional_derivatives(segment, X[point[is_new]], t[is_new])
-        if len(is_new) < len(t):
-            old = (number < table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
-            slope[old] = intervals.known[owner[old], number[old]]
+        old = (number < table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
+        slope[old] = intervals.known[owner[old], number[old]]
         integral = torch.zeros_like(intervals.f_a).index_add_(0, owner, weight[:, None] * slope)
         evaluations.index_add_(0, point[is_new], torch.ones_like(t[is_new]))
         kept = (number < table.num_kept).nonzero().squeeze(1)
@@ -337,11 +339,11 @@ def integrate(
         difference = intervals.f_b - intervals.f_a - integral
         error = difference.abs().amax(dim=1)
         noise = rounding[intervals.point]
-        found = Integrated(intervals, parents, integral, slopes, inner, difference, error, noise, level)
+        found = Integrated(intervals, integral, slopes, inner, difference, error, noise, level)
         if refinement is None:
             reason, intervals = fixed_status(error), intervals[every[:0]]
         else:
-            reason, intervals, parents = refinement.refine(found)
+            reason, intervals, parents = refinement.refine(found, parents)
         done = (reason != OPEN).nonzero().squeeze(1)
         finished = found.intervals[done]
         total.index_add_(0, finished.point, integral[done])

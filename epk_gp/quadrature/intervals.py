@@ -144,13 +144,12 @@ def _family(
     last = [extend(rule) if 2 * len(rule) + 1 <= _MAX_NODES else None for rule in wider]
     first_last = offset + 1 + len(wider)
     table = [Stage(start, 0, 2 * n - 1, -1, tuple(range(offset + 1, first_last)), probes)]
-    ends, following = list[Stage](), first_last
+    ends = list[Stage]()
     for k, (rule, extension) in enumerate(zip(wider, last, strict=True)):
-        options = () if extension is None else (following,)
+        options = () if extension is None else (first_last + len(ends),)
         table.append(Stage(rule, n, _degree(n, len(rule)), offset, options, ()))
         if extension is not None:
             ends.append(Stage(extension, len(rule), _degree(len(rule), len(extension)), offset + 1 + k, (), ()))
-            following += 1
     return (*table, *ends)
 
 
@@ -402,7 +401,6 @@ class Integrated:
 
     Attributes:
         intervals: The intervals.
-        parents: The intervals that they are parts of.
         integral: Their integrals.
         slopes: df/dt at their nodes, as many as are to be known to the next order, (E, K, C).
         inner: f at the same nodes, (E, K, C); of those that are new.
@@ -413,7 +411,6 @@ class Integrated:
     """
 
     intervals: Intervals
-    parents: Parents
     integral: Float[Tensor, "E C"]
     slopes: Float[Tensor, "E K C"]
     inner: Float[Tensor, "E K C"]
@@ -424,7 +421,7 @@ class Integrated:
 
     def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Integrated":
         """Return some of them."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if name not in ("parents", "level")}
+        tensors = {name: value[rows] for name, value in vars(self).items() if name != "level"}
         return replace(self, **tensors)
 
 
@@ -441,9 +438,8 @@ class StageTable:
         size: Number of nodes.
         num_known: Number of nodes that are those of the order before.
         degree: Degree of exactness.
-        previous: Row of the order before, or -1.
+        previous: Row of the order before, or -1 for one with which intervals start.
         option: Row of the lowest order that it can be raised to, or -1.
-        is_start: Intervals start with it.
         errors: `legendre_errors`, (R, J).
         num_kept: K, the largest number of nodes that is known to another order.
     """
@@ -457,7 +453,6 @@ class StageTable:
     degree: Int64[Tensor, " R"]
     previous: Int64[Tensor, " R"]
     option: Int64[Tensor, " R"]
-    is_start: Bool[Tensor, " R"]
     errors: Float[Tensor, "R J"]
     num_kept: int
 
@@ -491,7 +486,6 @@ def stage_table(rule: QuadratureRule | AdaptiveRule, dtype: torch.dtype, device:
         degree=integers([stage.degree for stage in table]),
         previous=integers([stage.previous for stage in table]),
         option=integers([min(stage.options, default=-1) for stage in table]),
-        is_start=integers([stage.previous < 0 for stage in table]).bool(),
         errors=reference.new_tensor(np.stack(errors)),
         num_kept=max(stage.num_known for stage in table),
     )

@@ -162,40 +162,13 @@ def _picked(
 MAX_ITERATIONS = 40
 
 
-@dataclass(frozen=True, eq=False)
-class BracketedEvents:
-    """Events that may hide a kink: the sign of `inputs[first] - inputs[second]` differs at an interval's ends.
+# B events that may hide a kink: the interval, the number of the operation's call in the forward pass, the unit, and the
+# other unit of a pool, or -1 for a threshold. The sign of what the unit sees, less what the other sees, changes there.
+_Events = tuple[Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"]]
 
-    Attributes:
-        interval: (B,) index of the interval.
-        call: (B,) number of the operation's call in the forward pass.
-        first: (B,) index of the unit.
-        second: (B,) index of the other unit of a pool, or -1 for a threshold.
-        at_a: (B,) value at the interval's start.
-        at_b: (B,) value at its end.
-    """
-
-    interval: Int64[Tensor, " B"]
-    call: Int64[Tensor, " B"]
-    first: Int64[Tensor, " B"]
-    second: Int64[Tensor, " B"]
-    at_a: Float[Tensor, " B"]
-    at_b: Float[Tensor, " B"]
-
-
-@dataclass(frozen=True, eq=False)
-class Kinks:
-    """Where units switch along the step.
-
-    Attributes:
-        interval: (B,) index of the interval.
-        position: (B,) position on the step.
-        is_searched: (E,) whether each interval was searched: the network calls piecewise-smooth functions.
-    """
-
-    interval: Int64[Tensor, " B"]
-    position: Float[Tensor, " B"]
-    is_searched: Bool[Tensor, " E"]
+# Where units switch along the step: (B,) the interval, (B,) the position on the step, and (E,) whether an interval was
+# searched: the network calls piecewise-smooth functions.
+Kinks = tuple[Int64[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, " E"]]
 
 
 def values_at_ends(
@@ -206,7 +179,7 @@ def values_at_ends(
     What fused functions hide is not seen.
     """
     zeros, is_seen = segment.w.new_zeros(len(X)), segment.net.plan.supports_interpolation
-    size = min(segment.rows_per_kink_search, segment.rows_per_block)
+    size = min(segment.memory.kink_search_rows(), segment.memory.directional_rows())
     switches, (start, end) = _stand_differently(partial(values, segment), X, (zeros, zeros + 1), size)
     return start, end, switches & is_seen
 
@@ -223,7 +196,7 @@ def may_switch(
 
     if not len(X) or not segment.net.plan.supports_interpolation:
         return torch.zeros_like(a, dtype=torch.bool)
-    return _stand_differently(evaluate, X, (a, b), segment.rows_per_kink_search)[0]
+    return _stand_differently(evaluate, X, (a, b), segment.memory.kink_search_rows())[0]
 
 
 def _stand_differently(
@@ -260,26 +233,24 @@ def locate_kinks(
     """
     is_searched = torch.zeros_like(a, dtype=torch.bool)
     intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]
-    if not len(X) or not segment.net.plan.supports_interpolation:
-        return Kinks(intervals[0], positions[0], is_searched)
-    for rows in torch.arange(len(X), device=X.device).split(segment.rows_per_kink_search):
+    rows_seen = torch.arange(len(X) if segment.net.plan.supports_interpolation else 0, device=X.device)
+    for rows in rows_seen.split(segment.memory.kink_search_rows()) if len(rows_seen) else ():
         start = _preactivations(segment, X[rows], a[rows])
         if not start:
             continue
         is_searched[rows] = True
-        events = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
-        intervals.append(rows[events.interval])
-        x, ends = X[rows], (a[rows][events.interval], b[rows][events.interval])
+        events, at_ends = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
+        intervals.append(rows[events[0]])
         eps = torch.finfo(X.dtype if X.is_floating_point() else a.dtype).eps
-        value_of = partial(_event_values, segment, x, events)
-        positions.append(_solve(value_of, ends, (events.at_a, events.at_b), eps))
-    return Kinks(torch.cat(intervals), torch.cat(positions), is_searched)
+        value_of = partial(_event_values, segment, X[rows], events)
+        positions.append(_solve(value_of, (a[intervals[-1]], b[intervals[-1]]), at_ends, eps))
+    return torch.cat(intervals), torch.cat(positions), is_searched
 
 
 def _bracket_events(
     start: list[tuple[Preactivations, Tensor]], end: list[tuple[Preactivations, Tensor]]
-) -> BracketedEvents:
-    """List the units that affect f and stand differently at both ends."""
+) -> tuple[_Events, tuple[Tensor, Tensor]]:
+    """List the units that affect f and stand differently at both ends, and their values there."""
     columns: list[tuple[Tensor, ...]] = []
     for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
         interval, first = (at_a.differ(at_b) & (affects_a | affects_b)).nonzero(as_tuple=True)
@@ -292,7 +263,8 @@ def _bracket_events(
         crosses = lead_a.sign() * lead_b.sign() < 0
         column = (interval, torch.full_like(interval, number), first, second, lead_a, lead_b)
         columns.append(tuple(value[crosses] for value in column))
-    return BracketedEvents(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
+    interval, call, first, second, lead_a, lead_b = (torch.cat(parts) for parts in zip(*columns, strict=True))
+    return (interval, call, first, second), (lead_a, lead_b)
 
 
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
@@ -353,26 +325,24 @@ def _solve(
     return root
 
 
-def _event_values(segment: WeightSegment, X: Tensor, events: BracketedEvents, t: Tensor, active: Tensor) -> Tensor:
+def _event_values(segment: WeightSegment, X: Tensor, events: _Events, t: Tensor, active: Tensor) -> Tensor:
     """Evaluate events, early layers' first: a forward pass stops at the last unit that is asked for."""
-    model = segment.net.model
+    interval, call, first, second = (column[active] for column in events)
     value = torch.zeros_like(t)
-    for part in events.call[active].argsort().split(segment.rows_per_block):
-        chosen = active[part]
-        calls = events.call[chosen]
+    for part in call.argsort().split(segment.memory.directional_rows()):
+        calls = call[part]
         requested: dict[int, tuple[Tensor, Tensor]] = {}
         for number in calls.unique().tolist():
             rows = (calls == number).nonzero().squeeze(1)
-            first, second = events.first[chosen[rows]], events.second[chosen[rows]]
-            requested[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
-        reader = EventReader(len(chosen), requested)
+            requested[number] = rows.repeat(2), torch.cat([first[part[rows]], second[part[rows]].clamp(min=0)])
+        reader = EventReader(len(part), requested)
         params, moved = segment.interpolated(t[part])
         with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), reader, moved:
-            model(params, X[events.interval[chosen]])
+            segment.net.model(params, X[interval[part]])
         for number, (rows, _) in requested.items():
             mine = part[rows[: len(rows) // 2]]
             level, other = reader.values[number].chunk(2)
-            value[mine] = torch.where(events.second[active[mine]] >= 0, level - other, level)
+            value[mine] = torch.where(second[mine] >= 0, level - other, level)
     return value
 
 
@@ -381,17 +351,8 @@ def _event_values(segment: WeightSegment, X: Tensor, events: BracketedEvents, t:
 _LINEAR = 16.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Units:
-    """The units of one pass.
-
-    Attributes:
-        inputs: Their distances from the thresholds, (U,).
-        affects: Which of the rows' outputs depend on each, (E, U).
-    """
-
-    inputs: Float[Tensor, " U"]
-    affects: Bool[Tensor, "E U"]
+# The units of one pass: (U,) their distances from the thresholds, and (E, U) which of the rows' outputs depend on each.
+_Units = tuple[Float[Tensor, " U"], Bool[Tensor, "E U"]]
 
 
 def locate_graph_kinks(
@@ -407,13 +368,13 @@ def locate_graph_kinks(
         for end, of_end in zip(*group_rows(b[of_start]), strict=True):
             rows = of_start[of_end]
             at_a = _units(segment, X[rows], start)
-            if not len(at_a.inputs):
+            if not len(at_a[0]):
                 continue
             is_searched[rows] = True
             row, position = _crossings(segment, (start, end), at_a, _units(segment, X[rows], end))
             intervals.append(rows[row])
             positions.append(position)
-    return Kinks(torch.cat(intervals), torch.cat(positions), is_searched)
+    return torch.cat(intervals), torch.cat(positions), is_searched
 
 
 def _units(segment: WeightSegment, X: Tensor, t: Tensor) -> _Units:
@@ -425,7 +386,7 @@ def _units(segment: WeightSegment, X: Tensor, t: Tensor) -> _Units:
             f = segment.outputs(params, X)
         calls = watcher.calls
         if not calls:
-            return _Units(segment.w[:0], torch.zeros(len(X), 0, dtype=torch.bool, device=X.device))
+            return segment.w[:0], torch.zeros(len(X), 0, dtype=torch.bool, device=X.device)
         edges = [units.edge for units in calls if units.edge is not None]
         parts, combined = [], _combined(f)
         one_hot = torch.eye(len(X), dtype=f.dtype, device=f.device)
@@ -440,7 +401,7 @@ def _units(segment: WeightSegment, X: Tensor, t: Tensor) -> _Units:
                 for units in calls
             ]
             parts.append(torch.cat(columns, dim=1))
-    return _Units(torch.cat([units.inputs[0] for units in calls]), torch.cat(parts))
+    return torch.cat([units.inputs[0] for units in calls]), torch.cat(parts)
 
 
 def _combined(f: Tensor) -> Float[Tensor, " E"]:
@@ -450,12 +411,13 @@ def _combined(f: Tensor) -> Float[Tensor, " E"]:
 
 
 def _crossings(
-    segment: WeightSegment, ends: tuple[Tensor, Tensor], at_a: _Units, at_b: _Units
+    segment: WeightSegment, ends: tuple[Tensor, Tensor], units_a: _Units, units_b: _Units
 ) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
     """Return the rows that have a kink between two ends, and where."""
-    (a, b), affects = ends, at_a.affects | at_b.affects
-    units = ((at_a.inputs.sign() * at_b.inputs.sign() < 0) & affects.any(dim=0)).nonzero().squeeze(1)
-    low, high = at_a.inputs[units], at_b.inputs[units]
+    (a, b), (at_a, affects_a), (at_b, affects_b) = ends, units_a, units_b
+    affects = affects_a | affects_b
+    units = ((at_a.sign() * at_b.sign() < 0) & affects.any(dim=0)).nonzero().squeeze(1)
+    low, high = at_a[units], at_b[units]
     position = a + (b - a) * low / (low - high)
     if len(units):
         middle = _inputs_at(segment, (a + b) / 2)[units]

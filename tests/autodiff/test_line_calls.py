@@ -32,9 +32,8 @@ def segment_of(net, X):
 
 
 def network(make):
-    convolution = make()
-    after = nn.Sequential(nn.Tanh(), nn.Conv2d(4, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(convolution, *after, nn.Linear(3, 2))
+    after = (nn.Tanh(), nn.Conv2d(4, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    return nn.Sequential(make(), *after)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -72,12 +71,9 @@ def num_convolutions(name, evaluate):
 
 
 def test_a_convolution_with_w_and_with_d_is_one_call():
+    """The negative control are groups: joined, the channels of w and d would be put into other groups."""
     assert num_convolutions("plain", values) == 2
     assert num_convolutions("plain", directional_derivatives) == 3  # the second one's input has a tangent
-
-
-def test_groups_of_channels_are_not_joined():
-    """The negative control: joined, the channels of w and d would be put into other groups."""
     assert num_convolutions("in_groups", values) == 3
 
 

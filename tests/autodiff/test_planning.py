@@ -18,54 +18,36 @@ from epk_gp.kernel_machine.baselines import tangent_trajectory
 from helpers import assert_close, make_case, surprising_run
 
 
-@pytest.fixture
-def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every time that a parameter is met where the plan did not expect it."""
-    listed: list[str] = []
-    original = UnsupportedParameterUseError.__init__
-
-    def counted(self: UnsupportedParameterUseError, message: str, *args: Any) -> None:
-        listed.append(message)
-        original(self, message, *args)
-
-    monkeypatch.setattr(UnsupportedParameterUseError, "__init__", counted)
-    return listed
-
-
-def test_the_dense_plan_is_found_once(failures: list[str]) -> None:
-    """Over the one-step runs that are made of a run, and in later calls."""
+def test_the_dense_plan_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the one-step runs that are made of a run, which share its network, and in later calls."""
+    failures, original = [], UnsupportedParameterUseError.__init__  # a parameter is met where the plan has none
+    monkeypatch.setattr(
+        UnsupportedParameterUseError, "__init__", lambda *args: failures.append(args) or original(*args)
+    )
     trajectory, X = surprising_run()
-    a = epk.Points(X, is_train=True)
+    a, other = epk.Points(X, is_train=True), tangent_trajectory(trajectory)
     first, again = (epk.gram_block(tangent_trajectory(trajectory, s), a, a) for s in (0, 0))
     epk.reconstruct(trajectory, X)
-    assert len(failures) == 1
     assert torch.equal(first, again)
     assert epk.attribute(trajectory, X).max_error < 1e-12
-
-
-def test_runs_of_one_network_share_what_was_found(failures: list[str]) -> None:
-    trajectory, X = surprising_run()
-    epk.attribute(trajectory, X)
-    assert len(failures) == 1
-    other = tangent_trajectory(trajectory)
     assert other.model.cache is trajectory.model.cache
     assert not plan_for(other, other.model_for(X)).plan.bias_of
     assert len(failures) == 1
 
 
-def fail_always(trajectory: epk.Trajectory, X: torch.Tensor, calls: list[object]) -> None:
-    while True:
-        with planned(trajectory, X) as net:
-            calls.append(net)
-            raise UnsupportedParameterUseError("never")
-
-
 def test_what_the_dense_plan_cannot_do_is_an_error() -> None:
     trajectory, X = surprising_run()
     calls = []
+
+    def fail_always() -> None:
+        while True:
+            with planned(trajectory, X) as net:
+                calls.append(net)
+                raise UnsupportedParameterUseError("never")
+
     for expected in (2, 3):  # the second time the plan is dense from the start
         with pytest.raises(UnsupportedParameterUseError, match="never"):
-            fail_always(trajectory, X, calls)
+            fail_always()
         assert len(calls) == expected
 
 
@@ -92,12 +74,9 @@ def test_a_plan_is_made_for_each_dtype() -> None:
 
 def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The true Jacobian of all rows would take gigabytes; the plan is the same."""
-    case, sizes = make_case("cnn"), []
-    compared = verification.dense_jacobian
+    case, sizes, compared = make_case("cnn"), [], verification.dense_jacobian
     monkeypatch.setattr(
-        verification,
-        "dense_jacobian",
-        lambda net, names, w, X, *args, **kwargs: sizes.append(len(X)) or compared(net, names, w, X, *args, **kwargs),
+        verification, "dense_jacobian", lambda *args, **kwargs: sizes.append(len(args[3])) or compared(*args, **kwargs)
     )
     plans = []
     for num_bytes in (1 << 28, 0):
@@ -110,11 +89,8 @@ def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPat
 
 def test_a_network_of_many_outputs_is_verified_by_as_many_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass for each of a thousand outputs took a minute."""
-    calls, differentiate = [], torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *args, **kwargs: calls.append(1) or differentiate(*args, **kwargs)
-    )
-    counts, plans = [], []
+    calls, differentiate, counts, plans = [], torch.autograd.grad, [], []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kw: calls.append(1) or differentiate(*args, **kw))
     for num_outputs in (3, 50):
         net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, num_outputs)).double()
         X, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
@@ -123,12 +99,9 @@ def test_a_network_of_many_outputs_is_verified_by_as_many_backward_passes(monkey
         plans.append(plan_for(trajectory, trajectory.model_for(X)).plan)
         counts.append(len(calls) - before)
     assert counts[0] == counts[1] > 0
-    assert plans[0] == dataclasses.replace(
-        plans[1],
-        num_outputs=3,
-        activations_per_sample=plans[0].activations_per_sample,
-        vmap_chunk_size=plans[0].vmap_chunk_size,
-    )
+    sizes = {name: getattr(plans[0], name) for name in ("num_outputs", "activations_per_sample", "vmap_chunk_size")}
+    assert plans[0] == dataclasses.replace(plans[1], **sizes)
+    assert plans[0].num_outputs == 3
     assert plans[0].supports_jvp
 
 

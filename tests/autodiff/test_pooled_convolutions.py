@@ -33,38 +33,13 @@ def conv2d(channels=1, **options):
 
 
 def mostly_negative():
-    conv = nn.Conv2d(1, 2, 3, padding=1)
+    conv = conv2d()()
     nn.init.constant_(conv.bias, -1)
     return conv
 
 
 def pooled(pool, **options):
     return lambda conv, x: pool(F.relu(conv(x)), **options)
-
-
-def relu_used_twice(conv, x):
-    h = F.relu(conv(x))
-    return F.max_pool2d(h, 2) * h.mean((2, 3), keepdim=True)
-
-
-def used_twice(conv, x):
-    z = conv(x)
-    return F.max_pool2d(F.relu(z), 2) + 0.1 * z[:, :, ::2, ::2]
-
-
-def called_twice(conv, x):
-    return F.max_pool2d(F.relu(conv(x)), 2) + F.max_pool2d(F.relu(conv(x.flip(2))), 2)
-
-
-def other_branch(conv, x):
-    """The pool alone sees the convolution, and something else the pool."""
-    h = F.max_pool2d(F.relu(conv(x)), 2)
-    return h * torch.sigmoid(h.mean(1, keepdim=True))
-
-
-def with_indices(conv, x):
-    values, _ = F.max_pool2d(F.relu(conv(x)), 2, return_indices=True)
-    return values
 
 
 pool = pooled(F.max_pool2d, kernel_size=2)
@@ -78,16 +53,20 @@ SEEN = {
     "dilated windows": (pooled(F.max_pool2d, kernel_size=2, stride=3, dilation=3), conv2d()),
     "parts of windows": (pooled(F.max_pool2d, kernel_size=3, ceil_mode=True), conv2d()),
     "adaptive windows": (pooled(F.adaptive_max_pool2d, output_size=3), conv2d()),
-    "indices": (with_indices, conv2d()),
-    "other branch": (other_branch, conv2d()),
+    "indices": (lambda conv, x: F.max_pool2d(F.relu(conv(x)), 2, return_indices=True)[0], conv2d()),
+    # the pool alone sees the convolution, and something else the pool
+    "other branch": (lambda conv, x: (h := pool(conv, x)) * torch.sigmoid(h.mean(1, keepdim=True)), conv2d()),
     "no bias": (pool, conv2d(bias=False)),
     "strides": (pool, conv2d(stride=2, dilation=2, padding=3)),
     "three dimensions": (pooled(F.max_pool3d, kernel_size=2), lambda: nn.Conv3d(1, 2, 2)),
     "another activation": (lambda conv, x: F.max_pool2d(torch.tanh(conv(x)), 2), conv2d()),
     "means of windows": (pooled(F.avg_pool2d, kernel_size=2), conv2d()),
-    "used twice": (used_twice, conv2d()),
-    "relu used twice": (relu_used_twice, conv2d()),
-    "called twice": (called_twice, conv2d()),
+    "used twice": (lambda conv, x: F.max_pool2d(F.relu(z := conv(x)), 2) + 0.1 * z[:, :, ::2, ::2], conv2d()),
+    "relu used twice": (
+        lambda conv, x: F.max_pool2d(h := F.relu(conv(x)), 2) * h.mean((2, 3), keepdim=True),
+        conv2d(),
+    ),
+    "called twice": (lambda conv, x: pool(conv, x) + pool(conv, x.flip(2)), conv2d()),
     "two pools": (lambda conv, x: (lambda z: F.max_pool2d(z, 2) - F.max_pool2d(-z, 2))(conv(x)), conv2d()),
     "groups": (pool, conv2d(2, groups=2)),
     "many inputs": (pool, conv2d(3)),
@@ -101,11 +80,9 @@ def hooked(where):
     """Double the gradient at one place, unseen by the graph."""
 
     def of_convolution(conv, x):
-        z = conv(x)
-        h = F.relu(z)
-        p = F.max_pool2d(h, 2)
+        places = {"conv": (z := conv(x)), "relu": (h := F.relu(z)), "pool": (p := F.max_pool2d(h, 2))}
         if p.requires_grad:
-            {"conv": z, "relu": h, "pool": p}[where].register_hook(lambda grad: 2 * grad)
+            places[where].register_hook(lambda grad: 2 * grad)
         return p
 
     return of_convolution
@@ -170,13 +147,13 @@ def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypa
 def test_hooks_between_convolution_and_pool_are_found_and_obeyed(where):
     """The plan of a network says what holds; a hook on the pool's output is met in any case."""
     torch.manual_seed(0)
-    net = Net(hooked(where), nn.Conv2d(1, 2, 3, padding=1)).double()
+    net = Net(hooked(where), conv2d()()).double()
     X = torch.randn(ROWS, 1, 8, 8, dtype=torch.float64)
     run, planned, start, _ = recorded(net, X, 0.1)
     assert planned.plan.supports_pool_windows == (where == "pool")
     values = computed(planned, WeightLocation(start), X)
     net.load_state_dict(run.model.unflatten(start))
     for e in range(ROWS):
-        for k in range(OUTPUTS):
-            grads = torch.autograd.grad(net(X[e : e + 1])[0, k], list(net.parameters()))
-            torch.testing.assert_close(values[k, e], torch.cat([grad.flatten() for grad in grads]))
+        for own, output in zip(values[:, e], net(X[e : e + 1])[0], strict=True):
+            grads = torch.autograd.grad(output, list(net.parameters()), retain_graph=True)
+            torch.testing.assert_close(own, torch.cat([grad.flatten() for grad in grads]))

@@ -92,15 +92,10 @@ def test_a_traced_tile_is_the_sum_of_the_equal_outputs(name: str, long: bool, mo
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_pointwise_products_are_the_diagonal_blocks(name: str) -> None:
-    left, other = MAKE[name](LEFT), MAKE[name](LEFT)
-    expected = torch.einsum("knp,lnp->nkl", left.to_dense(), other.to_dense())
-    assert_close(left.pointwise_products(other), expected)
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_rows_that_are_taken_apart_join_again(name: str) -> None:
-    whole = MAKE[name](LEFT)
+def test_rows_are_multiplied_point_by_point_taken_apart_and_joined_again(name: str) -> None:
+    whole, other = MAKE[name](LEFT), MAKE[name](LEFT)
+    expected = torch.einsum("knp,lnp->nkl", whole.to_dense(), other.to_dense())
+    assert_close(whole.pointwise_products(other), expected)
     parts = [[whole.rows(slice(0, 1))], [whole.rows(slice(1, 3))], [whole.rows(slice(3, LEFT))]]
     assert torch.equal(concat_rows(parts)[0].to_dense(), whole.to_dense())
     assert torch.equal(parts[1][0].to_dense(), whole.to_dense()[:, 1:3])
@@ -112,15 +107,12 @@ def test_rows_that_are_taken_apart_join_again(name: str) -> None:
 @pytest.mark.parametrize("name", AVERAGED)
 def test_an_average_is_that_of_the_dense_form(name: str, ragged: bool, per_class: bool) -> None:
     right = MAKE[name](RIGHT)
-    assert right.commutes_with_average
     nodes, weights = [MAKE[name](LEFT) for _ in range(2)], (0.3, 0.7)
     expected = sum(w * node.to_dense() for w, node in zip(weights, nodes, strict=True))
     average: LeftFactor | None = None
     for weight, node in zip(weights, nodes, strict=True):
-        whole = NodeWeights(weight, None, LEFT)
-        rows = NodeWeights(torch.full((LEFT,), weight, dtype=torch.float64), torch.arange(LEFT), LEFT)
-        average = node.average(average, rows if ragged else whole)
-    assert average is not None
+        of_rows = (torch.full((LEFT,), weight, dtype=torch.float64), torch.arange(LEFT))
+        average = node.average(average, NodeWeights(*(of_rows if ragged else (weight, None)), LEFT))
     assert isinstance(average, SoftmaxLastLayerAverage if name == "softmax" else type(right))
     found = inner(average, right, LEFT, per_class=per_class)
     assert_close(found, dense_inner(torch.as_tensor(expected), right.to_dense(), per_class=per_class))
@@ -137,28 +129,21 @@ def test_points_may_have_nodes_of_their_own() -> None:
     assert_close(average.to_dense(), expected)
 
 
-@pytest.mark.parametrize("name", ["dense", "outer_constant_input", "logits"])
-def test_steps_that_are_joined_are_summed(name: str) -> None:
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_that_can_be_joined_are_summed_and_others_say_that_they_cannot(name: str) -> None:
+    """The negative control are those whose factors both change from step to step."""
     left, right = ([MAKE[name](n) for _ in range(3)] for n in (LEFT, RIGHT))
+    assert left[0].commutes_with_average == (name in AVERAGED)
+    assert left[0].fits_concatenation == (name in ("dense", "outer_constant_input", "logits"))
+    if name in AVERAGED:
+        assert left[0].average(None, NodeWeights(1.0, None, LEFT)).fits_concatenation == left[0].fits_concatenation
+    if not left[0].fits_concatenation:
+        return
     weights = [0.5, 2.0, 1.0]
-    assert left[0].fits_concatenation
     joined, others = left[0].concat_steps(left[1:], weights), right[0].concat_steps(right[1:], [1.0] * 3)
-    expected = sum(
-        w * dense_inner(a.to_dense(), b.to_dense(), per_class=False)
-        for w, a, b in zip(weights, left, right, strict=True)
-    )
+    steps = zip(weights, left, right, strict=True)
+    expected = sum(w * dense_inner(a.to_dense(), b.to_dense(), per_class=False) for w, a, b in steps)
     assert_close(inner(joined, others, LEFT, per_class=False), torch.as_tensor(expected))
-
-
-@pytest.mark.parametrize("name", ["outer", "outer_positions", "softmax"])
-def test_what_cannot_be_joined_says_so(name: str) -> None:
-    """The negative control: its factors both change from step to step."""
-    jacobian = MAKE[name](LEFT)
-    assert not jacobian.fits_concatenation
-    assert name == "softmax" or not jacobian.commutes_with_average
-    if name == "softmax":
-        average = jacobian.average(None, NodeWeights(1.0, None, LEFT))
-        assert not average.fits_concatenation
 
 
 def test_flat_order_puts_columns_into_their_places() -> None:
