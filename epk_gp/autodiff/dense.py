@@ -53,12 +53,13 @@ def all_outputs(head: Head) -> Cotangents:
     return Cotangents(rows, are_constant=head == "logits", head=head)
 
 
-def chosen_outputs(head: Head, classes: Int64[Tensor, " E"]) -> Cotangents:
-    """Return the one cotangent of each sample's own output."""
+def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
+    """Return the one cotangent of each of n samples' own output; all n may come again, at other weight states."""
     every = all_outputs(head).of_logits
 
     def rows(z: Tensor) -> Tensor:
-        return every(z)[classes, torch.arange(len(z), device=z.device)][None]
+        own = classes.repeat(len(z) // len(classes))
+        return every(z)[own, torch.arange(len(z), device=z.device)][None]
 
     return Cotangents(rows, are_constant=head == "logits")
 

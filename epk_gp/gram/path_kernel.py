@@ -14,8 +14,7 @@ from epk_gp.core.inputs import Inputs, Points, validate_points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
-from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
-from epk_gp.gram.pairs import SetPairs
+from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
 from epk_gp.quadrature.rules import (
@@ -147,7 +146,7 @@ class PathKernel:
         self._validate_pairs("pairs_input_gradients", pairs, options)
         while True:
             with planned(self.trajectory, pairs.left.X) as net:
-                kernel = self.with_net(net, options, is_per_class=pairs.classes is not None)
+                kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
                 return pairs_input_gradients(kernel, pairs, weights, wanted)
 
     def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
@@ -166,7 +165,7 @@ class PathKernel:
         self._validate_pairs("pairs_block", pairs, options)
         while True:
             with planned(self.trajectory, pairs.left.X) as net, torch.no_grad():
-                return pairs_block(self.with_net(net, options, is_per_class=pairs.classes is not None), pairs)
+                return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
 
     def with_net(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool = False, is_traced: bool = False
