@@ -79,8 +79,7 @@ class PathKernel:
         self.validate_points(a, b, options)
         while True:
             with planned(self.trajectory, a.X) as net:
-                work = GramWork(self.with_net(net, options), a, b, plan=net.plan)
-                return assemble(work).permute(1, 0, 3, 2)
+                return assemble(GramWork(self.with_net(net, options), a, b, plan=net.plan)).permute(1, 0, 3, 2)
 
     def block_per_class(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
@@ -203,12 +202,7 @@ class PathKernel:
         Raises:
             TypeError, ValueError: See `gram_block`.
         """
-        if self.trajectory.average is not None:
-            raise ValueError(
-                "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
-                "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
-                "epk_gp.attribute or epk_gp.reconstruct."
-            )
+        require_recorded(self.trajectory)
         require_integrable(self.path, "the path kernel")
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
@@ -231,6 +225,20 @@ class PathKernel:
             )
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
         self.validate_points(left, right, options)
+
+
+def require_recorded(trajectory: Trajectory) -> None:
+    """Raise if the run is a path of averaged weights.
+
+    Raises:
+        ValueError: It is.
+    """
+    if trajectory.average is not None:
+        raise ValueError(
+            "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
+            "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
+            "epk_gp.attribute or epk_gp.reconstruct."
+        )
 
 
 def require_gradients_of_rows(model: FunctionalModel) -> None:

@@ -194,24 +194,6 @@ def test_features_follow_the_dtype_and_the_seed(tanh: Case) -> None:
     assert not torch.allclose(features(tanh, 1, tanh.test) + 0, z + 0)
 
 
-@pytest.mark.parametrize("name", ["tanh", "wide_conv", "norms"])
-def test_features_can_be_differentiated(name: str) -> None:
-    """A weighted sum of the features of both copies; the reference: finite differences."""
-    case = make_case(name, steps=3)
-    sketch = trace_sketch(case.trajectory, 7, nodes=2, seed=0, head=None)
-    X, step = case.test[:3], 1e-5
-    points = epk.Points(X, torch.tensor([True, False, True]))
-    weights = torch.linspace(-1, 1, 21, dtype=torch.float64).view(3, 1, 7)
-    direction = torch.linspace(1, -1, X.numel(), dtype=torch.float64).view_as(X)
-    gradient = sketch.input_gradients(points, weights)
-
-    def value(t):
-        return (sketch.features(epk.Points(X + t * direction, points.is_train)) * weights).sum()
-
-    expected = (value(step) - value(-step)) / (2 * step)
-    torch.testing.assert_close((gradient * direction).sum(), expected, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
