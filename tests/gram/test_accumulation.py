@@ -44,12 +44,9 @@ def test_which_networks_take_several_weights_at_once_and_have_layers_only(name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STACKED))
-@pytest.mark.parametrize("kinds", [(True, True), (False, True), (False, False)])
-def test_small_steps_may_be_taken_together(
-    name: str, kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_steps_may_be_taken_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
-    a, b = epk.Points(case.test, kinds[0]), epk.Points(case.trajectory.inputs, kinds[1])
+    a, b = (epk.Points(X, torch.arange(len(X)) < 3) for X in (case.test, case.trajectory.inputs))  # both copies
     together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
     monkeypatch.setattr("epk_gp.core.plans.MIN_STACKED", 1 << 40)
     for head, expected in zip(case.heads, together, strict=True):
@@ -125,9 +122,9 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["cnn", "conv1d", "wide_conv", "wide"])
+@pytest.mark.parametrize("name", ["conv1d", "cnn", "wide"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(name)
+    case = make_case(name, steps=2)
     run, a, b = case.trajectory, epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
     elements = plan_for(run, run.model_for(case.test)).plan.activations_per_sample
     passes, plain = list[int](), jacobians.propagate_cotangents

@@ -21,7 +21,7 @@ K, NODES, SEEDS = 24, 4, 40
 
 @pytest.fixture(
     scope="module",
-    params=["relu", "one_class", "wide", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "twice"))],
+    params=["one_class", "wide", pytest.param("twice", marks=pytest.mark.slow)],
 )
 def case(request):
     return make_case(request.param, steps=3)

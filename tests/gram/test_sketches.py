@@ -105,16 +105,6 @@ def test_rows_and_columns_of_a_hadamard_matrix_are_orthogonal() -> None:
 
 
 def test_the_order_of_a_hadamard_matrix_divides_the_number_of_nodes_if_it_can() -> None:
-    cases = {
-        (10, 20): 20,
-        (10, 16): 16,
-        (10, 12): 12,
-        (10, 24): 12,
-        (3, 20): 4,
-        (1, 20): 1,
-        (2, 20): 2,
-        (10, 10): 12,
-        (3, 6): 4,
-    }
+    cases = {(10, 20): 20, (10, 16): 16, (10, 12): 12, (10, 24): 12, (3, 20): 4, (1, 20): 1, (2, 20): 2, (10, 10): 12}
     for (outputs, nodes), order in (cases | {(3, 6): 4, (100, 20): 104, (28, 28): 32, (36, 36): 40}).items():
         assert hadamard_order(outputs, nodes) == order
