@@ -26,14 +26,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.path_kernel import require_gradients_of_rows, require_recorded
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.rules import (
-    LayerwisePath,
-    WeightPath,
-    path_identity,
-    straight,
-    stretch_of,
-    validate_path,
-)
+from epk_gp.quadrature.rules import LayerwisePath, WeightPath, path_identity, straight, stretch_of, validate_path
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one

@@ -19,10 +19,7 @@ from helpers import Case, assert_close, make_case
 K, NODES, SEEDS = 24, 4, 40
 
 
-@pytest.fixture(
-    scope="module",
-    params=["one_class", "wide", pytest.param("twice", marks=pytest.mark.slow)],
-)
+@pytest.fixture(scope="module", params=["one_class", "wide", pytest.param("twice", marks=pytest.mark.slow)])
 def case(request):
     return make_case(request.param, steps=3)
 
