@@ -387,15 +387,16 @@ class ProductWork(RunWork):
         X = self.a.X[n]
         Y = X if is_symmetric else self.b.X[m]
         total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
-        of_left, of_right = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
-        jacobians = left.jacobians(X, _PRODUCTS)
-        for a, b in (
-            ((a, a) for a in jacobians) if is_symmetric else zip(jacobians, right.jacobians(Y, _PRODUCTS), strict=True)
-        ):
-            total.add_steps([a], [b], [1.0])
-            of_left += _square_lengths(a)
-            of_right += _square_lengths(b)
-        yield Sums({"block": total.result(), "left": of_left, "right": of_right}, steps=1)
+        left_squares, right_squares = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
+        others = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
+        for of_x in left.jacobians(X, _PRODUCTS):
+            of_y = of_x if others is None else next(others)
+            total.add_steps([of_x], [of_y], [1.0])
+            left_squares += _square_lengths(of_x)
+            if not is_symmetric:
+                right_squares += _square_lengths(of_y)
+        right_squares = left_squares.clone() if is_symmetric else right_squares
+        yield Sums({"block": total.result(), "left": left_squares, "right": right_squares}, steps=1)
 
     def identity(self) -> str:
         """Fingerprint of everything on which the products depend."""

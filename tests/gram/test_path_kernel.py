@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.quadrature.rules import Rule
@@ -130,19 +129,3 @@ def test_step_weights_replace_the_learning_rates() -> None:
     etas, each = torch.tensor([0.0, 2.0, 0.5, 0.0], dtype=torch.float64), torch.eye(4, dtype=torch.float64)
     K, one, other = (epk.gram_block(run, points, points, step_weights=weights) for weights in (etas, each[1], each[2]))
     assert_close(K, 2.0 * one + 0.5 * other)
-
-
-def test_layers_are_factored_and_the_rest_is_not() -> None:
-    """What the plan must find for the engine to be fast: no layer is left to dense Jacobians by mistake."""
-    plans = {}
-    for name in ("cnn", "tied", "cosine"):
-        case = make_case(name)
-        plans[name] = plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan
-    plan = plans["cnn"]
-    assert plan.bias_of == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
-    assert plan.dense_params == ()
-    assert plan.supports_interpolation
-    assert plan.supports_jvp
-    assert plan.supports_batched_vjp
-    assert "a.weight" in plans["tied"].dense_params
-    assert "out.weight" in plans["cosine"].dense_params

@@ -110,22 +110,6 @@ def test_test_copies_are_evaluated_once_for_each_chord(evaluated):
         assert (evaluated.count(3), evaluated.count(2)) == counts
 
 
-@pytest.mark.slow
-def test_states_on_disk_give_the_same_bytes(tmp_path):
-    """They are read ahead in the order of the steps; chords ask for both of their ends."""
-    results, path = [], epk.chords(7)
-    for folder in (None, tmp_path / "run"):
-        torch.manual_seed(1)
-        net, X = path_runs.mlp(torch.nn.ReLU).double(), torch.randn(10, 4, dtype=torch.float64)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-        run = epk.train(net, X, torch.arange(10) % 3, optimizer=optimizer, steps=20, folder=folder)
-        points = epk.Points(torch.cat([X[:2], X[:3]]), torch.arange(5) < 2)
-        blocks = epk.gram_block(run, points, points, rule=RULE, path=path), gram_diagonal_blocks(run, points, path=path)
-        results.append([*blocks, epk.attribute(run, X[:2], path=path).samples])
-    for in_memory, on_disk in zip(*results, strict=True):
-        assert torch.equal(in_memory, on_disk)
-
-
 @pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
 def test_tiles_share_the_training_side_of_a_chord(is_turned, evaluated, monkeypatch):
     """While there is room for it, and to the same bytes as without."""
