@@ -14,7 +14,7 @@ from epk_gp.core import plans as memory_plan
 from epk_gp.gram import sketch as node_sketch
 from epk_gp.gram.path_features import PathFeatures, SketchError, trace_sketch
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import Case, assert_close, make_case
+from helpers import Case, assert_close, deviation, make_case
 
 K, NODES, SEEDS = 24, 4, 40
 
@@ -44,12 +44,6 @@ def trace_of_nodes(case, points, head):
     run = nodes_trajectory(case.trajectory, NODES)
     K = epk.gram_block(run, points, points, head=head, rule=epk.left_endpoint())
     return torch.einsum("ncmc->nm", K) / run.num_outputs
-
-
-def deviation(products, exact):
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs of points."""
-    standard_error = products.std(0) / len(products) ** 0.5
-    return float(((products.mean(0) - exact) / standard_error).square().mean().sqrt())
 
 
 def test_products_of_features_are_the_trace_kernel_of_their_head_on_average(case: Case, unchecked) -> None:

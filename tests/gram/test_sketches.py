@@ -5,7 +5,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp.autodiff.sketches import hadamard_matrix, hadamard_order, rbf_features, tensor_sketch
-from helpers import make_case
+from helpers import deviation, make_case
 
 N = 6
 
@@ -17,13 +17,6 @@ def X(generator):
 
 def rbf(X, lengthscale):
     return torch.exp(-torch.cdist(X.flatten(1), X.flatten(1)).square() / (2 * lengthscale**2))
-
-
-def deviation(products, exact):
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs of different points."""
-    pairs = ~torch.eye(N, dtype=torch.bool)
-    standard_error = products.std(0) / len(products) ** 0.5
-    return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())
 
 
 def test_features_have_the_products_of_an_rbf_on_average(X, unchecked) -> None:
