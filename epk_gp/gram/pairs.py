@@ -85,7 +85,7 @@ def pairs_block(kernel: PlannedKernel, pairs: SetPairs) -> Float[Tensor, "P K n 
     shape = (len(pairs.left.of_pairs), K, pairs.left.X.shape[1], K, pairs.right.X.shape[1])
     result = kernel.reference.new_zeros(shape)
     derivative = _prepare(kernel, pairs)
-    for own, left, right in _blocks(derivative, pairs, (False, False)):
+    for own, left, right in _blocks(derivative, (False, False)):
         for layers, of_nodes in _evaluated_by_steps(derivative, left, right):
             products = torch.stack([_products(a, b, left, right) for a, b in layers]).sum(0)
             values = torch.einsum("sqpknjm,sq->pknjm", products, of_nodes)
@@ -101,7 +101,7 @@ def pairs_input_gradients(
     results = [torch.zeros_like(s.X) if w else None for s, w in zip((pairs.left, pairs.right), wanted, strict=True)]
     with torch.enable_grad():
         derivative = _prepare(kernel, pairs)
-        for own, left, right in _blocks(derivative, pairs, wanted):
+        for own, left, right in _blocks(derivative, wanted):
             of_block = weights[own][:, :, left.points][..., right.points]
             gradients = _block_gradients(derivative, left, right, of_block, wanted)
             for result, side, gradient in zip(results, (left, right), gradients, strict=True):
@@ -116,11 +116,13 @@ class _Derivative:
 
     Attributes:
         kernel: The kernel; second derivatives by its network's plan were verified.
+        pairs: The pairs.
         cost: Decides the representations: every layer in the one that it has on the other side of a product, the last
             one too.
     """
 
     kernel: PlannedKernel
+    pairs: SetPairs
     cost: ContractionCost
 
     def jacobians(self, at: WeightLocation, X: Tensor, cotangents: Cotangents) -> list[LayerJacobian]:
@@ -152,7 +154,7 @@ class _Derivative:
 def _prepare(kernel: PlannedKernel, pairs: SetPairs) -> _Derivative:
     """Let `vmap` differentiate dense parameters only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
     cost = kernel.cost() if pairs.kind != "sum" else replace(kernel.cost(), num_output_pairs=1)
-    derivative, plan, model = _Derivative(kernel, cost), kernel.net.plan, kernel.net.model
+    derivative, plan, model = _Derivative(kernel, pairs, cost), kernel.net.plan, kernel.net.model
     if not (plan.dense_params and plan.supports_vmap):
         return derivative
     verified = model.cache.vmap_second_derivatives
@@ -260,16 +262,14 @@ class _Side:
         return grads.flatten(2, 3), self.outputs * len(self.sets) + self.of_pairs
 
 
-def _blocks(
-    derivative: _Derivative, pairs: SetPairs, wanted: tuple[bool, bool]
-) -> Iterator[tuple[Int64[Tensor, " p"], _Side, _Side]]:
+def _blocks(derivative: _Derivative, wanted: tuple[bool, bool]) -> Iterator[tuple[Int64[Tensor, " p"], _Side, _Side]]:
     """Split pairs into blocks that are computed at all nodes of a step at once: which pairs, and both of their sides.
 
     A block has at most so many points on each side, all of one copy; those of a set that all of its pairs share count
     once. One side is both where they are the same: its derivatives are taken with the other held fixed.
     """
-    kernel, sides = derivative.kernel, (pairs.left, pairs.right)
-    size = max(1, derivative.max_points // kernel.rule.num_contractions)
+    pairs, sides = derivative.pairs, (derivative.pairs.left, derivative.pairs.right)
+    size = max(1, derivative.max_points // derivative.kernel.rule.num_contractions)
     left_kinds, left_kind = pairs.left.is_train.unique(dim=0, return_inverse=True)
     right_kinds, right_kind = pairs.right.is_train.unique(dim=0, return_inverse=True)
     kinds = left_kind[pairs.left.of_pairs] * len(right_kinds) + right_kind[pairs.right.of_pairs]
@@ -284,34 +284,28 @@ def _blocks(
         for own in selected.split(max(1, size // max(counts))):
             for (x_is_train, rows), (y_is_train, columns) in product(*parts):
                 if pairs.left is pairs.right and torch.equal(rows, columns):
-                    left = right = _side(kernel, pairs, pairs.left, own, rows, x_is_train, requires_grad=any(wanted))
+                    left = right = _side(derivative, pairs.left, own, rows, x_is_train, requires_grad=any(wanted))
                 else:
-                    left = _side(kernel, pairs, pairs.left, own, rows, x_is_train, requires_grad=wanted[0])
-                    right = _side(kernel, pairs, pairs.right, own, columns, y_is_train, requires_grad=wanted[1])
+                    left = _side(derivative, pairs.left, own, rows, x_is_train, requires_grad=wanted[0])
+                    right = _side(derivative, pairs.right, own, columns, y_is_train, requires_grad=wanted[1])
                 yield own, left, right
 
 
 def _side(
-    kernel: PlannedKernel,
-    pairs: SetPairs,
-    side: PairedSets,
-    own: Int64[Tensor, " p"],
-    points: Int64[Tensor, " n"],
-    is_train: bool,
-    *,
-    requires_grad: bool,
+    derivative: _Derivative, side: PairedSets, own: Tensor, points: Tensor, is_train: bool, *, requires_grad: bool
 ) -> _Side:
     """Prepare one side of some pairs: of a set that is asked about one output only that one is computed."""
     sets, of_pairs = side.of_pairs[own].unique(return_inverse=True)
     X = side.X[sets][:, points].flatten(0, 1).detach().requires_grad_(requires_grad)
-    cotangents, outputs = all_outputs(kernel.head), None
+    pairs, head, outputs = derivative.pairs, derivative.kernel.head, None
+    cotangents = all_outputs(head)
     if pairs.kind == "sum":
-        cotangents = summed_outputs(kernel.head)
+        cotangents = summed_outputs(head)
     elif pairs.classes is not None:
         classes = pairs.classes[own]
         of_sets = classes.new_zeros(len(sets)).index_put_((of_pairs,), classes)
         if torch.equal(of_sets[of_pairs], classes):
-            cotangents = chosen_outputs(kernel.head, of_sets.repeat_interleave(len(points)))
+            cotangents = chosen_outputs(head, of_sets.repeat_interleave(len(points)))
         else:
             outputs = classes
     return _Side(X, sets, points, is_train, of_pairs, outputs, cotangents, pairs.kind == "trace")
@@ -360,42 +354,34 @@ def _block_gradients(
     tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
     is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
     sums = [torch.zeros_like(side.X) for side in (left, right)]
-    retains = right is left and all(wanted) and not is_symmetric
+    keeps = right is left and all(wanted) and not is_symmetric
     for layers, of_nodes in _evaluated_by_steps(derivative, left, right):
         if wanted[0] or is_symmetric:
-            sums[0] += _gradient(left, right, layers, weights, of_nodes, retain_graph=retains)
+            sums[0] += _gradient(left, right, layers, weights, of_nodes, keeps)
         if wanted[1] and not is_symmetric:  # K(x, y) at y = x: that in x with the weights transposed
-            sums[1] += _gradient(right, left, [(b, a) for a, b in layers], transposed, of_nodes)
+            sums[1] += _gradient(right, left, [(b, a) for a, b in layers], transposed, of_nodes, False)
     return sums[0], sums[0 if is_symmetric else 1]
 
 
 def _gradient(
-    own: _Side,
-    other: _Side,
-    layers: list[tuple[_Factors, _Factors]],
-    weights: Tensor,
-    of_nodes: Tensor,
-    *,
-    retain_graph: bool = False,
+    own: _Side, other: _Side, layers: list[tuple[_Factors, _Factors]], weights: Tensor, of_nodes: Tensor, keeps: bool
 ) -> Tensor:
-    """Differentiate a weighted sum of the products of some steps in the points of one side, the other held fixed."""
+    """Differentiate a weighted sum of the products of some steps in the points of one side, the other held fixed.
+
+    The graph of the points is kept where the other side asks for it once more.
+    """
     found = [pair for a, b in layers for pair in _cotangents(a, b, own, other, weights, of_nodes)]
     if not found:
         return torch.zeros_like(own.X)
     factors, cotangents = zip(*found, strict=True)
     (gradient,) = torch.autograd.grad(
-        factors, [own.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        factors, [own.X], cotangents, retain_graph=keeps, allow_unused=True, materialize_grads=True
     )
     return gradient
 
 
 def _cotangents(
-    left: _Factors,
-    right: _Factors,
-    x: _Side,
-    y: _Side,
-    weights: Float[Tensor, "P K n J m"],
-    of_nodes: Float[Tensor, "S Q"],
+    left: _Factors, right: _Factors, x: _Side, y: _Side, weights: Tensor, of_nodes: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Differentiate a weighted sum of a layer's products in its factors on the left, the right held fixed.
 
@@ -404,8 +390,8 @@ def _cotangents(
         right: At S steps and the nodes of the right side, or one; the other side's one belongs to all of them.
         x: The left side.
         y: The right side.
-        weights: Of each pair's values.
-        of_nodes: Weights of S steps and their Q nodes.
+        weights: Of each pair's values, (P, K, n, J, m).
+        of_nodes: Weights of S steps and their Q nodes, (S, Q).
 
     Returns:
         Each factor with a graph, and the derivative in it.
