@@ -48,9 +48,7 @@ CAPABILITIES = {
     "kinks": ("quadrature/kinks.py",),
     "Gram blocks": ("gram/*.py",),
     "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py"),
-    "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pairs.py", "kernels/values.py",
-    ),
+    "derivatives of the kernel in its points": ("gram/pairs.py", "kernels/values.py"),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certificate.py"),
     "influence and retraining": (

@@ -53,10 +53,15 @@ def all_outputs(head: Head) -> Cotangents:
     return Cotangents(rows, are_constant=head == "logits", head=head)
 
 
-def chosen_outputs(head: Head, classes: Int64[Tensor, " E"]) -> Cotangents:
-    """Return the one cotangent of each sample's own output."""
-    every, rows = all_outputs(head).of_logits, torch.arange(len(classes), device=classes.device)
-    return Cotangents(lambda z: every(z)[classes, rows][None], are_constant=head == "logits")
+def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
+    """Return the one cotangent of each of n samples' own output; all n may come again, at other weight states."""
+    every = all_outputs(head).of_logits
+
+    def rows(z: Tensor) -> Tensor:
+        chosen = classes.repeat(len(z) // len(classes))
+        return every(z)[chosen, torch.arange(len(z), device=z.device)][None]
+
+    return Cotangents(rows, are_constant=head == "logits")
 
 
 def summed_outputs(head: Head) -> Cotangents:

@@ -11,7 +11,7 @@ from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, v
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_kernel import PathKernel, require_recorded
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients, validate_path_of_nodes
 from epk_gp.quadrature.rules import WeightPath, gauss_legendre, left_endpoint, path_identity, straight
 
@@ -67,7 +67,7 @@ def measure_sketch_error(
     mask = points.is_train if isinstance(points.is_train, bool) else points.is_train.to(rows.device)[rows]
     probe = Points(points.X[rows], mask)
     chosen = ComputeOptions(memory_budget=options.memory_budget)
-    kernel, reference = _reference(sketch, probe)
+    kernel, reference = _reference(sketch)
     block, own = kernel.trace_block(probe, probe, chosen).double(), features[rows].double()
     has_cosine = (block.diagonal() > 0) & own.any(1)
     if int(has_cosine.sum()) < 2:
@@ -86,7 +86,7 @@ def measure_sketch_error(
     )
 
 
-def _reference(sketch: PathSketch, probe: Points) -> tuple[PathKernel, str]:
+def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
     """Return the kernel that features are compared with, and its description."""
     run = sketch.trajectory
     if sketch.nodes is None:
@@ -207,11 +207,7 @@ def trace_sketch(
     validate_count(num_features, "num_features")
     validate_integer(seed, "seed")
     chosen = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    if nodes is None and trajectory.average is not None:
-        raise ValueError(
-            "features must be those of a recorded run: this one is the path of its averaged weights. Take "
-            "trajectory.trained."
-        )
+    require_recorded(trajectory)
     validate_path_of_nodes(path)
     if nodes is None and path_identity(path):
         raise ValueError(
@@ -219,6 +215,4 @@ def trace_sketch(
         )
     run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path)
     coefficients = trace_coefficients(run, int(seed)) / run.num_outputs**0.5
-    sketch = PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed), path)
-    vars(sketch)["run"] = run
-    return sketch
+    return PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed), path, run)

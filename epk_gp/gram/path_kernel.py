@@ -14,8 +14,7 @@ from epk_gp.core.inputs import Inputs, Points, validate_points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
-from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
-from epk_gp.gram.pairs import SetPairs
+from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
 from epk_gp.quadrature.rules import (
@@ -80,8 +79,7 @@ class PathKernel:
         self.validate_points(a, b, options)
         while True:
             with planned(self.trajectory, a.X) as net:
-                work = GramWork(self.with_net(net, options), a, b, plan=net.plan)
-                return assemble(work).permute(1, 0, 3, 2)
+                return assemble(GramWork(self.with_net(net, options), a, b, plan=net.plan)).permute(1, 0, 3, 2)
 
     def block_per_class(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
@@ -147,7 +145,7 @@ class PathKernel:
         self._validate_pairs("pairs_input_gradients", pairs, options)
         while True:
             with planned(self.trajectory, pairs.left.X) as net:
-                kernel = self.with_net(net, options, is_per_class=pairs.classes is not None)
+                kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
                 return pairs_input_gradients(kernel, pairs, weights, wanted)
 
     def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
@@ -166,7 +164,7 @@ class PathKernel:
         self._validate_pairs("pairs_block", pairs, options)
         while True:
             with planned(self.trajectory, pairs.left.X) as net, torch.no_grad():
-                return pairs_block(self.with_net(net, options, is_per_class=pairs.classes is not None), pairs)
+                return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
 
     def with_net(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool = False, is_traced: bool = False
@@ -204,12 +202,7 @@ class PathKernel:
         Raises:
             TypeError, ValueError: See `gram_block`.
         """
-        if self.trajectory.average is not None:
-            raise ValueError(
-                "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
-                "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
-                "epk_gp.attribute or epk_gp.reconstruct."
-            )
+        require_recorded(self.trajectory)
         require_integrable(self.path, "the path kernel")
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
@@ -232,6 +225,20 @@ class PathKernel:
             )
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
         self.validate_points(left, right, options)
+
+
+def require_recorded(trajectory: Trajectory) -> None:
+    """Raise if the run is a path of averaged weights.
+
+    Raises:
+        ValueError: It is.
+    """
+    if trajectory.average is not None:
+        raise ValueError(
+            "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
+            "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
+            "epk_gp.attribute or epk_gp.reconstruct."
+        )
 
 
 def require_gradients_of_rows(model: FunctionalModel) -> None:

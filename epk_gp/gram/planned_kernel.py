@@ -145,13 +145,9 @@ class PlannedKernel:
         """Make the reader of weight states; nothing is read yet."""
         self.prefetcher = WeightPrefetcher(self.trajectory, self.reference)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[type["PlannedKernel"], tuple[Any, ...]]:
         """Return the pickled form, without what belongs to a thread."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the kernel."""
-        self.__init__(**state)  # type: ignore[misc]
+        return PlannedKernel, tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
     def take_integrations(self) -> Sums:
         """Return the counts of integrals, and count anew."""

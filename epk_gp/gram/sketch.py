@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,16 +24,9 @@ from epk_gp.core.plans import rows_per_pass, sketched_rows
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.path_kernel import require_gradients_of_rows
+from epk_gp.gram.path_kernel import require_gradients_of_rows, require_recorded
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.rules import (
-    LayerwisePath,
-    WeightPath,
-    path_identity,
-    straight,
-    stretch_of,
-    validate_path,
-)
+from epk_gp.quadrature.rules import LayerwisePath, WeightPath, path_identity, straight, stretch_of, validate_path
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
@@ -71,11 +64,7 @@ def nodes_trajectory(
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
     validate_path_of_nodes(path)
-    if trajectory.average is not None:
-        raise ValueError(
-            "the path kernel is that of a recorded run: this one is the path of its averaged weights. Take "
-            "trajectory.trained."
-        )
+    require_recorded(trajectory)
     if trajectory.update_rule == _RULE.format(nodes):
         if path_identity(path):
             raise ValueError(
@@ -164,37 +153,16 @@ class NodeSketch:
     num_features: int
     key: tuple[object, ...]
 
-    def block(self, X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E K k"]:
-        """Compute the features of a block of points."""
-        total = self._empty_sum(X)
-        for node, jacobians in enumerate(self.jacobians(X, self._sketching)):
-            self._add_node(total, node, jacobians)
-        return total.result().transpose(0, 1)
-
-    def input_gradients(self, X: Shaped[Tensor, "n ..."], weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
-        """Differentiate the weighted sum of the features of points with respect to the points, node by node.
-
-        Args:
-            X: n inputs.
-            weights: Of their features.
-        """
-        sketch, plan, parts = self, self.net.plan, []
-        if plan.dense_params:  # `vmap` may get second derivatives wrong: torch 2.13 does so for layer norms
-            sketch = replace(self, net=PlannedModel(self.net.model, replace(plan, supports_vmap=False)))
-        for rows in torch.arange(len(X), device=X.device).split(sketch.block_rows(X)):
-            x, own = X[rows].detach().requires_grad_(), weights[rows].transpose(0, 1)
-            gradient = torch.zeros_like(x)
-            with torch.enable_grad():
-                for node, jacobians in enumerate(sketch.jacobians(x, self._sketching, create_graph=True)):
-                    features = self._add_node(self._empty_sum(x), node, jacobians).result()
-                    (part,) = torch.autograd.grad((features * own).sum(), x, allow_unused=True, materialize_grads=True)
-                    gradient += part
-            parts.append(gradient)
-        return torch.cat(parts)
-
     def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
         """Compute the features of several blocks of points."""
-        return torch.cat([self.block(rows) for rows in X.split(self.block_rows(X))])
+        K, parts = self.coefficients.shape[1], []
+        for rows in X.split(self.block_rows(X)):
+            total = FeatureSum(K, len(rows), self.num_features, self.states[0])
+            for node, jacobians in enumerate(self.jacobians(rows, self._sketching)):
+                for layer, jacobian in enumerate(jacobians):
+                    jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
+            parts.append(total.result().transpose(0, 1))
+        return torch.cat(parts)
 
     def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Return the number of points of a block, which depends on the network alone."""
@@ -210,53 +178,14 @@ class NodeSketch:
         bytes_per_pair = 3 * self.net.itemsize * self.coefficients.shape[1]  # three blocks, in half of the budget
         return max(1, min(by_points, int((budget / 2 / bytes_per_pair) ** 0.5)))
 
-    def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
-        """Count the multiplications of a pair of points in `node_products`."""
-        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
-        return len(self.states) * self.coefficients.shape[1] * sum(j.multiplications_per_pair for j in jacobians)
-
-    def jacobians(
-        self, X: Shaped[Tensor, "E ..."], cost: ContractionCost, *, create_graph: bool = False
-    ) -> Iterator[list[LayerJacobian]]:
+    def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[list[LayerJacobian]]:
         """Compute the layer Jacobians of the K combined outputs, node by node, times the root of its length."""
         for state, coefficients in zip(self.states, self.coefficients, strict=True):
-            cotangents = combined_outputs(self.head, coefficients)
-            at = WeightLocation(state)
-            yield layer_jacobians(self.net, at, X, cotangents, cost, create_graph=create_graph)
-
-    def _empty_sum(self, X: Tensor) -> FeatureSum:
-        return FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
-
-    def _add_node(self, total: FeatureSum, node: int, jacobians: list[LayerJacobian]) -> FeatureSum:
-        for layer, jacobian in enumerate(jacobians):
-            jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
-        return total
+            yield layer_jacobians(self.net, WeightLocation(state), X, combined_outputs(self.head, coefficients), cost)
 
     @property
     def _sketching(self) -> ContractionCost:
         return ContractionCost(1, 1, num_features=self.num_features)
-
-
-def node_products(
-    left: NodeSketch, X: Shaped[Tensor, "n ..."], right: NodeSketch, Y: Shaped[Tensor, "m ..."]
-) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
-    """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes.
-
-    Returns:
-        The products, and those of each point on the left and on the right with itself.
-    """
-    is_symmetric = left is right and X is Y
-    K = left.coefficients.shape[1]
-    total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
-    own, other = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
-    of_right = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
-    for a in left.jacobians(X, _PRODUCTS):
-        b = a if of_right is None else next(of_right)
-        total.add_steps([a], [b], [1.0])
-        own += _square_lengths(a)
-        if not is_symmetric:
-            other += _square_lengths(b)
-    return total.result(), own, own if is_symmetric else other
 
 
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, "n K"]:
@@ -280,6 +209,7 @@ class PathSketch:
         num_features: k.
         seed: The seed.
         path: Which the nodes of test copies lie on, where there are any.
+        run: The run whose steps are the nodes.
     """
 
     trajectory: Trajectory
@@ -288,27 +218,15 @@ class PathSketch:
     coefficients: Float[Tensor, "nodes K C"]
     num_features: int
     seed: int
-    path: WeightPath = straight()
-
-    @cached_property
-    def run(self) -> Trajectory:
-        """The run whose steps are the nodes."""
-        if self.nodes is None:
-            return self.trajectory
-        return nodes_trajectory(self.trajectory, self.nodes, path=self.path)
+    path: WeightPath
+    run: Trajectory
 
     @cached_property
     def training_run(self) -> Trajectory:
-        """The same at the starts of the steps that the nodes fall into, as training copies take them."""
+        """The run at the starts of the steps that the nodes fall into, as training copies take them."""
         if self.nodes is None:
             return self.trajectory
         return nodes_trajectory(self.trajectory, self.nodes, is_train=True)
-
-    def with_coefficients(self, coefficients: Float[Tensor, "nodes L C"]) -> "PathSketch":
-        """Return the sketch of other sums over outputs, with the same nodes and the same random numbers."""
-        other = replace(self, coefficients=coefficients)
-        vars(other).update({name: vars(self)[name] for name in ("run", "training_run") if name in vars(self)})
-        return other
 
     def features(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "n K k"]:
         """Compute the features of points.
@@ -326,7 +244,7 @@ class PathSketch:
                 shape = (len(points), self.coefficients.shape[1], self.num_features)
                 features = torch.empty(shape, dtype=net.model.spec.dtype, device=net.model.spec.device)
                 for piece, sums in run(work, options, "features"):
-                    features[work.rows[piece.place]] = sums.added["features"]
+                    features[work.parts[piece.place[0]][1]] = sums.added["features"]
                 break
         if cache.needs_dense_plan and not had_dense_plan:
             warnings.warn(
@@ -335,22 +253,6 @@ class PathSketch:
                 stacklevel=3,
             )
         return features
-
-    def input_gradients(self, points: Points, weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
-        """Differentiate the weighted sum of the features of points with respect to the points.
-
-        Args:
-            points: n points, of floating-point numbers.
-            weights: Of their features.
-        """
-        while True:
-            with planned(self.trajectory, points.X) as net:
-                result = torch.zeros_like(points.X)
-                for is_train in (True, False):
-                    rows = points.copies(is_train)
-                    if len(rows):
-                        result[rows] = self._of_copy(net, is_train).input_gradients(points.X[rows], weights[rows])
-                return result
 
     def products(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
@@ -384,7 +286,8 @@ class PathSketch:
         """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
         while True:
             with planned(self.trajectory, X) as net:
-                return self._of_copy(net, is_train=False).multiplications_per_pair(X)
+                jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
+                return self.coefficients[..., 0].numel() * sum(own.multiplications_per_pair for own in jacobians)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -393,6 +296,18 @@ class PathSketch:
         coefficients = run.step_sizes.sqrt()[:, None, None] * self.coefficients
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
+
+    def parts(
+        self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]
+    ) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+        """Split points by copy, and into parts of at most so many as a sketch takes of points like these."""
+        found = []
+        for is_train in (True, False):
+            if len(indices := points.copies(is_train)):
+                sketch = self._of_copy(net, is_train)
+                like = net.model.spec.cast(points.X[indices[:1]])
+                found += [(sketch, rows) for rows in indices.split(size(sketch, like))]
+        return found
 
     def identity(self, *of_points: object) -> str:
         """Return a fingerprint of what is computed of some points."""
@@ -418,8 +333,9 @@ class FeatureWork(RunWork):
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the features of the points of a piece."""
-        X = self.net.model.spec.cast(self.points.X[self.rows[place]])
-        yield Sums({"features": self._sketches[bool(place[0])].piece(X)}, steps=len(X))
+        sketch, rows = self.parts[place[0]]
+        X = self.net.model.spec.cast(self.points.X[rows])
+        yield Sums({"features": sketch.piece(X)}, steps=len(X))
 
     def identity(self) -> str:
         """Fingerprint of everything on which the features depend."""
@@ -429,28 +345,18 @@ class FeatureWork(RunWork):
     def pieces(self) -> list[Piece]:
         """The pieces in their order; their steps are points."""
         name = self.named("points")
-        return [Piece("-".join(map(str, (name, *place))), place, len(rows)) for place, rows in self.rows.items()]
+        return [Piece(f"{name}-{n}", (n,), len(rows)) for n, (_, rows) in enumerate(self.parts)]
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of the features of the largest piece."""
         of_point = self.sketch.coefficients.shape[1] * self.sketch.num_features * self.net.itemsize
-        return max(map(len, self.rows.values()), default=0) * of_point
+        return max((len(rows) for _, rows in self.parts), default=0) * of_point
 
     @cached_property
-    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
-        """Which points each piece has: of training copies first."""
-        found: dict[Place, Tensor] = {}
-        for is_train, sketch in self._sketches.items():
-            rows = self.points.copies(is_train)
-            size = PIECE_BLOCKS * sketch.block_rows(self.net.model.spec.cast(self.points.X[rows[:1]]))
-            found |= {(int(is_train), number): part for number, part in enumerate(rows.split(size))}
-        return found
-
-    @cached_property
-    def _sketches(self) -> dict[bool, NodeSketch]:
-        copies = (is_train for is_train in (True, False) if len(self.points.copies(is_train)))
-        return {is_train: self.sketch._of_copy(self.net, is_train) for is_train in copies}
+    def parts(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+        """The points of each piece, and the sketch of their copy."""
+        return self.sketch.parts(self.net, self.points, lambda sketch, X: PIECE_BLOCKS * sketch.block_rows(X))
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,12 +382,21 @@ class ProductWork(RunWork):
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the products of the points of a piece, and those of each point with itself."""
-        i, j = place
-        (own, n), (other, m) = self.left[i], self.right[j]
+        (left, n), (right, m) = self.left[place[0]], self.right[place[1]]
+        is_symmetric, K = self.a is self.b and place[0] == place[1], left.coefficients.shape[1]
         X = self.a.X[n]
-        Y = X if self.a is self.b and i == j else self.b.X[m]
-        block, left, right = node_products(own, X, other, Y)
-        yield Sums({"block": block, "left": left, "right": right.clone() if right is left else right}, steps=1)
+        Y = X if is_symmetric else self.b.X[m]
+        total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
+        left_squares, right_squares = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
+        others = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
+        for of_x in left.jacobians(X, _PRODUCTS):
+            of_y = of_x if others is None else next(others)
+            total.add_steps([of_x], [of_y], [1.0])
+            left_squares += _square_lengths(of_x)
+            if not is_symmetric:
+                right_squares += _square_lengths(of_y)
+        right_squares = left_squares.clone() if is_symmetric else right_squares
+        yield Sums({"block": total.result(), "left": left_squares, "right": right_squares}, steps=1)
 
     def identity(self) -> str:
         """Fingerprint of everything on which the products depend."""
@@ -505,24 +420,17 @@ class ProductWork(RunWork):
         return largest**2 * self.sketch.coefficients.shape[1] * self.net.itemsize
 
     @cached_property
-    def left(self) -> list[tuple[NodeSketch, Tensor]]:
-        """The points of each part on the left, and their sketch."""
+    def left(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+        """The points of each part on the left, and their sketch: their layer Jacobians fit into the budget."""
         return self._parts(self.a)
 
     @cached_property
-    def right(self) -> list[tuple[NodeSketch, Tensor]]:
+    def right(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
         """Those on the right."""
         return self.left if self.a is self.b else self._parts(self.b)
 
-    def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
-        """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
-        parts = []
-        for is_train in (True, False):
-            if len(indices := points.copies(is_train)):
-                sketch = self.sketch._of_copy(self.net, is_train)
-                size = sketch.product_rows(points.X[:1], self.memory_budget)
-                parts += [(sketch, rows) for rows in indices.split(size)]
-        return parts
+    def _parts(self, points: Points) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+        return self.sketch.parts(self.net, points, lambda sketch, X: sketch.product_rows(X, self.memory_budget))
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:

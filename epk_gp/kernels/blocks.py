@@ -19,7 +19,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.plans import summed_block_points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.pairs import PointSets, SetPairs
+from epk_gp.gram.pairs import PairedSets, SetPairs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.tagging import as_points, distinct_points, same_points
 
@@ -296,19 +296,15 @@ def set_pairs(
         matrices: Which of the structure's K matrices each pair has.
     """
 
-    def sets(z: Tensor) -> PointSets:
-        points, shape = as_points(config.trajectory, z.reshape(-1, z.shape[-1])), (z.shape[:-2].numel(), z.shape[-2])
-        return PointSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape))
+    def side(z: Tensor) -> PairedSets:
+        batch, points = z.shape[:-2], as_points(config.trajectory, z.reshape(-1, z.shape[-1]))
+        shape = (batch.numel(), z.shape[-2])
+        of_pairs = torch.arange(batch.numel(), device=z.device).view(batch).expand(matrices.shape).flatten()
+        return PairedSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape), of_pairs)
 
-    def set_of_element(z: Tensor) -> Tensor:
-        own = z.shape[:-2]
-        return torch.arange(own.numel(), device=z.device).view(own).expand(matrices.shape).flatten()
-
-    kind, left = config.structure.kind, sets(x)
-    right = left if same_points(x, y) else sets(y)
-    classes = matrices.flatten() if kind == "independent" else None
-    of_left, of_right = set_of_element(x), set_of_element(y)
-    return SetPairs(left, right, of_left, of_right, classes=classes, is_summed=kind == "sum", is_traced=kind == "trace")
+    kind, left = config.structure.kind, side(x)
+    right = left if same_points(x, y) else side(y)
+    return SetPairs(left, right, kind, matrices.flatten() if kind == "independent" else None)
 
 
 def _pairs_of_sets(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:

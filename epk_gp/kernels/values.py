@@ -26,13 +26,7 @@ from epk_gp.kernels.blocks import (
     diagonals,
     set_pairs,
 )
-from epk_gp.kernels.tagging import (
-    first_of,
-    is_transformed,
-    repeated_dims,
-    requires_graph,
-    same_points,
-)
+from epk_gp.kernels.tagging import first_of, is_transformed, repeated_dims, requires_graph, same_points
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
 

@@ -20,6 +20,7 @@ from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, So
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.planned_kernel import WeightPrefetcher
 from epk_gp.storage.chunks import StoredStates
 from helpers import NETWORKS, assert_blocks, assert_close, make_case
@@ -28,6 +29,7 @@ STACKED = {
     "relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "cnn", "conv1d", "conv3d", "wide_conv",
     "norms", "frozen_batch_norm",
 }  # fmt: skip
+DENSE = {"tied": "a.weight", "cosine": "out.weight"}
 RULE = epk.gauss_legendre(3)
 
 
@@ -37,19 +39,21 @@ def test_which_networks_take_several_weights_at_once_and_have_layers_only(name: 
     case = make_case(name, steps=1)
     plan = plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan
     assert plan.supports_stacking == (name in STACKED)
+    assert name not in DENSE or DENSE[name] in plan.dense_params
     if name in ("norms", "cnn", "conv3d", "frozen_batch_norm"):
+        names = set(case.trajectory.weights(0))
+        biases = {key: key.replace("weight", "bias") for key in names if not key.endswith("bias")}
         assert plan.dense_params == ()
-        assert set(plan.bias_of) == {key for key in case.trajectory.weights(0) if not key.endswith("bias")}
+        assert plan.bias_of == {key: bias if bias in names else None for key, bias in biases.items()}
+    if name == "cnn":
+        assert (plan.supports_interpolation, plan.supports_jvp, plan.supports_batched_vjp) == (True, True, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STACKED))
-@pytest.mark.parametrize("kinds", [(True, True), (False, True), (False, False)])
-def test_small_steps_may_be_taken_together(
-    name: str, kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_steps_may_be_taken_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
-    a, b = epk.Points(case.test, kinds[0]), epk.Points(case.trajectory.inputs, kinds[1])
+    a, b = (epk.Points(X, torch.arange(len(X)) < 3) for X in (case.test, case.trajectory.inputs))  # both copies
     together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
     monkeypatch.setattr("epk_gp.core.plans.MIN_STACKED", 1 << 40)
     for head, expected in zip(case.heads, together, strict=True):
@@ -125,9 +129,9 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["cnn", "conv1d", "wide_conv", "wide"])
+@pytest.mark.parametrize("name", ["conv1d", "cnn", "wide"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(name)
+    case = make_case(name, steps=2)
     run, a, b = case.trajectory, epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
     elements = plan_for(run, run.model_for(case.test)).plan.activations_per_sample
     passes, plain = list[int](), jacobians.propagate_cotangents
@@ -164,12 +168,16 @@ def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
     assert_close(whole, torch.cat([x[:3] @ weight.T, 2 * x[3:] @ weight.T]))
 
 
-def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [epk.straight(), epk.chords(7)], ids=["straight", "chords"])
+def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
+    """And give the same bytes; chords ask for both of their ends."""
     record("plain", 40, path=tmp_path / "run")
     run, read, plain = epk.load_trajectory(tmp_path / "run", make_net()), list[int](), StoredStates.__getitem__
     monkeypatch.setattr(StoredStates, "__getitem__", lambda self, state: read.append(state) or plain(self, state))
     a, b = (epk.Points(run.inputs, is_train) for is_train in (False, True))
-    block = epk.gram_block(run, a, b, rule=RULE)
+    block = epk.gram_block(run, a, b, rule=RULE, path=path)
     assert len(read) <= 41 + 1  # one pass, and the state that the plan was made at
+    diagonal = gram_diagonal_blocks(run, a, rule=RULE, path=path)
     monkeypatch.setattr(WeightPrefetcher, "get", lambda self, state, keep: flat_weights(run, state, run.inputs))
-    assert torch.equal(epk.gram_block(run, a, b, rule=RULE), block)
+    assert torch.equal(epk.gram_block(run, a, b, rule=RULE, path=path), block)
+    assert torch.equal(gram_diagonal_blocks(run, a, rule=RULE, path=path), diagonal)

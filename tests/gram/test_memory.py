@@ -50,7 +50,7 @@ SETUP = """
         layers = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
         torch.manual_seed(0)
         X = torch.randn(20, 10, dtype=torch.float64)
-        return record_net([*layers, torch.nn.Linear(64, 300)], X, torch.arange(20), optimizer, lr), X
+        return record_net([*layers, torch.nn.Linear(64, 200)], X, torch.arange(20), optimizer, lr), X
 
     _, X, run = record(40, 20, 10)  # what torch loads once
     epk.reconstruct(run, X[:3]), epk.attribute(run, X[:3]), epk.influence(run, X[:3])
@@ -87,12 +87,12 @@ class Work:
 WHOLE = "MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1"
 MANY_OUTPUTS = "run, X = many_outputs(torch.optim.AdamW, 1e-3)"
 WORKS = {  # those whose control loses its plan come last: it does not come back
-    # 6000 points of 400 numbers, 20 MB, times the nodes of the adaptive rule; one panel of points, as a run of many
+    # 3000 points of 400 numbers, 10 MB, times the nodes of the adaptive rule; one panel of points, as a run of many
     # steps has: panels alone would bound the memory of a few steps
     "reconstruct": Work(
-        "points, X, run = record(6000, 60, 400); reconstruction.panel_points = lambda count, _: count",
+        "points, X, run = record(3000, 60, 400); reconstruction.panel_points = lambda count, _: count",
         "epk.reconstruct(run, points, rule=epk.adaptive(1e-9), memory_budget={budget})",
-        budget=64, loose=4096, more=48,
+        budget=64, loose=4096, more=24,
     ),
     "attribute": Work(
         "_, X, run = record(1500, 1500, 100)",
@@ -106,9 +106,9 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
         budget=16, loose=1024, more=16,
     ),
     "retrain": Work(
-        "_, X, run = record(500, 500, 100); weights = torch.rand(300, len(X), dtype=torch.float64)",
+        "_, X, run = record(500, 500, 100); weights = torch.rand(200, len(X), dtype=torch.float64)",
         "epk.retrain(run, weights, memory_budget={budget})",
-        budget=16, loose=1024, more=16, result=300 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
+        budget=16, loose=1024, more=16, result=200 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
     ),
     # 400 images in one tile, of which no more go through a pass than it may hold
     "images": Work(
@@ -129,13 +129,13 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
         "epk.gram_block(run, *sides, head='logits', memory_budget={budget})",
         budget=256, more=64, result=6 * 1000**2 * 4, lost="verification._TRUTH_BYTES = 1 << 30",
     ),
-    # two layers of ReLU cut a step at dozens of kinks; the gradients of 300 outputs take 1 MB at each node
+    # two layers of ReLU cut a step at dozens of kinks; the gradients of 200 outputs take 1 MB at each node
     "nodes": Work(
         "run, X = many_outputs(torch.optim.SGD, 5.0)",
         "epk.attribute(run, X[:1], memory_budget={budget})",
-        budget=32, more=16, result=300 * 20 * 8, lost="MemoryPlan.node_bytes = 1 << 40",
+        budget=32, more=16, result=200 * 20 * 8, lost="MemoryPlan.node_bytes = 1 << 40",
     ),
-    # the adjoints of all 300 outputs of a point take 400 MB and more: outputs are computed apart
+    # the adjoints of all 200 outputs of a point take 180 MB and more: outputs are computed apart
     "adjoints": Work(
         MANY_OUTPUTS, "epk.attribute(run, X[:1], memory_budget={budget})", budget=32, more=64, lost=WHOLE
     ),

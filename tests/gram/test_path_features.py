@@ -14,15 +14,12 @@ from epk_gp.core import plans as memory_plan
 from epk_gp.gram import sketch as node_sketch
 from epk_gp.gram.path_features import PathFeatures, SketchError, trace_sketch
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import Case, assert_close, make_case
+from helpers import Case, assert_close, deviation, make_case
 
 K, NODES, SEEDS = 24, 4, 40
 
 
-@pytest.fixture(
-    scope="module",
-    params=["relu", "one_class", "wide", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "twice"))],
-)
+@pytest.fixture(scope="module", params=["one_class", "wide", pytest.param("twice", marks=pytest.mark.slow)])
 def case(request):
     return make_case(request.param, steps=3)
 
@@ -47,12 +44,6 @@ def trace_of_nodes(case, points, head):
     run = nodes_trajectory(case.trajectory, NODES)
     K = epk.gram_block(run, points, points, head=head, rule=epk.left_endpoint())
     return torch.einsum("ncmc->nm", K) / run.num_outputs
-
-
-def deviation(products, exact):
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs of points."""
-    standard_error = products.std(0) / len(products) ** 0.5
-    return float(((products.mean(0) - exact) / standard_error).square().mean().sqrt())
 
 
 def test_products_of_features_are_the_trace_kernel_of_their_head_on_average(case: Case, unchecked) -> None:
@@ -192,24 +183,6 @@ def test_features_follow_the_dtype_and_the_seed(tanh: Case) -> None:
     assert (z.dtype, single.dtype) == (torch.float64, torch.float32)
     torch.testing.assert_close(single.double(), z + 0, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(features(tanh, 1, tanh.test) + 0, z + 0)
-
-
-@pytest.mark.parametrize("name", ["tanh", "wide_conv", "norms"])
-def test_features_can_be_differentiated(name: str) -> None:
-    """A weighted sum of the features of both copies; the reference: finite differences."""
-    case = make_case(name, steps=3)
-    sketch = trace_sketch(case.trajectory, 7, nodes=2, seed=0, head=None)
-    X, step = case.test[:3], 1e-5
-    points = epk.Points(X, torch.tensor([True, False, True]))
-    weights = torch.linspace(-1, 1, 21, dtype=torch.float64).view(3, 1, 7)
-    direction = torch.linspace(1, -1, X.numel(), dtype=torch.float64).view_as(X)
-    gradient = sketch.input_gradients(points, weights)
-
-    def value(t):
-        return (sketch.features(epk.Points(X + t * direction, points.is_train)) * weights).sum()
-
-    expected = (value(step) - value(-step)) / (2 * step)
-    torch.testing.assert_close((gradient * direction).sum(), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

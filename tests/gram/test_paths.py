@@ -16,8 +16,6 @@ from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
 from helpers import assert_blocks, assert_close, make_case
 
-PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
-every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 RULE = epk.gauss_legendre(2)
 
 
@@ -27,13 +25,17 @@ def mixed_points(run: epk.Trajectory) -> epk.Points:
     return epk.Points(X, torch.tensor([False, True, True, False, False]))
 
 
-@every_path
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("head", ["log_softmax", "logits"])
-@pytest.mark.parametrize("name", ["batch_norm_sgd", "relu_sgd", "transformer_adamw", "cnn_adamw"])
-def test_blocks_equal_the_definition(name, head, path):
-    run, kernel = recorded(name), epk.PathKernel(recorded(name), head, RULE, path=path)
-    points = mixed_points(run)
+@pytest.mark.parametrize(
+    ("name", "head", "every"),
+    [
+        ("relu_sgd", "logits", 2), ("relu_sgd", "log_softmax", 100), ("batch_norm_sgd", "log_softmax", 2),
+        ("transformer_adamw", "log_softmax", 2), ("cnn_adamw", "log_softmax", 2), ("cnn_adamw", "logits", 100),
+    ],
+)  # fmt: skip
+def test_blocks_equal_the_definition(name, head, every):
+    run, path = recorded(name), epk.chords(every)
+    kernel, points = epk.PathKernel(run, head, RULE, path=path), mixed_points(run)
     expected = path_runs.gram_block(run, path, points, head, RULE)
     assert_blocks(kernel, points, points, expected)
     some = epk.Points(points.X[:3], points.is_train[:3])  # both combinations of copies
@@ -106,22 +108,6 @@ def test_test_copies_are_evaluated_once_for_each_chord(evaluated):
         evaluated.clear()
         epk.gram_block(run, test, right, rule=RULE, path=path)
         assert (evaluated.count(3), evaluated.count(2)) == counts
-
-
-@pytest.mark.slow
-def test_states_on_disk_give_the_same_bytes(tmp_path):
-    """They are read ahead in the order of the steps; chords ask for both of their ends."""
-    results, path = [], epk.chords(7)
-    for folder in (None, tmp_path / "run"):
-        torch.manual_seed(1)
-        net, X = path_runs.mlp(torch.nn.ReLU).double(), torch.randn(10, 4, dtype=torch.float64)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-        run = epk.train(net, X, torch.arange(10) % 3, optimizer=optimizer, steps=20, folder=folder)
-        points = epk.Points(torch.cat([X[:2], X[:3]]), torch.arange(5) < 2)
-        blocks = epk.gram_block(run, points, points, rule=RULE, path=path), gram_diagonal_blocks(run, points, path=path)
-        results.append([*blocks, epk.attribute(run, X[:2], path=path).samples])
-    for in_memory, on_disk in zip(*results, strict=True):
-        assert torch.equal(in_memory, on_disk)
 
 
 @pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])

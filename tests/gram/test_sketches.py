@@ -5,7 +5,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp.autodiff.sketches import hadamard_matrix, hadamard_order, rbf_features, tensor_sketch
-from helpers import make_case
+from helpers import deviation, make_case
 
 N = 6
 
@@ -17,13 +17,6 @@ def X(generator):
 
 def rbf(X, lengthscale):
     return torch.exp(-torch.cdist(X.flatten(1), X.flatten(1)).square() / (2 * lengthscale**2))
-
-
-def deviation(products, exact):
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs of different points."""
-    pairs = ~torch.eye(N, dtype=torch.bool)
-    standard_error = products.std(0) / len(products) ** 0.5
-    return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())
 
 
 def test_features_have_the_products_of_an_rbf_on_average(X, unchecked) -> None:
@@ -105,16 +98,6 @@ def test_rows_and_columns_of_a_hadamard_matrix_are_orthogonal() -> None:
 
 
 def test_the_order_of_a_hadamard_matrix_divides_the_number_of_nodes_if_it_can() -> None:
-    cases = {
-        (10, 20): 20,
-        (10, 16): 16,
-        (10, 12): 12,
-        (10, 24): 12,
-        (3, 20): 4,
-        (1, 20): 1,
-        (2, 20): 2,
-        (10, 10): 12,
-        (3, 6): 4,
-    }
+    cases = {(10, 20): 20, (10, 16): 16, (10, 12): 12, (10, 24): 12, (3, 20): 4, (1, 20): 1, (2, 20): 2, (10, 10): 12}
     for (outputs, nodes), order in (cases | {(3, 6): 4, (100, 20): 104, (28, 28): 32, (36, 36): 40}).items():
         assert hadamard_order(outputs, nodes) == order

@@ -1,25 +1,20 @@
-"""One run in several threads at once gives the same bytes as in one thread."""
+"""What is made once for all threads, and why each has a module of its own; tests/test_threads.py compares bytes."""
 
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-import pytest
 import torch
 from torch import Tensor
 
-import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.quadrature.rules import Rule
-from helpers import Case, make_case
-
-THREADS = 8
+from helpers import make_case
 
 
-def in_threads(work: Callable[[], Tensor], count: int = THREADS) -> list[Tensor]:
+def in_threads(work: Callable[[], Tensor], count: int = 8) -> list[Tensor]:
     """Do the same work in several threads that start together."""
     barrier = Barrier(count)
 
@@ -29,33 +24,6 @@ def in_threads(work: Callable[[], Tensor], count: int = THREADS) -> list[Tensor]
 
     with ThreadPoolExecutor(count) as pool:
         return [future.result() for future in [pool.submit(task) for _ in range(count)]]
-
-
-def block(case: Case, rule: Rule) -> Tensor:
-    return epk.gram_block(
-        case.trajectory, epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True), rule=rule
-    )
-
-
-RULE = epk.gauss_legendre(2)
-WORK: dict[str, Callable[[Case], Tensor]] = {
-    "gram_block": lambda case: block(case, RULE),
-    "adaptive": lambda case: block(case, epk.adaptive(1e-8)),
-    "network_outputs": lambda case: epk.network_outputs(case.trajectory, case.test),
-    "reconstruct": lambda case: epk.reconstruct(case.trajectory, case.test).outputs,
-    "attribute": lambda case: epk.attribute(case.trajectory, case.test, rule=RULE).samples,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
-@pytest.mark.parametrize("work", WORK)
-def test_threads_change_nothing(name: str, work: str) -> None:
-    """From a plan that is not made yet: all threads need it at once."""
-    case = make_case(name, steps=2)
-    found = in_threads(lambda: WORK[work](case))
-    expected = WORK[work](make_case(name, steps=2))
-    assert all(torch.equal(result, expected) for result in found)
 
 
 def test_one_module_in_several_threads_gives_wrong_numbers() -> None:

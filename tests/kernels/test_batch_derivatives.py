@@ -8,7 +8,6 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
-from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.model import FunctionalModel
@@ -16,7 +15,6 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.kernels.values import is_gradient_joint
-from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, mixed
 
 RULE = epk.gauss_legendre(2)
@@ -181,24 +179,6 @@ def test_equal_sets_on_both_sides_have_a_share_of_their_gradient_each(trajectory
     (together,) = torch.autograd.grad((weights * kernel.forward(left, left)).sum(), left)
     for one, other in ((found[0], of_left), (found[1], of_right), (together, of_left + of_right)):
         assert_close(one, other, 1e4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["conv1d", "transformer", "tied"])
-def test_a_class_batch_of_sets_has_the_derivative_of_its_values(name):
-    case = make_case(name, steps=1)
-    kernel = EPKKernel(case.trajectory, "independent", "logits", RULE)
-    classes = case.trajectory.num_outputs
-    x = torch.stack([case.test[:2].flatten(1) + 0.1 * c for c in range(classes)]).requires_grad_()
-    copies = torch.tensor([1.0, 0.0], dtype=torch.float64)[:, None].expand(classes, 2, 1)
-    y = train_copy(case.trajectory.inputs[:2])
-    for call in (
-        lambda z: kernel.forward(z, y),
-        lambda z: kernel.forward(z, z),
-        lambda z: kernel.forward(z, z, diag=True),
-        lambda z: kernel.forward(z, test_copy(case.test[2:3]).expand(classes, 1, -1)),
-    ):
-        assert gradcheck(lambda x, call=call: call(torch.cat([x, copies], -1)), (x,), fast_mode=True)
 
 
 def test_small_blocks_have_the_same_values_and_derivatives(trajectory, monkeypatch):

@@ -71,10 +71,6 @@ class TestPeerClass(Peer, unittest.TestCase):
     outputs = 1
 
 
-class TestPeerFullCosine(TestPeerFull):
-    options = {"normalize": "cosine"}  # noqa: RUF012
-
-
 class TestPeerIndependentCosine(TestPeerIndependent):
     options = {"normalize": "cosine"}  # noqa: RUF012
 

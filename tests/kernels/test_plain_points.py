@@ -7,7 +7,6 @@ import epk_gp as epk
 from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close
 
 
@@ -38,18 +37,6 @@ def test_active_dims_may_leave_the_copy_column_out(trajectory, X):
     kernel = EPKKernel(trajectory, "trace", normalize="cosine", active_dims=[2, 0])
     assert torch.equal(kernel(wide).to_dense(), EPKKernel(trajectory, "trace", normalize="cosine")(X).to_dense())
     assert_close(kernel(wide, wide[:2]).to_dense(), kernel(wide).to_dense()[:, :2])
-
-
-def test_whole_numbers_are_taken_as_gpytorch_hands_them_over():
-    """Floating-point tensors, for a network that takes integers."""
-    case = make_case("attention", steps=1)
-    kernel = EPKKernel(case.trajectory, "trace", normalize="cosine", rule=epk.gauss_legendre(2))
-    tokens = case.test.flatten(1)
-    expected = kernel(test_copy(tokens).double()).to_dense()
-    assert torch.equal(kernel(tokens.double()).to_dense(), expected)
-    assert torch.equal(kernel(tokens).to_dense().double(), expected)
-    with pytest.raises(ValueError, match="inputs must be whole numbers"):
-        kernel(tokens + 0.5).to_dense()
 
 
 @pytest.mark.parametrize("coupling", [parse_coupling("full", C), parse_coupling("independent", C)])
