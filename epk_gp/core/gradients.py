@@ -34,13 +34,7 @@ from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed
 from epk_gp.core.plans import TensorSpec, batch_gradient_rows
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import (
-    Trajectory,
-    batch_of,
-    flat_state,
-    flat_weights,
-    step_coefficients,
-)
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 

@@ -409,10 +409,7 @@ def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | 
 
 
 def arguments_of_call(
-    keys: Sequence[int | str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    forward: Callable[..., Any] | None = None,
+    keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> list[Any] | None:
     """Return the arguments of a call that stand for given positions and keywords; None if it is no such call.
 

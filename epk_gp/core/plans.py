@@ -485,9 +485,8 @@ def positions_per_block(num_left_positions: int, num_right: int, num_right_posit
 
 
 _HUGE_PAGE = 2 << 20
-_LARGE = (
-    32 << 20
-)  # bytes from which huge pages pay: glibc keeps smaller blocks for the next use, and there they cost 10 %
+# Bytes from which huge pages pay: glibc keeps smaller blocks for the next use, and there they cost 10 %.
+_LARGE = 32 << 20
 
 
 def empty_huge_pages(shape: Sequence[int], reference: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

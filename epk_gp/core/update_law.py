@@ -32,13 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
-from epk_gp.optimizers.torch_rules import (
-    LINEAR_RULES,
-    PRECONDITIONERS,
-    Memory,
-    OptimizerGroup,
-    Preconditioner,
-)
+from epk_gp.optimizers.torch_rules import LINEAR_RULES, PRECONDITIONERS, Memory, OptimizerGroup, Preconditioner
 from epk_gp.optimizers.update_rules import (
     FIELDS,
     Clip,
@@ -202,12 +196,7 @@ class StepLaw:
     clip: Clip | None
 
     def advance(
-        self,
-        memory: OptimizerMemory,
-        w: Float[Tensor, "... P"],
-        g: Float[Tensor, "... P"],
-        *,
-        is_stacked: bool = False,
+        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"], *, is_stacked: bool = False
     ) -> tuple[Float[Tensor, "... P"], OptimizerMemory, dict[str, Tensor]]:
         """Make the step.
 

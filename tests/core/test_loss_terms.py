@@ -44,11 +44,7 @@ POSITIONS = {
     "padding_index": (nn.CrossEntropyLoss(ignore_index=7), lambda z, y: F.cross_entropy(z, y, ignore_index=7), 7),
     "sum": (epk.CrossEntropy("sum"), lambda z, y: F.cross_entropy(z, y, reduction="sum"), -100),
     "class_weights": (nn.CrossEntropyLoss(weight=WEIGHTS), lambda z, y: F.cross_entropy(z, y, WEIGHTS), -100),
-    "smoothing": (
-        epk.CrossEntropy(label_smoothing=0.2),
-        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.2),
-        -100,
-    ),
+    "smoothing": (epk.CrossEntropy(label_smoothing=0.2), lambda z, y: F.cross_entropy(z, y, label_smoothing=0.2), -100),
     "likelihood": (nn.NLLLoss(), F.nll_loss, -100),
 }
 
