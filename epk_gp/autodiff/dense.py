@@ -293,8 +293,8 @@ class WeightSegment:
 
     @property
     def rows_per_kink_search(self) -> int:
-        """Number of rows that are searched for kinks at a time."""
-        return self.net.memory_plan(self.memory_budget).kink_search_rows()
+        """Number of rows that are searched for kinks at a time; the inputs of all piecewise operations stay in memory."""
+        return max(1, self.rows_per_block // 4)
 
     @property
     def rows_per_block(self) -> int:

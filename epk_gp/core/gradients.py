@@ -31,7 +31,7 @@ from epk_gp.core.losses import (
     sample_weights,
 )
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed_initial, random_state_kept
-from epk_gp.core.plans import TensorSpec, batch_gradient_rows
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights, step_coefficients
@@ -42,6 +42,10 @@ from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relat
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
 # (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
 CANCELLATION_FACTOR = 32
+
+# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# 32 MiB of float64 inputs.
+BATCH_GRADIENT_ELEMENTS = 1 << 22
 
 _RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers is the process's
 
@@ -503,7 +507,7 @@ def batch_gradient(
     weights = {name: value.detach() for name, value in model.unflatten(state).items()}
     names = (*model.names, *model.statistics) if in_statistics else model.names
     leaves = [weights[name].requires_grad_() for name in names]
-    rows = batch_gradient_rows(X[0].numel())
+    rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, X[0].numel()))
     total = torch.zeros_like(state if in_statistics else state[: model.num_weights])
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):

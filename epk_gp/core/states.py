@@ -350,9 +350,8 @@ class _Computation:
             if self.law is not None:
                 law = self.law.step(index)
                 scales, memory, _ = law.scales(memory, w, g)
-                update = restore_update(
-                    replace(update, places=self.updates.places(index)), law.parts, scales, law.sizes
-                )
+                compact = replace(update, places=self.updates.places(index))
+                update = restore_update(compact, law.parts, scales, law.sizes)
                 updates.append(update)
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
@@ -387,11 +386,6 @@ class Recomputation:
     def __reduce__(self) -> tuple[object, ...]:
         """Return the pickled form, without what was computed."""
         return Recomputation, (self.run, self.kept, self.updates)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a preconditioner scales coefficients, which are computed again."""
-        return any(scaled_fields(self.run.optimizer_groups, self.run.model.names))
 
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
@@ -488,8 +482,9 @@ class RecomputedUpdates:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a preconditioner scales any of them."""
-        return self.recomputation.is_scaled
+        """Whether a preconditioner scales any of them, which are computed again."""
+        run = self.recomputation.run
+        return any(scaled_fields(run.optimizer_groups, run.model.names))
 
     def held(self, step: int) -> UpdateCoefficients:
         """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""

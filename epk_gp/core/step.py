@@ -139,12 +139,9 @@ class Step:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
-        batch, passes = self.batch, self.passes
-        return replace(
-            self,
-            batch=None if batch is None else change(batch),
-            passes=tuple(forward.map(change) for forward in passes) if isinstance(passes, tuple) else passes,
-        )
+        batch = None if self.batch is None else change(self.batch)
+        passes = tuple(forward.map(change) for forward in self.passes) if isinstance(self.passes, tuple) else self.passes
+        return replace(self, batch=batch, passes=passes)
 
 
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
@@ -516,20 +513,14 @@ def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:
 
 def _closeness(seen: Tensor, others: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
     """Return minus the distances of rows from others, with columns scaled by means and deviations of seen and own."""
-    a, b = (
-        _standard(x.reshape(len(x), -1).float(), y.reshape(len(y), -1).float())
-        for x, y in ((seen, seen), (others, own))
-    )
-    return -torch.cdist(a, b)
+    seen, others, own = (x.reshape(len(x), -1).float() for x in (seen, others, own))
+    return -torch.cdist(_standard(seen, seen), _standard(others, own))
 
 
 def _standard(x: Float[Tensor, "k D"], reference: Float[Tensor, "r D"]) -> Float[Tensor, "k D"]:
     deviation = reference.std(dim=0, correction=0)
-    z = (
-        ((x - reference.mean(dim=0)) / deviation)
-        .where(deviation > 1e-6 * reference.abs().amax(dim=0), 0.0)
-        .clamp(-4, 4)
-    )
+    varies = deviation > 1e-6 * reference.abs().amax(dim=0)
+    z = ((x - reference.mean(dim=0)) / deviation).where(varies, 0.0).clamp(-4, 4)
     return F.normalize(z) if z.shape[1] >= 8 else z  # many columns: directions, as mixed rows are shorter
 
 

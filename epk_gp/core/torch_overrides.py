@@ -168,6 +168,8 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Thread(threading.local):
+    depth = 0  # how often the thread has torch's level of forward-mode derivatives
+
     def __init__(self) -> None:
         self.users = weakref.WeakSet[_User]()
 
@@ -209,7 +211,6 @@ def quiet_checkpoints() -> Iterator[None]:
 # torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
 _FORWARD_MODE = threading.RLock()
 _interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
-_in_this_thread = threading.local()  # how often this thread has the level
 
 
 @contextmanager
@@ -223,15 +224,15 @@ def exclusive_forward_mode() -> Iterator[None]:
         if _interrupted.is_set():
             _close_level()
         _interrupted.set()
-        depth = getattr(_in_this_thread, "depth", 0)
+        depth = _THREAD.depth
         try:
-            _in_this_thread.depth = depth + 1
+            _THREAD.depth = depth + 1
             yield
         except Exception:
             _interrupted.clear()  # an error, and the level is closed
             raise
         finally:
-            _in_this_thread.depth = depth
+            _THREAD.depth = depth
         _interrupted.clear()
 
 
@@ -243,13 +244,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def _close_level() -> None:
-    exit_level = getattr(torch._C, "_exit_dual_level", None)
-    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
-        with suppress(RuntimeError):
-            fwAD.exit_dual_level()
-        return
     with suppress(RuntimeError):  # no level is open, and only its number is left
-        exit_level(level=0)
+        torch._C._exit_dual_level(level=0)
     cast(Any, fwAD)._current_level = -1
 
 
@@ -259,7 +255,7 @@ def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
     While another thread is at torch's level, torch would make a view of a tensor that has no tangent. Gradients through
     the view are added up in another order, and would have other bytes than alone.
     """
-    if not getattr(_in_this_thread, "depth", 0):
+    if not _THREAD.depth:
         return value, None
     primal, tangent = fwAD.unpack_dual(value)
     return primal, tangent

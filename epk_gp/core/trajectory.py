@@ -171,16 +171,13 @@ class Trajectory(Displayed):
 
         The gradient is then that of the network in evaluation mode on the recorded data.
         """
-        if self.statistics is not None or any(step.passes for step in self.steps):
-            return False
-        if getattr(self.updates, "is_scaled", False):
+        if self.average is not None or self.statistics is not None or any(step.passes for step in self.steps):
             return False
         coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
-        return self.average is None and all(
-            not u.has_matrices
-            and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
-            and bool((u.lr == u.lr[0]).all())
-            and bool((u.grad_scale == u.grad_scale[0]).all())
+        return not getattr(self.updates, "is_scaled", False) and not any(
+            u.has_matrices
+            or any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
+            or any(bool((value != value[0]).any()) for value in (u.lr, u.grad_scale))
             for u in coefficients
         )
 

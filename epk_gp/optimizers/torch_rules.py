@@ -117,10 +117,9 @@ def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Option
     if p.grad is not None:
         seen[tuple(p.grad.coalesce().indices())] = True
     rate = float(_as_computed(group, group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
-    found = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
+    moving = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
     one = torch.ones_like(after["exp_avg"])
-    kept = {"beta": 1.0}
-    return _step(group, **{name: torch.where(seen, one * found[name], kept.get(name, 0.0)) for name in found})
+    return _step(group, **{key: torch.where(seen, one * value, float(key == "beta")) for key, value in moving.items()})
 
 
 def _rmsprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
