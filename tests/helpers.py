@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,17 @@ def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected
     assert_close(kernel.trace_block(a, b), torch.einsum("ncmc->nm", expected))
     if a is b:
         assert_close(kernel.diagonal_blocks(a), torch.einsum("ncnd->ncd", expected))
+
+
+def refusal(error: Any, message: str, ask: Callable[..., object], *args: Any, **options: Any) -> str | None:
+    """None if a call is refused with an error and a message, as it should be; else what it does instead."""
+    try:
+        ask(*args, **options)
+    except error as refused:
+        return None if re.search(message, str(refused)) else f"says: {refused}"
+    except Exception as other:
+        return f"raises {other!r}"
+    return "accepts it"
 
 
 def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:

@@ -293,7 +293,7 @@ class WeightSegment:
 
     @property
     def rows_per_kink_search(self) -> int:
-        """Number of rows that are searched for kinks at a time; the inputs of all piecewise operations stay in memory."""
+        """Number of rows that are searched for kinks at a time; inputs of all piecewise operations stay in memory."""
         return max(1, self.rows_per_block // 4)
 
     @property

@@ -112,9 +112,8 @@ class TrainingReplay:
         spec: Dtype of passes that draw no random numbers.
     """
 
-    def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec | None = None) -> None:
-        self.model, self.loss = model, loss
-        self.spec = model.spec if spec is None else spec
+    def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec) -> None:
+        self.model, self.loss, self.spec = model, loss, spec
         self._modules: dict[torch.dtype, nn.Module] = {}
 
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
@@ -134,14 +133,14 @@ class TrainingReplay:
                 leaf.grad = None
         return ReplayedPass(gradient.to(state), values.detach(), after)
 
-    def losses(self, params: Mapping[str, Tensor], data: PassData, *, exact: bool = True) -> Float[Tensor, " n"]:
+    def losses(self, params: Mapping[str, Tensor], data: PassData) -> Float[Tensor, " n"]:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
-        module = self._module(data, exact=exact)
+        module = self._module(data)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
-        with disable_fused_attention(), self._conditions(module, data, exact=exact), keeping:
+        with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
-            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact)
+            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
             return self._losses(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
@@ -160,10 +159,8 @@ class TrainingReplay:
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
         """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
-        model, module = self.model, copy.deepcopy(self.module_in_modes(data))
-        return FunctionalModel(
-            module, model.names, model.shapes, signature=model.signature, recomputes=model.recomputes
-        )
+        module = copy.deepcopy(self.module_in_modes(data))
+        return FunctionalModel(**self.model.__getstate__() | {"module": module, "statistics": ()})
 
     def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
         """Return the rows of a pass in the dtype and the memory order in which it is replayed."""
@@ -440,11 +437,7 @@ def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
 
 
 def mismatch_ratio(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    replayed: ReplayedStep,
-    difference: Float[Tensor, " P"],
-    dtype: torch.dtype,
+    run: Trajectory, model: FunctionalModel, replayed: ReplayedStep, difference: Float[Tensor, " P"], dtype: torch.dtype
 ) -> float:
     """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
 
@@ -453,7 +446,7 @@ def mismatch_ratio(
     parameter: what a preconditioner amplifies in one explains nothing in the others.
 
     Args:
-        trajectory: The run.
+        run: The run.
         model: Its network in the dtype of the computation.
         replayed: The step.
         difference: The recorded step less the replayed one.
@@ -463,15 +456,15 @@ def mismatch_ratio(
     found, plain = _largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
     allowed = torch.full_like(found, plain)
     if not found.max() <= plain:
-        state = flat_state(trajectory, step.index, w)
+        state = flat_state(run, step.index, w)
         moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
         if step.passes:
-            g, _ = RunReplay(trajectory, model, w).gradient_at(step, moved)
+            g, _ = RunReplay(run, model, w).gradient_at(step, moved)
         else:
-            X, y, c = batch_of(trajectory, step, w)
+            X, y, c = batch_of(run, step, w)
             with disable_fused_attention():
-                g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
-        again, _ = predict_step(step_coefficients(trajectory, step.index, w), model.sizes, w, g, replayed.momentum)
+                g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
+        again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
         rounding = _largest_by_parameter(model, again - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)

@@ -360,9 +360,7 @@ def signature_from_json(
     if not isinstance(entry, dict) or not isinstance(entry.get("has_output"), bool) or "inputs" not in entry:
         raise ValueError(f"the header's 'signature' must say which tensors the network takes: got {entry!r}.")
     if entry["has_output"] and output is None:
-        raise ValueError(
-            "the run was recorded with output=, a function from what the network returns to (n, C): pass it as output=."
-        )
+        raise ValueError("the run was recorded with output=, a map of what the network returns: pass it as output=.")
     layout = None if entry["inputs"] is None else layout_from_json(entry["inputs"])
     graph = None if entry.get("graph") is None else graph_from_json(entry["graph"], data or {})
     return Signature(layout, output, graph)
@@ -375,9 +373,7 @@ def validate_output(output: object) -> None:
         TypeError: It cannot be called.
     """
     if output is not None and not callable(output):
-        raise TypeError(
-            f"output must be a function from what the network returns to a tensor (n, C), or None: got {output!r}."
-        )
+        raise TypeError(f"output must map what the network returns to a tensor (n, C), or be None: got {output!r}.")
 
 
 def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:

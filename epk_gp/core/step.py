@@ -12,9 +12,9 @@ row of the batch: right indices win far more than half of them in one of the way
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
@@ -100,20 +100,6 @@ class ForwardPass:
         return replace(self, **changed)
 
 
-@runtime_checkable
-class Passes(Protocol):
-    """The forward passes of a step: a tuple, or what reads them when they are indexed."""
-
-    def __len__(self) -> int:
-        """Count the passes."""
-
-    def __getitem__(self, number: int, /) -> ForwardPass:
-        """Return one pass."""
-
-    def __iter__(self) -> Iterator[ForwardPass]:
-        """Return the passes in their order."""
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """Learning rate and batch of the step from the weights w_s to the weights w_{s+1}.
@@ -134,13 +120,13 @@ class Step:
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
-    passes: Passes = ()
+    passes: Sequence[ForwardPass] = ()
     groups: tuple[OptimizerGroup, ...] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
         batch = None if self.batch is None else change(self.batch)
-        passes = tuple(forward.map(change) for forward in self.passes) if isinstance(self.passes, tuple) else self.passes
+        passes = tuple(each.map(change) for each in self.passes) if isinstance(self.passes, tuple) else self.passes
         return replace(self, batch=batch, passes=passes)
 
 
@@ -210,22 +196,18 @@ def fingerprint_start(
 
 
 def fingerprint_step(
-    before: str,
-    step: Step,
-    update: UpdateCoefficients,
-    end: Float[Tensor, " P"],
-    statistics: Float[Tensor, " Q"] | None = None,
+    start: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None
 ) -> str:
-    """Return the digest of a run that is one step longer than the run with digest `before`.
+    """Return the digest of a run that is one step longer than the run with digest `start`.
 
     Args:
-        before: Digest of the run up to this step.
+        start: Digest of the run up to this step.
         step: Learning rate, batch and forward passes of the step.
         update: Its coefficients.
         end: The weights after the step.
         statistics: The moving statistics after the step; None for a network without them.
     """
-    hasher = hashlib.blake2b(before.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(start.encode(), digest_size=_DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:

@@ -6,7 +6,6 @@ A checkpointed function is called again in the backward pass, and takes the weig
 `torch.func.functional_call` are there during the forward pass only, so nothing may be left to be recomputed.
 """
 
-import re
 import threading
 import warnings
 import weakref
@@ -135,12 +134,10 @@ class WrittenOutNormalisation(TorchFunctionMode):
             return v * (g / torch.norm_except_dim(v, 2, dim))
         if func in _NORMALISATIONS:
             named = {**_DEFAULTS, **dict(zip(_NORMALISATIONS[func], args, strict=False)), **kwargs}
-            mean, variance = named["running_mean"], named["running_var"]
+            mean, var = named["running_mean"], named["running_var"]
             uses_batch = named.get("use_input_stats", func is F.instance_norm) or named.get("training", False)
-            if not uses_batch and {id(mean), id(variance)} & self.statistics:
-                return normalise_by_statistics(
-                    named["input"], mean, variance, named["weight"], named["bias"], named["eps"]
-                )
+            if not uses_batch and {id(mean), id(var)} & self.statistics:
+                return normalise_by_statistics(named["input"], mean, var, named["weight"], named["bias"], named["eps"])
         return func(*args, **kwargs)
 
 
@@ -184,22 +181,16 @@ class _QuietCategory(type):
         return bool(_THREAD.users)
 
 
-# One entry in the process's list of filters that stays there: each change of the list would make Python forget which
-# warnings it has shown, and show those of the user's own loop again.
-_FILTER = (
-    "ignore",
-    re.compile("None of the inputs have requires_grad=True", re.IGNORECASE),
-    cast(Any, _QuietCategory("QuietWarning", (Warning,), {})),
-    None,
-    0,
-)
+_QUIET: Any = _QuietCategory("QuietWarning", (Warning,), {})
 
 
 @contextmanager
 def quiet_checkpoints() -> Iterator[None]:
     """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
-    if list(warnings.filters[:1]) != [_FILTER]:
-        warnings.filterwarnings("ignore", _FILTER[1].pattern, _FILTER[2])
+    # One entry in the process's list of filters that stays there: each change of the list would make Python forget
+    # which warnings it has shown, and show those of the user's own loop again.
+    if [category for _, _, category, *_ in warnings.filters[:1]] != [_QUIET]:
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", _QUIET)
     user = _User()
     try:
         _THREAD.users.add(user)
@@ -222,7 +213,9 @@ def exclusive_forward_mode() -> Iterator[None]:
     """
     with _FORWARD_MODE:
         if _interrupted.is_set():
-            _close_level()
+            with suppress(RuntimeError):  # no level is open, and only its number is left
+                torch._C._exit_dual_level(level=0)
+            cast(Any, fwAD)._current_level = -1
         _interrupted.set()
         depth = _THREAD.depth
         try:
@@ -241,12 +234,6 @@ def forward_mode() -> Iterator[None]:
     """Enter torch's level of forward-mode derivatives, one thread at a time."""
     with exclusive_forward_mode(), fwAD.dual_level():
         yield
-
-
-def _close_level() -> None:
-    with suppress(RuntimeError):  # no level is open, and only its number is left
-        torch._C._exit_dual_level(level=0)
-    cast(Any, fwAD)._current_level = -1
 
 
 def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:

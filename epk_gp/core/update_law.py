@@ -76,9 +76,8 @@ def compact_update(
         value = getattr(update, name)
         if len(value) == len(sizes) or not any(name in own for own in fields):
             continue
-        compact = [
-            _representative(part, name in own) for part, own in zip(value.split(list(sizes)), fields, strict=True)
-        ]
+        parts = zip(value.split(list(sizes)), fields, strict=True)
+        compact = [_representative(part, name in scaled) for part, scaled in parts]
         if all(place is not None for place, _ in compact):
             places[name] = torch.tensor([place for place, _ in compact])
             numbers[name] = torch.tensor([number for _, number in compact], dtype=torch.float64)

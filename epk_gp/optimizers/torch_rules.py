@@ -375,9 +375,8 @@ class OptimizerGroup:
 def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of all optimizers of a network, with the update rules that the user gave."""
     names = {id(p): name for name, p in net.named_parameters()}
-    return tuple(
-        group for own, optimizer in given_rules(optimizers, rules) for group in groups_of(optimizer, own, names)
-    )
+    given = given_rules(optimizers, rules)
+    return tuple(group for rule, optimizer in given for group in groups_of(optimizer, rule, names))
 
 
 def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
