@@ -419,11 +419,11 @@ def arguments_of_call(
     positions = tuple(key for key in keys if isinstance(key, int))
     keywords = {key: key for key in keys if isinstance(key, str)}
     try:
-        expected, found = (_by_parameter(forward, *call) for call in ((positions, keywords), (args, kwargs)))
+        expected, given = (_by_parameter(forward, *call) for call in ((positions, keywords), (args, kwargs)))
     except TypeError:
         return None
     parameter_of = {key: parameter for parameter, key in expected.items()}
-    return [found.get(parameter_of[key]) for key in keys]
+    return [given.get(parameter_of[key]) for key in keys]
 
 
 def _by_parameter(

@@ -242,9 +242,9 @@ class FunctionalModel:
         A call that is interrupted does not give it back: parameters may be left in it that the next call, which knows
         nothing of them, would not replace.
         """
-        own: nn.Module | None = self._of_thread.__dict__.pop("module", None)
-        if own is not None:
-            return own
+        module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
+        if module is not None:
+            return module
         tensors = (*self.module.parameters(), *self.module.buffers())
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 

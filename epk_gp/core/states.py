@@ -147,8 +147,8 @@ def _validate_average(average: Trajectory, network: nn.Module) -> None:
     if missing:
         raise ValueError(f"network must have the parameters of the trained one: got none of the name {missing[0]!r}.")
     if average.statistics is not None and all(name in held for name in model.statistics):
-        own = model.flatten_statistics(held)
-        if not torch.allclose(own, average.statistics[S].to(own), rtol=1e-6, atol=0):
+        statistics = model.flatten_statistics(held)
+        if not torch.allclose(statistics, average.statistics[S].to(statistics), rtol=1e-6, atol=0):
             raise ValueError(
                 "network must have the moving statistics of the run's last step: it has others (update_bn, or averaged "
                 "buffers), which the path of the average does not lead to."
@@ -500,8 +500,8 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
         kept: The kept states.
         updates: The coefficients.
     """
-    own = Recomputation(run, kept, updates)
-    return replace(run, states=RecomputedStates(own), updates=RecomputedUpdates(own))
+    recomputation = Recomputation(run, kept, updates)
+    return replace(run, states=RecomputedStates(recomputation), updates=RecomputedUpdates(recomputation))
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:

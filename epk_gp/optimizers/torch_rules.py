@@ -321,19 +321,19 @@ LINEAR_RULES = frozenset({"SGD", "ASGD"})  # their coefficients do not depend on
 def _scale_options(rule: str, options: Options) -> dict[str, Any]:
     """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
     names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
-    found = [name for name in names if name in options and rule in PRECONDITIONERS]
-    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in found}
+    present = [name for name in names if name in options and rule in PRECONDITIONERS]
+    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in present}
 
 
 def fits_scale(rule: str, options: Options) -> bool:
     """Return whether a rule's scale can be computed by options that a file holds."""
     if rule not in PRECONDITIONERS:
         return True
-    own, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
+    preconditioner, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
     try:
-        memory = tuple(value * one for value in own.initial(options))
-        scale, _ = own.scale(memory, one, options, one)
-        return bool(own.fields(options) and scale.isfinite().all())
+        memory = tuple(value * one for value in preconditioner.initial(options))
+        scale, _ = preconditioner.scale(memory, one, options, one)
+        return bool(preconditioner.fields(options) and scale.isfinite().all())
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return False
 
@@ -393,13 +393,13 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
 
 
 def groups_of(
-    optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
+    optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
 ) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of one optimizer as they are now, or those options that preconditioners depend on.
 
-    The user gave its `own` update rule; `names` has the network's parameters by their `id`.
+    The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
     """
-    rule = RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else ""
+    rule = RULES[type(optimizer)].name if given is None and type(optimizer) in RULES else ""
     groups = []
     for group in optimizer.param_groups:
         options = _scale_options(rule, group) if of_scale else group

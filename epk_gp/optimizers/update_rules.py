@@ -138,10 +138,10 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     """
     matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
     for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
-        own = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
-        for name, Q in own.items():
+        held = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
+        for name, Q in held.items():
             matrices[name][k] = Q
-        _matrix_shape(own.get("left"), own.get("right"), size)
+        _matrix_shape(held.get("left"), held.get("right"), size)
     joined: dict[str, Any] = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
