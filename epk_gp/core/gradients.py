@@ -329,14 +329,14 @@ def replayed_steps(
     """
     trajectory = trajectory.trained
     memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
-    momentum = momentum_trained = torch.zeros_like(flat_weights(trajectory, 0, reference))  # as it rounds
+    # trained: in the precision of the training
+    momentum = momentum_trained = torch.zeros_like(flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
         w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
         update = step_coefficients(trajectory, step.index, reference)
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
-        as_trained, g_trained, by_options = d, g, None
-        momentum_trained = momentum
+        as_trained, g_trained, momentum_trained, by_options = d, g, momentum, None
         # in another dtype rounding differs, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):

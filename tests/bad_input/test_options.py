@@ -145,6 +145,7 @@ OF_ANOTHER_KIND = {
     "points must be a list or tensor .*: got slice": lambda f: gp(f, points=slice(3)),
     "points must be a torch.Tensor: got list. Make them": lambda f: epk.EPKKernel(f.t)([[1.0] * 5]),
     "inputs must be a torch.Tensor: got list. Convert it": lambda f: epk.train_copy([[1.0]]),
+    "X must be a dense tensor": lambda f: epk.reconstruct(f.t, X.to_sparse()),
     "state must be a whole number: got 'a'": lambda f: f.t.weights("a"),
     "net must be a torch.nn.Module: got NoneType": lambda f: zero_final_layer(None),
     "the posterior's mean must be float32 or float64: got torch.float16": lambda f: softmax(MEAN.half()),
