@@ -120,9 +120,8 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
                 f"{len(value)}; and be on one device: got {first.device} and {value.device}."
             )
     keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(X))
-    layout = InputLayout(
-        tuple(InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True))
-    )
+    tensors = [InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True)]
+    layout = InputLayout(tuple(tensors))
     if layout.width == 0:
         raise ValueError(f"{name} must hold at least one number per point: got none.")
     if layout.dtype.is_floating_point:
@@ -303,19 +302,14 @@ class Signature:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
             return given if isinstance(given, Tensor) and given.ndim else None
         keys = [tensor.key for tensor in self.layout.tensors]
-        values = arguments_of_call(keys, args, kwargs, forward)
-        if values is None:
-            return None
+        values = arguments_of_call(keys, args, kwargs, forward) or ()
         tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
         if len(tensors) < len(keys) or len({len(value) for value in tensors}) > 1:
             return None
-        pairs = list(zip(self.layout.tensors, tensors, strict=True))
-        if any(
-            tuple(value.shape[1:]) != tensor.shape or InputTensor(0, (), value.dtype).kind != tensor.kind
-            for tensor, value in pairs
-        ):
+        given = [InputTensor(0, tuple(value.shape[1:]), value.dtype) for value in tensors]
+        if any((a.shape, a.kind) != (b.shape, b.kind) for a, b in zip(given, self.layout.tensors, strict=True)):
             return None
-        return side_by_side([value for _, value in pairs], self.layout.dtype)
+        return side_by_side(tensors, self.layout.dtype)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the entry of a run's header; None where a network takes one tensor and returns the outputs.
@@ -494,14 +488,3 @@ class Points:
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
         return (self.mask == is_train).nonzero().squeeze(1).to(self.X.device)
-
-
-def validate_points(points: object, name: str) -> None:
-    """Raise if an object does not tell which copies it holds.
-
-    Raises:
-        TypeError: The object is not `Points`.
-    """
-    if not isinstance(points, Points):
-        got = type(points).__name__
-        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")

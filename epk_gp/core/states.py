@@ -389,8 +389,7 @@ class Recomputation:
 
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
-        numbers = self.kept.numbers
-        return bool(numbers[bisect_right(numbers, state) - 1] == state)
+        return bool(self.kept.numbers[bisect_right(self.kept.numbers, state) - 1] == state)
 
     def state(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Return a state: kept, or computed in the dtype and on the device of a computation."""

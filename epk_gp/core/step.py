@@ -227,8 +227,7 @@ def fingerprint_step(
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for value in vars(forward).values():
-        tensors = (value.index, value.values) if isinstance(value, SeenRows) else (value,)
-        for tensor in tensors:
+        for tensor in (value.index, value.values) if isinstance(value, SeenRows) else (value,):
             if isinstance(tensor, Tensor):
                 _hash_tensor(hasher, tensor)
             else:

@@ -13,7 +13,7 @@ from helpers import refusal, with_value
 from loops import Tokens, data, mlp, regression_data, sgd, token_data
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
-NAN, INF = float("nan"), float("inf")
+NAN, INF, ONE = float("nan"), float("inf"), mlp(outputs=1)
 X, Y = data()
 
 
@@ -94,9 +94,7 @@ OF_ANOTHER_KIND = {
     r"storage must be an epk_gp.Storage, such as .*: got None": {"storage": None},
     "net must be a torch.nn.Module: got function": {"net": lambda x: x},
     "must be copyable by copy.deepcopy": {"net": NoCopy()},
-    "must return floating-point outputs: got torch.int64. Leave argmax": {
-        "net": Returning(lambda x, z: z.argmax(1, True))
-    },
+    "floating-point outputs: got torch.int64. Leave argmax": {"net": Returning(lambda x, z: z.argmax(1, True))},
     "got DataParallel around it. Pass net.module": {"net": nn.DataParallel(Inner())},
     "network in Python: got a torch.jit.ScriptModule": {"make": lambda: torch.jit.script(Inner())},
     "weights must be float32 or float64: got torch": {"net": mlp(torch.half), "X": X.half()},
@@ -138,18 +136,13 @@ WITHOUT_MEANING = {
     r"shape .n, C.: got tuple for 4 inputs. Say how .*": {"net": Returning(lambda x, z: (z, x))},
     r"labels must lie in 0..0 .the network has 1": {"net": Returning(lambda x, z: z[:, 0])},
     "shape .n, C.: got": {"net": Returning(lambda x, z: z.T), "X": X[:3], "y": Y[:3]},
-    "outputs at its initial weights must be finite: row 0 .* Repair its forward": {
-        "net": Returning(lambda x, z: (z - 10).sqrt())
-    },
+    "initial weights must be finite: row 0 .* Repair its forward": {"net": Returning(lambda x, z: (z - 10).sqrt())},
     "in evaluation mode .* Pass use_reentrant=False": {"net": ReentrantCheckpointed()},
     r"leave its inputs as they are: .*ReLU\(inplace=False\)": {"net": InPlace()},
     r"must accept X \(10, 4\) .* missing .* 'z'. Several inputs are": {"net": TwoInputs()},
     "network must accept X .* positional argument": {"net": KeywordInput()},
     "its parameters are on device 'meta'": {"net": Inner().to("meta")},
-    "it has lazy layers. Call it once": {
-        "net": nn.Sequential(mlp(), nn.LazyLinear(3)),
-        "optimizer": lambda net: sgd(net[0]),
-    },
+    "lazy layers. Call it once": {"net": nn.Sequential(mlp(), nn.LazyLinear(3)), "optimizer": lambda net: sgd(net[0])},
     "Remove batch statistics from .* compute in the precision of the weig": {"net": Single()},
     "weights of '2.bias' must be finite: .* Initialise them": {"net": poisoned(NAN)},
     "steps must be at least 1: got 0": {"steps": 0},
@@ -164,25 +157,14 @@ WITHOUT_MEANING = {
     "must be the sum of the": {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},
     "one value per sample.*got float": {"loss": epk.PerSampleLoss(lambda z, y: 1.0)},
     r"one value per sample, shape": {"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])},
-    r"state loss=nn\.MSELoss\(\)": {"net": mlp(outputs=1), "y": X[:, 0]},
-    r"state loss=nn.MSELoss\(\)": {"net": mlp(outputs=1), "y": X[:, :1]},
+    r"state loss=nn\.MSELoss\(\)": {"net": ONE, "y": X[:, 0]},
+    r"state loss=nn.MSELoss\(\)": {"net": ONE, "y": X[:, :1]},
     "must train the network's": {"optimizer": lambda net: sgd(mlp())},
     "learning rate must be finite": {"optimizer": lambda net: sgd(net, INF)},
-    "must have weights to train: no parameter requires a gradient": {
-        "net": mlp().requires_grad_(False),
-        "optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
-    },
-    r"HuberLoss needs targets of .* .10, 1.: got .10, 4.": {"net": mlp(outputs=1), "loss": nn.HuberLoss(), "y": X},
-    r"L1Loss needs targets of .* .10, 1.: got .10, 4, 1.": {
-        "net": mlp(outputs=1),
-        "loss": nn.L1Loss(),
-        "y": X[:, :, None],
-    },
-    "must accept the network's outputs and the targets: it fails": {
-        "net": mlp(outputs=1),
-        "loss": nn.BCEWithLogitsLoss(),
-        "y": Y,
-    },
+    "must have weights to train: no parameter requires a gradient": {"net": mlp().requires_grad_(False)},
+    r"HuberLoss needs targets of .* .10, 1.: got .10, 4.": {"net": ONE, "loss": nn.HuberLoss(), "y": X},
+    r"L1Loss needs targets of .* .10, 1.: got .10, 4, 1.": {"net": ONE, "loss": nn.L1Loss(), "y": X[:, :, None]},
+    "must accept the network's outputs and the targets: it fails": {"net": ONE, "loss": nn.BCEWithLogitsLoss(), "y": Y},
     r"X must be dense: got a tensor of layout torch.sparse.* to_dense\(\)": {"X": X.to_sparse()},
 }
 CASES = [

@@ -13,16 +13,7 @@ import epk_gp as epk
 from epk_gp.core import losses
 from epk_gp.core.graphs import select_rows, tensors_of
 from epk_gp.core.inputs import ONE_TENSOR, Signature
-from epk_gp.core.losses import (
-    NegativeLogLikelihood,
-    as_loss,
-    loss_derivatives,
-    loss_input,
-    own_input,
-    per_sample_losses,
-    sample_weights,
-    soft_targets,
-)
+from epk_gp.core.losses import as_loss, per_sample_losses, sample_weights
 from epk_gp.recording.causes import validate_output_scale, validate_targets
 from helpers import assert_close, refusal
 from loops import data, huber, regression_data, soft_data
@@ -64,14 +55,9 @@ def test_weighted_samples_sum_to_torchs_loss_and_its_gradient(pair):
     expected.backward()
     assert_close(c @ per_sample_losses(loss, z, y), expected.detach())
     with torch.no_grad():  # derivatives need no surrounding gradient mode
-        derivatives = loss_derivatives(loss, z, y)
+        derivatives = losses.loss_derivatives(loss, z, y)
     assert_close(c[:, None] * derivatives, leaf.grad)
     assert not derivatives.requires_grad
-
-
-def test_the_derivative_of_cross_entropy_is_probability_minus_target():
-    z, (_, y) = torch.randn(10, 3, dtype=torch.float64), data()
-    assert_close(loss_derivatives(epk.CrossEntropy(), z, y), torch.softmax(z, 1) - F.one_hot(y, 3))
 
 
 def test_a_mean_divides_by_what_counts_in_its_own_batch():
@@ -85,16 +71,16 @@ def test_a_mean_divides_by_what_counts_in_its_own_batch():
 
 def test_labels_are_distributions_too():
     y = torch.tensor([2, 0])
-    assert soft_targets(epk.CrossEntropy(), y, torch.zeros(0, 3).double()).tolist() == [[0, 0, 1], [1, 0, 0]]
-    assert soft_targets(epk.CrossEntropy(), y, torch.zeros(0, 3)).dtype == torch.float32
+    assert losses.soft_targets(epk.CrossEntropy(), y, torch.zeros(0, 3).double()).tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert losses.soft_targets(epk.CrossEntropy(), y, torch.zeros(0, 3)).dtype == torch.float32
     soft = torch.tensor([[0.25, 0.75]])
-    assert torch.equal(soft_targets(epk.CrossEntropy(), soft, torch.zeros(0, 2).double()), soft.double())
+    assert torch.equal(losses.soft_targets(epk.CrossEntropy(), soft, torch.zeros(0, 2).double()), soft.double())
 
 
 CLASS_LOSSES = {
     "weights_and_smoothing": epk.CrossEntropy(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1),
     "smoothing_and_ignored": epk.CrossEntropy(label_smoothing=0.3, ignore_index=2),
-    "likelihood": NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
+    "likelihood": losses.NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
 }
 
 
@@ -102,8 +88,8 @@ CLASS_LOSSES = {
 def test_every_class_loss_is_minus_targets_times_log_probabilities(loss):
     z, (_, y) = torch.randn(10, 3, dtype=torch.float64), data()
     f = torch.log_softmax(z, dim=1)
-    outputs = f if isinstance(loss, NegativeLogLikelihood) else z
-    assert_close(per_sample_losses(loss, outputs, y), -(soft_targets(loss, y, z) * f).sum(dim=1))
+    outputs = f if isinstance(loss, losses.NegativeLogLikelihood) else z
+    assert_close(per_sample_losses(loss, outputs, y), -(losses.soft_targets(loss, y, z) * f).sum(dim=1))
 
 
 def test_targets_of_another_float_type_follow_the_outputs():
@@ -209,23 +195,16 @@ RETURNED = ModelOutput(torch.randn(N, T, V).double(), torch.randn(N, 2).double()
 def test_a_loss_takes_what_fits_its_targets():
     tensor = Signature(None, lambda returned: returned.mean(dim=1))
     y, labels = tokens(), torch.randint(0, V, (N,))
-    assert loss_input(OUTPUT, epk.CrossEntropy(), RETURNED, y) is RETURNED.logits
-    assert loss_input(OUTPUT, epk.CrossEntropy(), {"logits": RETURNED.logits}, y) is RETURNED.logits
-    assert loss_input(tensor, epk.CrossEntropy(), RETURNED.logits, y) is RETURNED.logits
-    assert_close(loss_input(OUTPUT, epk.CrossEntropy(), RETURNED, labels), RETURNED.logits.mean(1))
+    assert losses.loss_input(OUTPUT, epk.CrossEntropy(), RETURNED, y) is RETURNED.logits
+    assert losses.loss_input(OUTPUT, epk.CrossEntropy(), {"logits": RETURNED.logits}, y) is RETURNED.logits
+    assert losses.loss_input(tensor, epk.CrossEntropy(), RETURNED.logits, y) is RETURNED.logits
+    assert_close(losses.loss_input(OUTPUT, epk.CrossEntropy(), RETURNED, labels), RETURNED.logits.mean(1))
     image = torch.randn(N, T, V).double()
-    assert loss_input(tensor, epk.MeanSquaredError(), RETURNED.logits, image) is RETURNED.logits
-    assert loss_input(OUTPUT, epk.PerSampleLoss(lambda r, y: r), RETURNED, y) is RETURNED
+    assert losses.loss_input(tensor, epk.MeanSquaredError(), RETURNED.logits, image) is RETURNED.logits
+    assert losses.loss_input(OUTPUT, epk.PerSampleLoss(lambda r, y: r), RETURNED, y) is RETURNED
     z = torch.randn(N, 1).double()
-    assert loss_input(ONE_TENSOR, epk.PerSampleLoss(lambda r, y: r), z, y) is z
-    assert loss_input(ONE_TENSOR, epk.MeanSquaredError(), z[:, 0], z[:, 0]).shape == (N, 1)
-
-
-def test_only_a_loss_of_the_outputs_takes_outputs():
-    labels = torch.randint(0, V, (N,))
-    assert own_input(epk.CrossEntropy(), RETURNED, labels) is None
-    assert own_input(epk.CrossEntropy(), RETURNED, tokens()) is not None
-    assert own_input(epk.PerSampleLoss(lambda r, y: r), RETURNED, labels) is not None
+    assert losses.loss_input(ONE_TENSOR, epk.PerSampleLoss(lambda r, y: r), z, y) is z
+    assert losses.loss_input(ONE_TENSOR, epk.MeanSquaredError(), z[:, 0], z[:, 0]).shape == (N, 1)
 
 
 def shifted(returned: ModelOutput, ids: Tensor) -> Tensor:
@@ -310,6 +289,6 @@ def test_targets_of_positions_are_checked():
 
 
 def test_scores_of_tokens_must_be_log_probabilities_for_the_likelihood():
-    validate_output_scale(NegativeLogLikelihood(), RETURNED.logits.log_softmax(2), tokens())
+    validate_output_scale(losses.NegativeLogLikelihood(), RETURNED.logits.log_softmax(2), tokens())
     with pytest.raises(ValueError, match="needs outputs that are log-probabilities"):
-        validate_output_scale(NegativeLogLikelihood(), RETURNED.logits, tokens())
+        validate_output_scale(losses.NegativeLogLikelihood(), RETURNED.logits, tokens())

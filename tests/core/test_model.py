@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.core.losses import CrossEntropy, MeanSquaredError, apply_head, resolve_head
+from epk_gp.core.losses import apply_head
 from epk_gp.core.model import functionalize, zero_final_layer
 from epk_gp.recording.setup import validate_batch_statistics, validate_row_independence
 from helpers import NETWORKS, assert_close
@@ -108,10 +108,6 @@ def test_heads_are_what_they_are_called():
     z = torch.randn(5, 3, dtype=torch.float64)
     assert apply_head(z, "logits") is z
     assert torch.equal(apply_head(z, "log_softmax"), F.log_softmax(z, dim=1))
-    heads = {(loss, n): resolve_head(None, loss, n) for loss in (CrossEntropy(), MeanSquaredError()) for n in (1, 2)}
-    assert [key for key, head in heads.items() if head == "log_softmax"] == [(CrossEntropy(), 2)]
-    with pytest.raises(ValueError, match="needs at least 2 outputs"):
-        resolve_head("log_softmax", CrossEntropy(), 1)
 
 
 def test_a_zeroed_final_layer_makes_a_constant_output():
