@@ -285,8 +285,8 @@ def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpa
         TypeError: A keyword argument that the call does not have.
         ValueError: See `ComputeOptions`.
     """
-    known = [field.name for field in fields(ComputeOptions) if field.name not in unsupported]
-    for name in settings:
-        if name not in known:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}. It takes {', '.join(known)}.")
+    keys = [field.name for field in fields(ComputeOptions) if field.name not in unsupported]
+    for key in settings:
+        if key not in keys:
+            raise TypeError(f"{call}() got an unexpected keyword argument {key!r}. It takes {', '.join(keys)} as well.")
     return ComputeOptions(**settings)

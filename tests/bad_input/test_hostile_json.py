@@ -27,28 +27,32 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def mutations(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value with one entry changed, and what was changed."""
-    for path in _paths(value):
-        *parents, key = path
-        for change in _changes(_at(value, path)):
-            changed = copy.deepcopy(value)
-            if change is _MISSING:
-                del _at(changed, parents)[key]
-            else:
-                _at(changed, parents)[key] = change
-            yield f"{'.'.join(map(str, path))} -> {'missing' if change is _MISSING else repr(change)[:40]}", changed
-        if isinstance(key, str):
-            changed = copy.deepcopy(value)
-            parent = _at(changed, parents)
-            parent["\udcff" + key] = parent.pop(key)
-            yield f"{'.'.join(map(str, path))} renamed", changed
+_MISSING, _RENAMED = object(), object()
+
+
+def edits(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Every entry of a value, by its path, with each of its changes."""
+    return [(path, change) for path in _paths(value) for change in _changes(_at(value, path), path[-1])]
+
+
+def edited(value: Any, path: tuple[Any, ...], change: Any) -> tuple[str, Any]:
+    """What an edit changes, and the value with it."""
+    changed, key = copy.deepcopy(value), path[-1]
+    parent = _at(changed, path[:-1])
+    if change is _MISSING:
+        del parent[key]
+    elif change is _RENAMED:
+        parent["\udcff" + key] = parent.pop(key)
+    else:
+        parent[key] = change
+    done = "missing" if change is _MISSING else "renamed" if change is _RENAMED else repr(change)[:40]
+    return f"{'.'.join(map(str, path))} -> {done}", changed
 
 
 def sampled(value: Any, count: int) -> list[tuple[str, Any]]:
-    """Some of the mutations."""
-    changed = list(mutations(value))
-    return random.Random(0).sample(changed, min(count, len(changed)))
+    """Some of the edits."""
+    every = edits(value)
+    return [edited(value, *edit) for edit in random.Random(0).sample(every, min(count, len(every)))]
 
 
 def damaged_texts(text: bytes) -> dict[str, bytes]:
@@ -67,20 +71,19 @@ def damaged_texts(text: bytes) -> dict[str, bytes]:
     }
 
 
-_MISSING = object()
-
-
-def _changes(own: Any) -> Iterator[Any]:
+def _changes(old: Any, key: Any) -> Iterator[Any]:
     yield _MISSING
-    yield from (value for value in VALUES if repr(value) != repr(own))
-    if isinstance(own, bool):
-        yield not own
-    elif isinstance(own, int | float):
-        yield from (-own, own + 1, own * 2, float(own), str(own), [own])
-    elif isinstance(own, str):
-        yield from (own + "x", own[:-1], [own])
-    elif isinstance(own, list) and own:
-        yield from (own[:-1], [*own, own[0]], own[::-1], own * 2, [own], dict(enumerate(map(str, own))))
+    yield from (value for value in VALUES if repr(value) != repr(old))
+    if isinstance(old, bool):
+        yield not old
+    elif isinstance(old, int | float):
+        yield from (-old, old + 1, old * 2, float(old), str(old), [old])
+    elif isinstance(old, str):
+        yield from (old + "x", old[:-1], [old])
+    elif isinstance(old, list) and old:
+        yield from (old[:-1], [*old, old[0]], old[::-1], old * 2, [old], dict(enumerate(map(str, old))))
+    if isinstance(key, str):
+        yield _RENAMED
 
 
 def _paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -146,7 +149,7 @@ def test_groups_of_a_header_are_refused_or_give_the_influence_of_before_or_no_ce
         if effect.certified:
             torch.testing.assert_close(effect.values, expected)
 
-    for name, changed in mutations(entries["groups"]):
+    for name, changed in (edited(entries["groups"], *edit) for edit in edits(entries["groups"])):
         if any(part in name for part in ("names -> []", "betas -> 'x'", "betas.1 -> None", "eps -> {}", "rule -> ''")):
             file.write_bytes(checksummed_json(entries | {"groups": changed}))
             with suppress(ValueError):
