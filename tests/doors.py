@@ -3,7 +3,6 @@
 tests/test_doors.py and tests/test_threads.py run over this table: a new function goes in here.
 """
 
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from epk_gp.gram.path_kernel import gram_diagonal_blocks as diagonal
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
+from helpers import refusal
 from report_cases import embedded
 
 HEAD = frozenset({"head"})
@@ -58,13 +58,7 @@ class Door:
 
     def refusal(self, run: epk.Trajectory, X: Any, error: type[Exception], message: str, **options: Any) -> str | None:
         """None if the door refuses a question as it should; else what it does instead."""
-        try:
-            self.ask(run, X, **options)
-        except error as refused:
-            return None if re.search(message, str(refused)) else f"says: {refused}"
-        except Exception as other:
-            return f"raises {other!r}"
-        return "accepts it"
+        return refusal(error, message, self.ask, run, X, **options)
 
 
 def sides(run: epk.Trajectory, X: Any) -> tuple[epk.Points, epk.Points]:

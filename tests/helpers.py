@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,15 @@ def deviation(products: Tensor, exact: Tensor) -> float:
     pairs = ~torch.eye(len(exact), dtype=torch.bool)
     standard_error = products.std(0) / len(products) ** 0.5
     return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())
+def refusal(error: Any, message: str, ask: Callable[..., object], *args: Any, **options: Any) -> str | None:
+    """None if a call is refused with an error and a message, as it should be; else what it does instead."""
+    try:
+        ask(*args, **options)
+    except error as refused:
+        return None if re.search(message, str(refused)) else f"says: {refused}"
+    except Exception as other:
+        return f"raises {other!r}"
+    return "accepts it"
 
 
 def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from epk_gp.autodiff import verification
 from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.torch_overrides import _close_level, disable_fused_attention, forward_mode, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, quiet_checkpoints
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.recording.passes import draw_from
 from helpers import make_case
@@ -144,19 +144,6 @@ def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch: pytes
     with forward_mode():
         assert torch.autograd.forward_ad.unpack_dual(torch.ones(1)).tangent is None
     assert torch.autograd.forward_ad.exit_dual_level is exit_level
-
-
-@pytest.mark.parametrize(("module", "name"), [("_C", "_exit_dual_level"), ("forward_ad", "_current_level")])
-def test_a_torch_without_its_private_levels_is_no_error(
-    module: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own function closes the level then."""
-    forward_ad, closed = torch.autograd.forward_ad, []
-    with monkeypatch.context() as patch:
-        patch.delattr(torch._C if module == "_C" else forward_ad, name)
-        patch.setattr(forward_ad, "exit_dual_level", lambda: closed.append(name))
-        _close_level()
-    assert closed == [name]
 
 
 LOCKS = re.compile(r"\s*with .*(\block|_lock|\b_[A-Z_]{4,})\b")

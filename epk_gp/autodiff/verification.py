@@ -40,7 +40,7 @@ from epk_gp.autodiff.interception import (
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import DifferentiationPlan, vmap_chunk_size
+from epk_gp.core.plans import VMAP_ELEMENTS, DifferentiationPlan
 from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state
 
@@ -142,7 +142,7 @@ def build_plan(
         supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
         calls_convolutions=any(call.function in CONVOLUTIONS for call in calls),
-        vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
+        vmap_chunk_size=max(1, VMAP_ELEMENTS // (model.num_weights + per_row)),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
         calls_fused_functions=mode.calls_fused_functions,

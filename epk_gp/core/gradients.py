@@ -31,16 +31,10 @@ from epk_gp.core.losses import (
     sample_weights,
 )
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed_initial, random_state_kept
-from epk_gp.core.plans import TensorSpec, batch_gradient_rows
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import (
-    Trajectory,
-    batch_of,
-    flat_state,
-    flat_weights,
-    step_coefficients,
-)
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -48,6 +42,10 @@ from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relat
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
 # (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
 CANCELLATION_FACTOR = 32
+
+# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# 32 MiB of float64 inputs.
+BATCH_GRADIENT_ELEMENTS = 1 << 22
 
 _RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers is the process's
 
@@ -114,9 +112,8 @@ class TrainingReplay:
         spec: Dtype of passes that draw no random numbers.
     """
 
-    def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec | None = None) -> None:
-        self.model, self.loss = model, loss
-        self.spec = model.spec if spec is None else spec
+    def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec) -> None:
+        self.model, self.loss, self.spec = model, loss, spec
         self._modules: dict[torch.dtype, nn.Module] = {}
 
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
@@ -128,31 +125,31 @@ class TrainingReplay:
                 values = self._losses(self._call(module, data, exact), data)
                 after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
-            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            gradient = torch.cat([(own.to_dense() if own.is_sparse else own).reshape(-1) for own in found])
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            gradient = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
         finally:
             for leaf in leaves:
                 leaf.requires_grad_(False)
                 leaf.grad = None
         return ReplayedPass(gradient.to(state), values.detach(), after)
 
-    def losses(self, params: Mapping[str, Tensor], data: PassData, *, exact: bool = True) -> Float[Tensor, " n"]:
+    def losses(self, params: Mapping[str, Tensor], data: PassData) -> Float[Tensor, " n"]:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
-        module = self._module(data, exact=exact)
+        module = self._module(data)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
-        with disable_fused_attention(), self._conditions(module, data, exact=exact), keeping:
+        with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
-            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact)
+            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
             return self._losses(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
         """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
         module = self._module(data)
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         named = self.model.unflatten(self._state(state, data))
         # in the memory order of its own: random numbers are drawn in that of what is computed from it
-        return {name: torch.empty_like(own[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
+        return {name: torch.empty_like(tensors[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
 
     def module_in_modes(self, data: PassData) -> nn.Module:
         """Return the network that replays a pass, in the pass's modes."""
@@ -162,10 +159,8 @@ class TrainingReplay:
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
         """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
-        model, module = self.model, copy.deepcopy(self.module_in_modes(data))
-        return FunctionalModel(
-            module, model.names, model.shapes, signature=model.signature, recomputes=model.recomputes
-        )
+        module = copy.deepcopy(self.module_in_modes(data))
+        return FunctionalModel(**self.model.__getstate__() | {"module": module, "statistics": ()})
 
     def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
         """Return the rows of a pass in the dtype and the memory order in which it is replayed."""
@@ -265,11 +260,11 @@ def _set_modes(module: nn.Module, forward: ForwardPass) -> None:
 
 def _leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
     """Write weights and statistics into a network, and return its weights, which require gradients."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, value in model.unflatten(state).items():
-            own[name].copy_(value)
-    leaves = [own[name].requires_grad_(True) for name in model.names]
+            tensors[name].copy_(value)
+    leaves = [tensors[name].requires_grad_(True) for name in model.names]
     for leaf in leaves:
         leaf.grad = None
     return leaves
@@ -334,22 +329,22 @@ def replayed_steps(
     """
     trajectory = trajectory.trained
     memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
-    momentum = own_momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))  # own: as the training rounds
+    # trained: in the precision of the training
+    momentum = momentum_trained = torch.zeros_like(flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
-        w, before, own_before = flat_weights(trajectory, step.index, reference), momentum, own_momentum
+        w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
         update = step_coefficients(trajectory, step.index, reference)
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
-        as_trained, own, by_options = d, g, None
-        own_momentum = momentum
+        as_trained, g_trained, momentum_trained, by_options = d, g, momentum, None
         # in another dtype rounding differs, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
-            own, error = run.gradient(step, exact=False)
-            as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_before)
+            g_trained, error = run.gradient(step, exact=False)
+            as_trained, momentum_trained = predict_step(update, model.sizes, w, g_trained, before_trained)
         if law is not None and memory is not None:
-            memory = replace(memory, momentum=own_before)
-            by_options, memory = law.step(step.index).replayed(update, memory, w, own)
+            memory = replace(memory, momentum=before_trained)
+            by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
         yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
 
 
@@ -372,8 +367,8 @@ class RunReplay:
     @cached_property
     def passes(self) -> TrainingReplay:
         """Replays the forward passes, in the run's own dtype where random numbers are drawn."""
-        own = self.trajectory.model.variant(TensorSpec(self.trajectory.dtype, self.model.spec.device))
-        return TrainingReplay(own, self.trajectory.loss, self.model.spec)
+        model = self.trajectory.model.variant(TensorSpec(self.trajectory.dtype, self.model.spec.device))
+        return TrainingReplay(model, self.trajectory.loss, self.model.spec)
 
     def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
         """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
@@ -404,20 +399,20 @@ class RunReplay:
             return [None] * (len(passes) + 1)
         start, end = recorded[step.index], recorded[step.index + 1]
         forwards = [data.forward for data in passes]
-        found = [start if own.statistics is None else own.statistics for own in forwards]
-        left = [end if own.statistics_after is None else own.statistics_after for own in forwards]
-        return [self._unseen_move(a, b) for a, b in zip([start, *left], [*found, end], strict=True)]
+        starts = [start if forward.statistics is None else forward.statistics for forward in forwards]
+        ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
+        return [self._unseen_move(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True)]
 
-    def _unseen_move(self, left: Float[Tensor, " Q"], found: Float[Tensor, " Q"]) -> UnseenMove | None:
+    def _unseen_move(self, end: Float[Tensor, " Q"], start: Float[Tensor, " Q"]) -> UnseenMove | None:
         """Compare the statistics that one pass left with those that the next one found."""
         sizes = [shape.numel() for shape in self.model.statistic_shapes]
-        moved, is_reset = torch.zeros_like(found, dtype=torch.bool), True
-        parts = zip(self.model.statistics, *(values.split(sizes) for values in (left, found, moved)), strict=True)
+        moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
+        parts = zip(self.model.statistics, *(values.split(sizes) for values in (end, start, moved)), strict=True)
         for name, before, after, is_moved in parts:
             if not torch.equal(before, after.to(before)):
                 is_moved.fill_(True)
                 is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
-        return UnseenMove(moved, found, is_reset) if bool(moved.any()) else None
+        return UnseenMove(moved, start, is_reset) if bool(moved.any()) else None
 
 
 def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:
@@ -442,11 +437,7 @@ def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
 
 
 def mismatch_ratio(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    replayed: ReplayedStep,
-    difference: Float[Tensor, " P"],
-    dtype: torch.dtype,
+    run: Trajectory, model: FunctionalModel, replayed: ReplayedStep, difference: Float[Tensor, " P"], dtype: torch.dtype
 ) -> float:
     """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
 
@@ -455,29 +446,29 @@ def mismatch_ratio(
     parameter: what a preconditioner amplifies in one explains nothing in the others.
 
     Args:
-        trajectory: The run.
+        run: The run.
         model: Its network in the dtype of the computation.
         replayed: The step.
         difference: The recorded step less the replayed one.
         dtype: The coarser of the dtypes of run and computation.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
-    found, plain = _largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
-    allowed = torch.full_like(found, plain)
-    if not found.max() <= plain:
-        state = flat_state(trajectory, step.index, w)
+    differences, plain = _largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
+    allowed = torch.full_like(differences, plain)
+    if not differences.max() <= plain:
+        state = flat_state(run, step.index, w)
         moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
         if step.passes:
-            g, _ = RunReplay(trajectory, model, w).gradient_at(step, moved)
+            g, _ = RunReplay(run, model, w).gradient_at(step, moved)
         else:
-            X, y, c = batch_of(trajectory, step, w)
+            X, y, c = batch_of(run, step, w)
             with disable_fused_attention():
-                g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
-        again, _ = predict_step(step_coefficients(trajectory, step.index, w), model.sizes, w, g, replayed.momentum)
+                g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
+        again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
         rounding = _largest_by_parameter(model, again - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
-    return float(torch.where(found == 0, 0.0, found / allowed).max())
+    return float(torch.where(differences == 0, 0.0, differences / allowed).max())
 
 
 def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
@@ -509,7 +500,7 @@ def batch_gradient(
     weights = {name: value.detach() for name, value in model.unflatten(state).items()}
     names = (*model.names, *model.statistics) if in_statistics else model.names
     leaves = [weights[name].requires_grad_() for name in names]
-    rows = batch_gradient_rows(X[0].numel())
+    rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, X[0].numel()))
     total = torch.zeros_like(state if in_statistics else state[: model.num_weights])
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
@@ -574,8 +565,8 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
 
 def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
     wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
-    found = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.reshape(-1) for g in found])
+    gradients = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.reshape(-1) for g in gradients])
 
 
 def _has_reentrant_checkpoint(outputs: Tensor) -> bool:

@@ -61,8 +61,8 @@ def _parts(returned: Any) -> dict[Any, Any]:
         return dict(enumerate(returned))
     if isinstance(returned, Tensor) or callable(returned):
         return {}
-    own = [field.name for field in dataclasses.fields(returned)] if dataclasses.is_dataclass(returned) else []
-    return {name: getattr(returned, name) for name in own} | dict(getattr(returned, "__dict__", {}))
+    names = [field.name for field in dataclasses.fields(returned)] if dataclasses.is_dataclass(returned) else []
+    return {name: getattr(returned, name) for name in names} | dict(getattr(returned, "__dict__", {}))
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -120,9 +120,8 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
                 f"{len(value)}; and be on one device: got {first.device} and {value.device}."
             )
     keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(X))
-    layout = InputLayout(
-        tuple(InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True))
-    )
+    tensors = [InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True)]
+    layout = InputLayout(tuple(tensors))
     if layout.width == 0:
         raise ValueError(f"{name} must hold at least one number per point: got none.")
     if layout.dtype.is_floating_point:
@@ -303,19 +302,14 @@ class Signature:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
             return given if isinstance(given, Tensor) and given.ndim else None
         keys = [tensor.key for tensor in self.layout.tensors]
-        values = arguments_of_call(keys, args, kwargs, forward)
-        if values is None:
-            return None
+        values = arguments_of_call(keys, args, kwargs, forward) or ()
         tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
         if len(tensors) < len(keys) or len({len(value) for value in tensors}) > 1:
             return None
-        pairs = list(zip(self.layout.tensors, tensors, strict=True))
-        if any(
-            tuple(value.shape[1:]) != tensor.shape or InputTensor(0, (), value.dtype).kind != tensor.kind
-            for tensor, value in pairs
-        ):
+        given = [InputTensor(0, tuple(value.shape[1:]), value.dtype) for value in tensors]
+        if any((a.shape, a.kind) != (b.shape, b.kind) for a, b in zip(given, self.layout.tensors, strict=True)):
             return None
-        return side_by_side([value for _, value in pairs], self.layout.dtype)
+        return side_by_side(tensors, self.layout.dtype)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the entry of a run's header; None where a network takes one tensor and returns the outputs.
@@ -360,9 +354,7 @@ def signature_from_json(
     if not isinstance(entry, dict) or not isinstance(entry.get("has_output"), bool) or "inputs" not in entry:
         raise ValueError(f"the header's 'signature' must say which tensors the network takes: got {entry!r}.")
     if entry["has_output"] and output is None:
-        raise ValueError(
-            "the run was recorded with output=, a function from what the network returns to (n, C): pass it as output=."
-        )
+        raise ValueError("the run was recorded with output=, a map of what the network returns: pass it as output=.")
     layout = None if entry["inputs"] is None else layout_from_json(entry["inputs"])
     graph = None if entry.get("graph") is None else graph_from_json(entry["graph"], data or {})
     return Signature(layout, output, graph)
@@ -375,9 +367,7 @@ def validate_output(output: object) -> None:
         TypeError: It cannot be called.
     """
     if output is not None and not callable(output):
-        raise TypeError(
-            f"output must be a function from what the network returns to a tensor (n, C), or None: got {output!r}."
-        )
+        raise TypeError(f"output must map what the network returns to a tensor (n, C), or be None: got {output!r}.")
 
 
 def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:
@@ -409,10 +399,7 @@ def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | 
 
 
 def arguments_of_call(
-    keys: Sequence[int | str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    forward: Callable[..., Any] | None = None,
+    keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> list[Any] | None:
     """Return the arguments of a call that stand for given positions and keywords; None if it is no such call.
 
@@ -426,11 +413,11 @@ def arguments_of_call(
     positions = tuple(key for key in keys if isinstance(key, int))
     keywords = {key: key for key in keys if isinstance(key, str)}
     try:
-        expected, found = (_by_parameter(forward, *call) for call in ((positions, keywords), (args, kwargs)))
+        expected, given = (_by_parameter(forward, *call) for call in ((positions, keywords), (args, kwargs)))
     except TypeError:
         return None
     parameter_of = {key: parameter for parameter, key in expected.items()}
-    return [found.get(parameter_of[key]) for key in keys]
+    return [given.get(parameter_of[key]) for key in keys]
 
 
 def _by_parameter(
@@ -501,14 +488,3 @@ class Points:
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
         return (self.mask == is_train).nonzero().squeeze(1).to(self.X.device)
-
-
-def validate_points(points: object, name: str) -> None:
-    """Raise if an object does not tell which copies it holds.
-
-    Raises:
-        TypeError: The object is not `Points`.
-    """
-    if not isinstance(points, Points):
-        got = type(points).__name__
-        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")

@@ -265,19 +265,15 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
     return c / total
 
 
-def loss_derivatives(
-    loss: Loss, outputs: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
-) -> Float[Tensor, "n ..."]:
-    """Return the derivative of each sample's loss in its own outputs, (n, C) or the scores of several positions."""
+def loss_derivatives(loss: Loss, z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+    """Return the derivative of each sample's loss in its own outputs z, (n, C) or the scores of several positions."""
     with torch.enable_grad():
-        z = outputs.detach().requires_grad_()
+        z = z.detach().requires_grad_()
         (derivative,) = torch.autograd.grad(per_sample_losses(loss, z, targets).sum(), z)
     return derivative
 
 
-def soft_targets(
-    loss: ClassLoss, targets: Shaped[Tensor, "n ..."], reference: Float[Tensor, "_ C"]
-) -> Float[Tensor, "n C"]:
+def soft_targets(loss: ClassLoss, targets: Shaped[Tensor, "n ..."], like: Float[Tensor, "_ C"]) -> Float[Tensor, "n C"]:
     """Return class targets as vectors q such that the loss of a sample is -<q, log softmax(outputs)>.
 
     Class weights, label smoothing and ignored samples are contained in q (docs/theory.md, section 5).
@@ -285,23 +281,23 @@ def soft_targets(
     Args:
         loss: The loss.
         targets: Class indices, or probabilities.
-        reference: Tensor with C columns, whose dtype and device the result has.
+        like: Tensor with C columns, whose dtype and device the result has.
 
     Raises:
         ValueError: There are several positions per sample.
     """
     if targets.ndim > (2 if targets.is_floating_point() else 1):
         raise ValueError(f"there must be one target per sample: got targets of shape {tuple(targets.shape)}.")
-    C = reference.shape[1]
+    C = like.shape[1]
     ignored = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
     if targets.is_floating_point():
-        q = targets.to(reference.dtype)
+        q = targets.to(like.dtype)
     else:
         ignored = targets == ignored_class(loss)
-        q = F.one_hot(targets.masked_fill(ignored, 0), C).to(reference.dtype)
+        q = F.one_hot(targets.masked_fill(ignored, 0), C).to(like.dtype)
     if isinstance(loss, CrossEntropy):
         q = (1 - loss.label_smoothing) * q + loss.label_smoothing / C
-    weights = _class_weights(loss, reference)
+    weights = _class_weights(loss, like)
     q = q if weights is None else q * weights
     return q.masked_fill(ignored[:, None], 0)
 
@@ -374,21 +370,19 @@ def apply_head(z: Float[Tensor, "*n C"], head: Head) -> Float[Tensor, "*n C"]:
     return z if head == "logits" else torch.log_softmax(z, dim=-1)
 
 
-def loss_terms(
-    signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]
-) -> Float[Tensor, " n"]:
+def loss_terms(signature: Signature, loss: Loss, returned: Any, y: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
     """Return the losses of n samples, not reduced; the batch's loss is their sum, weighted by `losses.sample_weights`.
 
     Args:
         signature: The network's signature.
         loss: The loss.
         returned: What the network returned for n inputs.
-        targets: Their targets.
+        y: Their targets.
 
     Raises:
         ValueError: A `PerSampleLoss` returns neither one value per sample nor a scalar.
     """
-    return per_sample_losses(loss, loss_input(signature, loss, returned, targets), targets)
+    return per_sample_losses(loss, loss_input(signature, loss, returned, y), y)
 
 
 def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> Any:

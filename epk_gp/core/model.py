@@ -242,9 +242,9 @@ class FunctionalModel:
         A call that is interrupted does not give it back: parameters may be left in it that the next call, which knows
         nothing of them, would not replace.
         """
-        own: nn.Module | None = self._of_thread.__dict__.pop("module", None)
-        if own is not None:
-            return own
+        module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
+        if module is not None:
+            return module
         tensors = (*self.module.parameters(), *self.module.buffers())
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
@@ -302,16 +302,12 @@ def functionalize(
     if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise TypeError(f"net must be the network itself: got {type(net).__name__} around it. Pass net.module.")
     if isinstance(net, torch.jit.ScriptModule):
-        raise TypeError(
-            "net must be a network in Python: got a torch.jit.ScriptModule. Pass the module it was made of."
-        )
+        raise TypeError("net must be a network in Python: got a torch.jit.ScriptModule. Pass what it was made of.")
     parameters = dict(net.named_parameters())
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
         raise ValueError("the network must be initialised: it has lazy layers. Call it once on a batch before.")
     if any(p.is_meta for p in parameters.values()):
-        raise ValueError(
-            "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device)."
-        )
+        raise ValueError("the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty().")
     if names is None:
         names = tuple(name for name, p in parameters.items() if p.requires_grad and p.numel())
     kept = (net.named_modules(), net.named_parameters(), net.named_buffers())
@@ -326,9 +322,7 @@ def functionalize(
         raise ValueError("the network must have weights to train: no parameter requires a gradient.")
     kinds = {(parameters[name].dtype, parameters[name].device) for name in names}
     if len(kinds) > 1 or not next(iter(kinds))[0].is_floating_point:
-        raise ValueError(
-            f"all trained weights must share one floating dtype and one device: got {sorted(map(str, kinds))}."
-        )
+        raise ValueError(f"the weights must share one floating dtype and one device: got {sorted(map(str, kinds))}.")
     try:
         module = copy.deepcopy(net)
     except (RuntimeError, TypeError, AttributeError) as error:

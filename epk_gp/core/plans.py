@@ -121,10 +121,6 @@ MAX_STEP_BATCH = 16
 # Fewer and more weight states evaluated together than that gain nothing.
 MIN_STACKED, MAX_STACKED = 8, 256
 
-# Tensors of the size of a forward pass that a directional derivative holds at once: values, tangents, and both along
-# the direction, for an operation's input and its result.
-PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
-
 # Directions along which the losses of a batch are differentiated together. Measured on batches of 64 images, float64:
 # 10 together take 0.6 to 0.8 of the time of 10 single passes (convolutions, attention), 0.3 to 0.4 (MLPs); 40 together
 # are as fast as 10 at a time, or slower (convolutions).
@@ -145,19 +141,6 @@ VMAP_ELEMENTS = 1 << 24
 # Inputs at which a network is evaluated at a time, whatever the budget: networks that are compared with each other are
 # evaluated in equal blocks, so that equal ones give equal bytes.
 EVALUATED_ROWS = 512
-
-# Vectors of P numbers that go back through a run, or are trained, beside each other. Of an output, under Adam: the
-# adjoints of weights, gradient, momentum and second moment before and after a step, and what joins them. Of a trained
-# run: weights, gradient, what the optimizer keeps before and after the step, its coefficients, and what joins them.
-_VECTORS_OF_ADJOINT, _VECTORS_OF_RUN = 16, 16
-
-# Passes of a batch that a graph holds from which second derivatives are taken (a forward and a backward pass, each with
-# what it saves for its derivative), and that one adjoint makes on its way back through it.
-_PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
-
-# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
-# 32 MiB of float64 inputs.
-BATCH_GRADIENT_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -181,7 +164,8 @@ class MemoryPlan:
 
         An eighth of the budget holds, for each state, the weights and a forward and backward pass, 4 times over.
         """
-        per_state = 4 * (self.itemsize * self.num_weights + num_points * self._pass_bytes)
+        pass_bytes = self._activation_bytes * (self.plan.num_outputs + 2)  # forward and backward, of all outputs
+        per_state = 4 * (self.itemsize * self.num_weights + num_points * pass_bytes)
         in_cache = rows_per_pass(self.plan, self.itemsize, self.plan.num_outputs) // num_points
         fitting = min(in_cache, self.budget // 8 // per_state, MAX_STACKED)
         return fitting if fitting >= MIN_STACKED else 1
@@ -277,21 +261,21 @@ class MemoryPlan:
     def influence_points(self, num_outputs: int) -> int:
         """Count the points whose adjoints go back through a run together, for `influence`; 0 where one does not fit.
 
-        Half of the budget holds, for each point and output, 16 vectors of P numbers.
+        Half of the budget holds, for each point and output, 16 vectors of P numbers: under Adam the adjoints of
+        weights, gradient, momentum and second moment before and after a step, and what joins them.
 
         Args:
             num_outputs: K, outputs that are asked for.
         """
-        per_point = _VECTORS_OF_ADJOINT * num_outputs * self.num_weights
-        return self.budget // (2 * self.itemsize * per_point)
+        return self.budget // (2 * self.itemsize * 16 * num_outputs * self.num_weights)
 
     def curvature_rows(self) -> int:
         """Count the rows of a pass whose second derivatives are taken together, where rows do not depend on each other.
 
-        A quarter of the budget holds the graph of the forward and backward pass, 6 passes of each row.
+        A quarter of the budget holds the graph of the forward and backward pass, each with what it saves for its
+        derivative: 6 passes of each row.
         """
-        per_row = _PASSES_OF_GRAPH * self.plan.activations_per_sample
-        return max(1, self.budget // (4 * self.itemsize * per_row))
+        return max(1, self.budget // (4 * self.itemsize * 6 * self.plan.activations_per_sample))
 
     def curvature_adjoints(self, num_rows: int) -> int:
         """Count the adjoints that go back through the graph of a pass together.
@@ -302,23 +286,24 @@ class MemoryPlan:
         Args:
             num_rows: Rows of the pass.
         """
-        per_adjoint = 4 * self.num_weights + _PASSES_OF_ADJOINT * num_rows * self.plan.activations_per_sample
+        per_adjoint = 4 * self.num_weights + 6 * num_rows * self.plan.activations_per_sample
         return max(1, self.budget // (4 * self.itemsize * per_adjoint))
 
     def retrained_runs(self, num_rows: int) -> int:
         """Count the runs that are trained again together; one more, with all weights 1, comes along.
 
-        Half of the budget holds 16 vectors of P numbers of each run. The other half holds 6 passes of a batch of each;
-        of one run at a time for networks with convolutions, whose passes are not mapped over runs.
+        Half of the budget holds 16 vectors of P numbers of each run: weights, gradient, what the optimizer keeps before
+        and after the step, its coefficients, and what joins them. The other half holds 6 passes of a batch of each; of
+        one run at a time for networks with convolutions, whose passes are not mapped over runs.
 
         Args:
             num_rows: Rows of the largest batch.
         """
         elements = self.budget // (2 * self.itemsize)
-        by_vectors = elements // (_VECTORS_OF_RUN * self.num_weights)
+        by_vectors = elements // (16 * self.num_weights)
         if self.plan.calls_convolutions:
             return max(1, by_vectors - 1)
-        by_passes = elements // (_PASSES_OF_GRAPH * max(1, num_rows) * self.plan.activations_per_sample)
+        by_passes = elements // (6 * max(1, num_rows) * self.plan.activations_per_sample)
         return max(1, min(by_vectors, by_passes) - 1)
 
     def statistics_rows(self, num_outputs: int, num_statistics: int) -> int:
@@ -361,9 +346,13 @@ class MemoryPlan:
         return max(1, min(max_samples, self.budget // (4 * self.itemsize * values)))
 
     def directional_rows(self) -> int:
-        """Count the rows whose values and directional derivatives are computed at a time."""
-        elements = self.budget // (PASSES_PER_DIRECTIONAL_DERIVATIVE * self.itemsize)
-        return max(1, min(elements // self.plan.activations_per_sample, rows_per_pass(self.plan, self.itemsize)))
+        """Count the rows whose values and directional derivatives are computed at a time.
+
+        The budget holds 8 passes of each: values, tangents, and both along the direction, for an operation's input and
+        its result.
+        """
+        fitting = self.budget // (8 * self._activation_bytes)
+        return max(1, min(fitting, rows_per_pass(self.plan, self.itemsize)))
 
     def kink_search_rows(self) -> int:
         """Count the rows that are searched for kinks at a time.
@@ -380,11 +369,6 @@ class MemoryPlan:
     @property
     def _activation_bytes(self) -> int:
         return self.plan.activations_per_sample * self.itemsize
-
-    @property
-    def _pass_bytes(self) -> int:
-        """Bytes of a sample's forward and backward pass for all outputs."""
-        return self._activation_bytes * (self.plan.num_outputs + 2)
 
 
 def _most_points(of_pair: int, of_point: int, share: int) -> int:
@@ -429,11 +413,6 @@ def fits_pass(num_elements: int, itemsize: int) -> bool:
     return num_elements * itemsize <= PASS_BYTES
 
 
-def vmap_chunk_size(num_weights: int, activations_per_sample: int) -> int:
-    """Count the samples that one `vmap` call takes."""
-    return max(1, VMAP_ELEMENTS // (num_weights + activations_per_sample))
-
-
 def weight_rows(budget: int, itemsize: int, num_weights: int) -> int:
     """Count the rows of P numbers, one for each step of a run, that a quarter of the budget holds.
 
@@ -459,24 +438,9 @@ def panel_points(num_points: int, input_bytes: int) -> int:
     return max(1, (1 << 20) // max(1, input_bytes), -(-num_points // 64))
 
 
-def single_machine_samples(budget: int, num_outputs: int, itemsize: int, num_points: int) -> int:
-    """Count the training points whose C x C blocks with all points fill a quarter of the budget."""
-    return max(1, budget // (4 * num_outputs**2 * itemsize * num_points))
-
-
 def posterior_points(budget: int, itemsize: int, rows_per_point: int, num_factor_rows: int) -> int:
     """Count the test points for which the cross block with the training points, its solve and a copy fit."""
     return max(1, budget // (3 * itemsize * rows_per_point * num_factor_rows))
-
-
-def summed_block_points(budget: int, num_outputs: int, num_columns: int) -> int:
-    """Count the points whose C x C float64 blocks fill half of the budget before they are summed over outputs."""
-    return max(1, budget // (2 * 8 * num_outputs**2 * num_columns))
-
-
-def batch_gradient_rows(input_elements: int) -> int:
-    """Count the training samples that one backward pass of a batch gradient takes."""
-    return max(1, BATCH_GRADIENT_ELEMENTS // max(1, input_elements))
 
 
 def positions_per_block(num_left_positions: int, num_right: int, num_right_positions: int) -> int:
@@ -485,9 +449,8 @@ def positions_per_block(num_left_positions: int, num_right: int, num_right_posit
 
 
 _HUGE_PAGE = 2 << 20
-_LARGE = (
-    32 << 20
-)  # bytes from which huge pages pay: glibc keeps smaller blocks for the next use, and there they cost 10 %
+# Bytes from which huge pages pay: glibc keeps smaller blocks for the next use, and there they cost 10 %.
+_LARGE = 32 << 20
 
 
 def empty_huge_pages(shape: Sequence[int], reference: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -182,18 +182,9 @@ def columns_note(num_shown: int, num_all: int, noun: str = "point", outputs: str
 Item = TypeVar("Item")
 
 
-def tracked(
-    items: Iterable[Item],
-    desc: str,
-    *,
-    total: int | None = None,
-    unit: str = "it",
-    initial: int = 0,
-    shown: bool = True,
-) -> Iterator[Item]:
-    """Return items as tqdm shows how many are done; `total` is by default the length of `items`."""
-    hidden = not shown or sys.stderr is None
-    return iter(tqdm(items, desc, total, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True))
+def tracked(items: Iterable[Item], desc: str, *, shown: bool = True, **options: Any) -> Iterator[Item]:
+    """Return items as tqdm shows how many are done, with tqdm's options `total`, `unit` and `initial`."""
+    return iter(tqdm(items, desc, disable=not shown or sys.stderr is None, dynamic_ncols=True, **options))
 
 
 def write_line(line: str) -> None:

@@ -147,8 +147,8 @@ def _validate_average(average: Trajectory, network: nn.Module) -> None:
     if missing:
         raise ValueError(f"network must have the parameters of the trained one: got none of the name {missing[0]!r}.")
     if average.statistics is not None and all(name in held for name in model.statistics):
-        own = model.flatten_statistics(held)
-        if not torch.allclose(own, average.statistics[S].to(own), rtol=1e-6, atol=0):
+        statistics = model.flatten_statistics(held)
+        if not torch.allclose(statistics, average.statistics[S].to(statistics), rtol=1e-6, atol=0):
             raise ValueError(
                 "network must have the moving statistics of the run's last step: it has others (update_bn, or averaged "
                 "buffers), which the path of the average does not lead to."
@@ -350,9 +350,8 @@ class _Computation:
             if self.law is not None:
                 law = self.law.step(index)
                 scales, memory, _ = law.scales(memory, w, g)
-                update = restore_update(
-                    replace(update, places=self.updates.places(index)), law.parts, scales, law.sizes
-                )
+                compact = replace(update, places=self.updates.places(index))
+                update = restore_update(compact, law.parts, scales, law.sizes)
                 updates.append(update)
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
@@ -388,15 +387,9 @@ class Recomputation:
         """Return the pickled form, without what was computed."""
         return Recomputation, (self.run, self.kept, self.updates)
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a preconditioner scales coefficients, which are computed again."""
-        return any(scaled_fields(self.run.optimizer_groups, self.run.model.names))
-
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
-        numbers = self.kept.numbers
-        return bool(numbers[bisect_right(numbers, state) - 1] == state)
+        return bool(self.kept.numbers[bisect_right(self.kept.numbers, state) - 1] == state)
 
     def state(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Return a state: kept, or computed in the dtype and on the device of a computation."""
@@ -488,8 +481,9 @@ class RecomputedUpdates:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a preconditioner scales any of them."""
-        return self.recomputation.is_scaled
+        """Whether a preconditioner scales any of them, which are computed again."""
+        run = self.recomputation.run
+        return any(scaled_fields(run.optimizer_groups, run.model.names))
 
     def held(self, step: int) -> UpdateCoefficients:
         """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
@@ -505,8 +499,8 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
         kept: The kept states.
         updates: The coefficients.
     """
-    own = Recomputation(run, kept, updates)
-    return replace(run, states=RecomputedStates(own), updates=RecomputedUpdates(own))
+    recomputation = Recomputation(run, kept, updates)
+    return replace(run, states=RecomputedStates(recomputation), updates=RecomputedUpdates(recomputation))
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:

@@ -12,9 +12,9 @@ row of the batch: right indices win far more than half of them in one of the way
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
@@ -100,20 +100,6 @@ class ForwardPass:
         return replace(self, **changed)
 
 
-@runtime_checkable
-class Passes(Protocol):
-    """The forward passes of a step: a tuple, or what reads them when they are indexed."""
-
-    def __len__(self) -> int:
-        """Count the passes."""
-
-    def __getitem__(self, number: int, /) -> ForwardPass:
-        """Return one pass."""
-
-    def __iter__(self) -> Iterator[ForwardPass]:
-        """Return the passes in their order."""
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """Learning rate and batch of the step from the weights w_s to the weights w_{s+1}.
@@ -134,17 +120,14 @@ class Step:
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
-    passes: Passes = ()
+    passes: Sequence[ForwardPass] = ()
     groups: tuple[OptimizerGroup, ...] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
-        batch, passes = self.batch, self.passes
-        return replace(
-            self,
-            batch=None if batch is None else change(batch),
-            passes=tuple(forward.map(change) for forward in passes) if isinstance(passes, tuple) else passes,
-        )
+        batch = None if self.batch is None else change(self.batch)
+        passes = tuple(each.map(change) for each in self.passes) if isinstance(self.passes, tuple) else self.passes
+        return replace(self, batch=batch, passes=passes)
 
 
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
@@ -213,22 +196,18 @@ def fingerprint_start(
 
 
 def fingerprint_step(
-    before: str,
-    step: Step,
-    update: UpdateCoefficients,
-    end: Float[Tensor, " P"],
-    statistics: Float[Tensor, " Q"] | None = None,
+    start: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None
 ) -> str:
-    """Return the digest of a run that is one step longer than the run with digest `before`.
+    """Return the digest of a run that is one step longer than the run with digest `start`.
 
     Args:
-        before: Digest of the run up to this step.
+        start: Digest of the run up to this step.
         step: Learning rate, batch and forward passes of the step.
         update: Its coefficients.
         end: The weights after the step.
         statistics: The moving statistics after the step; None for a network without them.
     """
-    hasher = hashlib.blake2b(before.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(start.encode(), digest_size=_DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:
@@ -248,8 +227,7 @@ def fingerprint_step(
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for value in vars(forward).values():
-        tensors = (value.index, value.values) if isinstance(value, SeenRows) else (value,)
-        for tensor in tensors:
+        for tensor in (value.index, value.values) if isinstance(value, SeenRows) else (value,):
             if isinstance(tensor, Tensor):
                 _hash_tensor(hasher, tensor)
             else:
@@ -516,20 +494,14 @@ def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:
 
 def _closeness(seen: Tensor, others: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
     """Return minus the distances of rows from others, with columns scaled by means and deviations of seen and own."""
-    a, b = (
-        _standard(x.reshape(len(x), -1).float(), y.reshape(len(y), -1).float())
-        for x, y in ((seen, seen), (others, own))
-    )
-    return -torch.cdist(a, b)
+    seen, others, own = (x.reshape(len(x), -1).float() for x in (seen, others, own))
+    return -torch.cdist(_standard(seen, seen), _standard(others, own))
 
 
 def _standard(x: Float[Tensor, "k D"], reference: Float[Tensor, "r D"]) -> Float[Tensor, "k D"]:
     deviation = reference.std(dim=0, correction=0)
-    z = (
-        ((x - reference.mean(dim=0)) / deviation)
-        .where(deviation > 1e-6 * reference.abs().amax(dim=0), 0.0)
-        .clamp(-4, 4)
-    )
+    varies = deviation > 1e-6 * reference.abs().amax(dim=0)
+    z = ((x - reference.mean(dim=0)) / deviation).where(varies, 0.0).clamp(-4, 4)
     return F.normalize(z) if z.shape[1] >= 8 else z  # many columns: directions, as mixed rows are shorter
 
 

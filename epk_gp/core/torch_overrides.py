@@ -6,7 +6,6 @@ A checkpointed function is called again in the backward pass, and takes the weig
 `torch.func.functional_call` are there during the forward pass only, so nothing may be left to be recomputed.
 """
 
-import re
 import threading
 import warnings
 import weakref
@@ -135,12 +134,10 @@ class WrittenOutNormalisation(TorchFunctionMode):
             return v * (g / torch.norm_except_dim(v, 2, dim))
         if func in _NORMALISATIONS:
             named = {**_DEFAULTS, **dict(zip(_NORMALISATIONS[func], args, strict=False)), **kwargs}
-            mean, variance = named["running_mean"], named["running_var"]
+            mean, var = named["running_mean"], named["running_var"]
             uses_batch = named.get("use_input_stats", func is F.instance_norm) or named.get("training", False)
-            if not uses_batch and {id(mean), id(variance)} & self.statistics:
-                return normalise_by_statistics(
-                    named["input"], mean, variance, named["weight"], named["bias"], named["eps"]
-                )
+            if not uses_batch and {id(mean), id(var)} & self.statistics:
+                return normalise_by_statistics(named["input"], mean, var, named["weight"], named["bias"], named["eps"])
         return func(*args, **kwargs)
 
 
@@ -168,6 +165,8 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Thread(threading.local):
+    depth = 0  # how often the thread has torch's level of forward-mode derivatives
+
     def __init__(self) -> None:
         self.users = weakref.WeakSet[_User]()
 
@@ -182,22 +181,16 @@ class _QuietCategory(type):
         return bool(_THREAD.users)
 
 
-# One entry in the process's list of filters that stays there: each change of the list would make Python forget which
-# warnings it has shown, and show those of the user's own loop again.
-_FILTER = (
-    "ignore",
-    re.compile("None of the inputs have requires_grad=True", re.IGNORECASE),
-    cast(Any, _QuietCategory("QuietWarning", (Warning,), {})),
-    None,
-    0,
-)
+_QUIET: Any = _QuietCategory("QuietWarning", (Warning,), {})
 
 
 @contextmanager
 def quiet_checkpoints() -> Iterator[None]:
     """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
-    if list(warnings.filters[:1]) != [_FILTER]:
-        warnings.filterwarnings("ignore", _FILTER[1].pattern, _FILTER[2])
+    # One entry in the process's list of filters that stays there: each change of the list would make Python forget
+    # which warnings it has shown, and show those of the user's own loop again.
+    if [category for _, _, category, *_ in warnings.filters[:1]] != [_QUIET]:
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", _QUIET)
     user = _User()
     try:
         _THREAD.users.add(user)
@@ -209,7 +202,6 @@ def quiet_checkpoints() -> Iterator[None]:
 # torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
 _FORWARD_MODE = threading.RLock()
 _interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
-_in_this_thread = threading.local()  # how often this thread has the level
 
 
 @contextmanager
@@ -221,17 +213,19 @@ def exclusive_forward_mode() -> Iterator[None]:
     """
     with _FORWARD_MODE:
         if _interrupted.is_set():
-            _close_level()
+            with suppress(RuntimeError, AttributeError):  # only its number is left, or another torch has other names
+                torch._C._exit_dual_level(level=0)
+            cast(Any, fwAD)._current_level = -1
         _interrupted.set()
-        depth = getattr(_in_this_thread, "depth", 0)
+        depth = _THREAD.depth
         try:
-            _in_this_thread.depth = depth + 1
+            _THREAD.depth = depth + 1
             yield
         except Exception:
             _interrupted.clear()  # an error, and the level is closed
             raise
         finally:
-            _in_this_thread.depth = depth
+            _THREAD.depth = depth
         _interrupted.clear()
 
 
@@ -242,24 +236,13 @@ def forward_mode() -> Iterator[None]:
         yield
 
 
-def _close_level() -> None:
-    exit_level = getattr(torch._C, "_exit_dual_level", None)
-    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
-        with suppress(RuntimeError):
-            fwAD.exit_dual_level()
-        return
-    with suppress(RuntimeError):  # no level is open, and only its number is left
-        exit_level(level=0)
-    cast(Any, fwAD)._current_level = -1
-
-
 def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return a tensor's value and its tangent, None if it has none.
 
     While another thread is at torch's level, torch would make a view of a tensor that has no tangent. Gradients through
     the view are added up in another order, and would have other bytes than alone.
     """
-    if not getattr(_in_this_thread, "depth", 0):
+    if not _THREAD.depth:
         return value, None
     primal, tangent = fwAD.unpack_dual(value)
     return primal, tangent

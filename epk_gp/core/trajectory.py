@@ -171,16 +171,13 @@ class Trajectory(Displayed):
 
         The gradient is then that of the network in evaluation mode on the recorded data.
         """
-        if self.statistics is not None or any(step.passes for step in self.steps):
-            return False
-        if getattr(self.updates, "is_scaled", False):
+        if self.average is not None or self.statistics is not None or any(step.passes for step in self.steps):
             return False
         coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
-        return self.average is None and all(
-            not u.has_matrices
-            and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
-            and bool((u.lr == u.lr[0]).all())
-            and bool((u.grad_scale == u.grad_scale[0]).all())
+        return not getattr(self.updates, "is_scaled", False) and not any(
+            u.has_matrices
+            or any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
+            or any(bool((value != value[0]).any()) for value in (u.lr, u.grad_scale))
             for u in coefficients
         )
 
@@ -321,19 +318,22 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
     return packed
 
 
-def validate_points_layout(trajectory: Trajectory, points: Points, name: str) -> None:
-    """Raise if points were made of other tensors than the training inputs consist of.
+def validate_points(trajectory: Trajectory, points: object, name: str) -> None:
+    """Raise if points do not tell which copies they are, or were made of other tensors than the training inputs.
 
     Raises:
-        TypeError: The network takes one tensor, or a tensor holds numbers of another kind.
+        TypeError: They are not `Points`, or the network takes one tensor, or a tensor holds numbers of another kind.
         ValueError: A tensor is missing, or there is one too many, or one has another shape.
     """
+    if not isinstance(points, Points):
+        got = type(points).__name__
+        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")
     if points.layout is None:
         return
     recorded = trajectory.model.signature.layout
     if recorded is None:
-        raise TypeError(f"{name} must be one tensor, as the training inputs are: got several.")
-    validate_same_layout(recorded, points.layout, name)
+        raise TypeError(f"{name}.X must be one tensor, as the training inputs are: got several.")
+    validate_same_layout(recorded, points.layout, f"{name}.X")
 
 
 def leaves_unexplained(trajectory: Trajectory) -> bool:

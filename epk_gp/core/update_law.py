@@ -32,13 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
-from epk_gp.optimizers.torch_rules import (
-    LINEAR_RULES,
-    PRECONDITIONERS,
-    Memory,
-    OptimizerGroup,
-    Preconditioner,
-)
+from epk_gp.optimizers.torch_rules import LINEAR_RULES, PRECONDITIONERS, Memory, OptimizerGroup, Preconditioner
 from epk_gp.optimizers.update_rules import (
     FIELDS,
     Clip,
@@ -58,12 +52,12 @@ def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tup
         groups: The optimizers' parameter groups.
         names: Names of the L parameters.
     """
-    found: dict[str, frozenset[str]] = {}
+    scaled: dict[str, frozenset[str]] = {}
     for group in groups:
         if group.rule in PRECONDITIONERS:
             fields = frozenset(PRECONDITIONERS[group.rule].fields(group.options))
-            found |= dict.fromkeys(group.names, fields)
-    return tuple(found.get(name, frozenset()) for name in names)
+            scaled |= dict.fromkeys(group.names, fields)
+    return tuple(scaled.get(name, frozenset()) for name in names)
 
 
 def compact_update(
@@ -82,9 +76,8 @@ def compact_update(
         value = getattr(update, name)
         if len(value) == len(sizes) or not any(name in own for own in fields):
             continue
-        compact = [
-            _representative(part, name in own) for part, own in zip(value.split(list(sizes)), fields, strict=True)
-        ]
+        parts = zip(value.split(list(sizes)), fields, strict=True)
+        compact = [_representative(part, name in scaled) for part, scaled in parts]
         if all(place is not None for place, _ in compact):
             places[name] = torch.tensor([place for place, _ in compact])
             numbers[name] = torch.tensor([number for _, number in compact], dtype=torch.float64)
@@ -154,9 +147,9 @@ def restore_update(
                 continue
             r = firsts[:-1][part.parameters] + at.clamp(min=0) - part.columns.start
             r = r.clamp(max=len(scale) - 1).to(scale.device)  # a parameter of no weights may be the last
-            own = (numbers[part.parameters] / scale[r]).repeat_interleave(repeats) * scale
+            values = (numbers[part.parameters] / scale[r]).repeat_interleave(repeats) * scale
             is_scaled = (at >= 0).to(scale.device).repeat_interleave(repeats)
-            restored[name][part.columns] = torch.where(is_scaled, own, restored[name][part.columns])
+            restored[name][part.columns] = torch.where(is_scaled, values, restored[name][part.columns])
     return replace(compact, **restored, places={})
 
 
@@ -202,12 +195,7 @@ class StepLaw:
     clip: Clip | None
 
     def advance(
-        self,
-        memory: OptimizerMemory,
-        w: Float[Tensor, "... P"],
-        g: Float[Tensor, "... P"],
-        *,
-        is_stacked: bool = False,
+        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"], *, is_stacked: bool = False
     ) -> tuple[Float[Tensor, "... P"], OptimizerMemory, dict[str, Tensor]]:
         """Make the step.
 
@@ -223,15 +211,15 @@ class StepLaw:
             the recorded ones, (P,), or (..., P) where preconditioners scale them.
         """
         scales, after, h = self.scales(memory, w, g)
-        found = dict(self.recorded)
+        coefficients = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
-                whole = found[name].expand(*ratio.shape[:-1], -1)
-                own = whole[..., part.columns] * ratio
-                found[name] = whole.slice_scatter(own, -1, part.columns.start, part.columns.stop)
-        m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        return found["momentum_lr"] * m + found["lr"] * h, replace(after, momentum=m), found
+                whole = coefficients[name].expand(*ratio.shape[:-1], -1)
+                scaled = whole[..., part.columns] * ratio
+                coefficients[name] = whole.slice_scatter(scaled, -1, part.columns.start, part.columns.stop)
+        m = coefficients["beta"] * memory.momentum + coefficients["one_minus_dampening"] * h
+        return coefficients["momentum_lr"] * m + coefficients["lr"] * h, replace(after, momentum=m), coefficients
 
     def scales(
         self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
@@ -247,8 +235,8 @@ class StepLaw:
         counts = memory.counts + self.moves.to(memory.counts)
         scales, kept = [], []
         for part, before in zip(self.parts, memory.kept, strict=True):
-            own = counts[part.parameters].clamp(min=1)
-            count = (own[0] if bool((own == own[0]).all()) else own.repeat_interleave(part.sizes)).to(h)
+            n = counts[part.parameters].clamp(min=1)
+            count = (n[0] if bool((n == n[0]).all()) else n.repeat_interleave(part.sizes)).to(h)
             scale, after = part.preconditioner.scale(before, h[..., part.columns], part.options, count)
             if self.is_moved is not None:  # the optimizer passed over the weights that did not move
                 moved = self.is_moved[part.columns]
@@ -274,7 +262,7 @@ class StepLaw:
             keeps afterwards.
         """
         scales, after, _ = self.scales(memory, w, g)
-        found, members = dict[str, Any](self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
+        coefficients, members = dict[str, Any](self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
         for part, scale in zip(self.parts, scales, strict=True):
             numbers = after.counts[part.parameters].repeat_interleave(part.sizes)
             for count in numbers.unique():
@@ -284,19 +272,20 @@ class StepLaw:
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
-                recorded = found[name][columns]
+                recorded = coefficients[name][columns]
                 r = torch.where(recorded == 0, torch.inf, scale).argmin()
                 value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
-                found[name] = found[name].index_copy(0, columns, value)
+                coefficients[name] = coefficients[name].index_copy(0, columns, value)
         is_unknown = self.moves & ~self.is_known
         if bool(is_unknown.any()):
             sizes = torch.tensor(self.sizes, device=g.device)
-            found["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, found["lr"])
+            coefficients["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, coefficients["lr"])
         clip = step_clip(self.clip, update, self.recorded["grad_scale"], g)
         if clip is not None:
-            found["grad_scale"] = found["grad_scale"].sign() * clip.factors(torch.where(found["grad_scale"] == 0, 0, g))
-        own = UpdateCoefficients(**found, left=update.left, right=update.right)
-        d, _ = predict_step(own, self.sizes, w, g, memory.momentum)
+            factor = coefficients["grad_scale"]
+            coefficients["grad_scale"] = factor.sign() * clip.factors(torch.where(factor == 0, 0, g))
+        made = UpdateCoefficients(**coefficients, left=update.left, right=update.right)
+        d, _ = predict_step(made, self.sizes, w, g, memory.momentum)
         return d, after
 
 
@@ -384,5 +373,5 @@ class UpdateLaw:
         is_still &= (recorded["lr"] == 0) & (recorded["momentum_lr"] == 0)
         moves, is_moved = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device), None
         if bool(is_still.any()):
-            moves, is_moved = torch.stack([~own.all() for own in is_still.split(list(self.sizes))]), ~is_still
+            moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still
         return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip)

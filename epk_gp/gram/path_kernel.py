@@ -10,10 +10,10 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.inputs import Inputs, Points, validate_points
+from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points, validate_trajectory
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
@@ -206,8 +206,7 @@ class PathKernel:
         require_integrable(self.path, "the path kernel")
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
-            validate_points(points, name)
-            validate_points_layout(self.trajectory, points, f"{name}.X")
+            validate_points(self.trajectory, points, name)
             self.parse_inputs(points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(

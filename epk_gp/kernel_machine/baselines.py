@@ -11,7 +11,6 @@ from torch import Tensor
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.plans import single_machine_samples
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
@@ -118,8 +117,8 @@ def single_machine(
     coefficients = _constant_coefficients(trajectory, kernel.head, spec.dtype).to(X.device)
     initial, network = (network_outputs(trajectory, X, state=state, head=kernel.head) for state in (0, -1))
     outputs = initial.clone()
-    C, itemsize = trajectory.num_outputs, initial.element_size()
-    size = single_machine_samples(parsed.memory_budget, C, itemsize, len(X))
+    block_bytes = trajectory.num_outputs**2 * initial.element_size() * len(X)  # of a training point with all points
+    size = max(1, parsed.memory_budget // (4 * block_bytes))
     training = spec.cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)

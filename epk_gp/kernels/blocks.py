@@ -16,7 +16,6 @@ from torch import Tensor
 
 from epk_gp.core.checks import ComputeOptions, validate_count
 from epk_gp.core.inputs import Points
-from epk_gp.core.plans import summed_block_points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.pairs import PairedSets, SetPairs
@@ -68,7 +67,8 @@ class OutputStructure:
         if self.kind == "full":
             block = kernel.block(a, b, options)
             return block.reshape(1, block.shape[0] * block.shape[1], -1)
-        size = summed_block_points(options.memory_budget, self.num_outputs, len(b))
+        # C x C float64 blocks fill half of the budget before they are summed over outputs
+        size = max(1, options.memory_budget // (2 * 8 * self.num_outputs**2 * len(b)))
         return torch.cat([kernel.block(rows, b, options).sum((1, 3)) for rows in _split_rows(a, size)])[None]
 
     def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:

@@ -117,10 +117,9 @@ def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Option
     if p.grad is not None:
         seen[tuple(p.grad.coalesce().indices())] = True
     rate = float(_as_computed(group, group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
-    found = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
+    moving = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
     one = torch.ones_like(after["exp_avg"])
-    kept = {"beta": 1.0}
-    return _step(group, **{name: torch.where(seen, one * found[name], kept.get(name, 0.0)) for name in found})
+    return _step(group, **{key: torch.where(seen, one * value, float(key == "beta")) for key, value in moving.items()})
 
 
 def _rmsprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -322,19 +321,19 @@ LINEAR_RULES = frozenset({"SGD", "ASGD"})  # their coefficients do not depend on
 def _scale_options(rule: str, options: Options) -> dict[str, Any]:
     """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
     names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
-    found = [name for name in names if name in options and rule in PRECONDITIONERS]
-    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in found}
+    present = [name for name in names if name in options and rule in PRECONDITIONERS]
+    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in present}
 
 
 def fits_scale(rule: str, options: Options) -> bool:
     """Return whether a rule's scale can be computed by options that a file holds."""
     if rule not in PRECONDITIONERS:
         return True
-    own, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
+    preconditioner, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
     try:
-        memory = tuple(value * one for value in own.initial(options))
-        scale, _ = own.scale(memory, one, options, one)
-        return bool(own.fields(options) and scale.isfinite().all())
+        memory = tuple(value * one for value in preconditioner.initial(options))
+        scale, _ = preconditioner.scale(memory, one, options, one)
+        return bool(preconditioner.fields(options) and scale.isfinite().all())
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return False
 
@@ -376,9 +375,8 @@ class OptimizerGroup:
 def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of all optimizers of a network, with the update rules that the user gave."""
     names = {id(p): name for name, p in net.named_parameters()}
-    return tuple(
-        group for own, optimizer in given_rules(optimizers, rules) for group in groups_of(optimizer, own, names)
-    )
+    given = given_rules(optimizers, rules)
+    return tuple(group for rule, optimizer in given for group in groups_of(optimizer, rule, names))
 
 
 def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
@@ -395,13 +393,13 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
 
 
 def groups_of(
-    optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
+    optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
 ) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of one optimizer as they are now, or those options that preconditioners depend on.
 
-    The user gave its `own` update rule; `names` has the network's parameters by their `id`.
+    The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
     """
-    rule = RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else ""
+    rule = RULES[type(optimizer)].name if given is None and type(optimizer) in RULES else ""
     groups = []
     for group in optimizer.param_groups:
         options = _scale_options(rule, group) if of_scale else group

@@ -138,10 +138,10 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     """
     matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
     for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
-        own = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
-        for name, Q in own.items():
+        held = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
+        for name, Q in held.items():
             matrices[name][k] = Q
-        _matrix_shape(own.get("left"), own.get("right"), size)
+        _matrix_shape(held.get("left"), held.get("right"), size)
     joined: dict[str, Any] = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
@@ -149,13 +149,8 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         if like is None:
             joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
         else:
-            rows = (
-                value.detach().reshape(-1)
-                if isinstance(value, Tensor) and value.ndim
-                else like.new_full((size,), float(value))
-                for value, size in zip(values, sizes, strict=True)
-            )
-            joined[name] = torch.cat(list(rows))
+            numbers = (torch.as_tensor(value, dtype=like.dtype, device=like.device).detach() for value in values)
+            joined[name] = torch.cat([x.reshape(-1).expand(size) for x, size in zip(numbers, sizes, strict=True)])
     return UpdateCoefficients(**joined, left=matrices["left"], right=matrices["right"])
 
 

@@ -1,11 +1,15 @@
-"""JSON files of the package with one entry changed and a right checksum: usable, or one clear error."""
+"""JSON files of the package with one entry missing, of another type or out of range: usable, or one clear error."""
 
+import copy
+import json
 import math
+import random
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
-from json_mutations import damaged_texts, mutations, sampled
 from safetensors.torch import load, save
 
 import epk_gp as epk
@@ -16,14 +20,91 @@ from loops import data, mlp, sgd
 from stored_runs import record
 
 COUNT = 60  # of each file; all of some 4000 were tried once
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 3, 0.5, -0.5, 1e308, 10**30, -(10**30), math.nan, math.inf, -math.inf),
+    *("", "x", "exact", "logits", "torch.float32", "\ud800", "a\0b", "../../etc/passwd"),
+    *([], [[]], [None], ["x"], [-1], [1 << 62, 4], [[[[0]]]], {}, {"x": 1}, {"kind": "x"}, {"name": []}),
+)
 
 
-def outcomes(file, load):
+_MISSING, _RENAMED = object(), object()
+
+
+def edits(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Every entry of a value, by its path, with each of its changes."""
+    return [(path, change) for path in _paths(value) for change in _changes(_at(value, path), path[-1])]
+
+
+def edited(value: Any, path: tuple[Any, ...], change: Any) -> tuple[str, Any]:
+    """What an edit changes, and the value with it."""
+    changed, key = copy.deepcopy(value), path[-1]
+    parent = _at(changed, path[:-1])
+    if change is _MISSING:
+        del parent[key]
+    elif change is _RENAMED:
+        parent["\udcff" + key] = parent.pop(key)
+    else:
+        parent[key] = change
+    done = "missing" if change is _MISSING else "renamed" if change is _RENAMED else repr(change)[:40]
+    return f"{'.'.join(map(str, path))} -> {done}", changed
+
+
+def sampled(value: Any, count: int) -> list[tuple[str, Any]]:
+    """Some of the edits."""
+    every = edits(value)
+    return [edited(value, *edit) for edit in random.Random(0).sample(every, min(count, len(every)))]
+
+
+def damaged_texts(text: bytes) -> dict[str, bytes]:
+    """The text of a JSON object, damaged as no writer of JSON would."""
+    first = next(iter(json.loads(text)), "x")
+    return {
+        "not UTF-8": text.replace(b'"', b'"\xff\xfe', 1),
+        "a key twice": text.rstrip()[:-1] + f', "{first}": null}}'.encode(),
+        "cut": text[: len(text) // 2],
+        "empty": b"",
+        "null": b"null",
+        "a list": b"[" + text + b"]",
+        "UTF-16": text.decode().encode("utf-16"),
+        "NaN": text.replace(b":", b': NaN, "x":', 1),
+        "huge": text.replace(b":", b": " + b"9" * 5000 + b', "x":', 1),
+    }
+
+
+def _changes(old: Any, key: Any) -> Iterator[Any]:
+    yield _MISSING
+    yield from (value for value in VALUES if repr(value) != repr(old))
+    if isinstance(old, bool):
+        yield not old
+    elif isinstance(old, int | float):
+        yield from (-old, old + 1, old * 2, float(old), str(old), [old])
+    elif isinstance(old, str):
+        yield from (old + "x", old[:-1], [old])
+    elif isinstance(old, list) and old:
+        yield from (old[:-1], [*old, old[0]], old[::-1], old * 2, [old], dict(enumerate(map(str, old))))
+    if isinstance(key, str):
+        yield _RENAMED
+
+
+def _paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*before, key)
+        yield from _paths(entry, (*before, key))
+
+
+def _at(value: Any, path: Any) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def outcomes(file, load, count=COUNT):
     """How many mutations were read, and how many refused; any other error fails."""
     original = file.read_bytes()
     entries = read_checksummed_json(original, "")
     entries.pop("blake2b", None)
-    contents = [(name, checksummed_json(changed)) for name, changed in sampled(entries, COUNT)]
+    contents = [(name, checksummed_json(changed)) for name, changed in sampled(entries, count)]
     read = refused = 0
     for name, content in [*contents, *damaged_texts(original).items()]:
         file.write_bytes(content)
@@ -52,7 +133,7 @@ def test_a_run_s_header_and_what_it_is_opened_for(tmp_path):
         run = epk.load_trajectory(tmp_path / "run", mlp())
         assert epk.attribute(run, run.inputs[:1]).samples.isfinite().all()
 
-    outcomes(tmp_path / "run" / "run.json", use)
+    outcomes(tmp_path / "run" / "run.json", use, COUNT // 2)
 
 
 @pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
@@ -68,7 +149,7 @@ def test_groups_of_a_header_are_refused_or_give_the_influence_of_before_or_no_ce
         if effect.certified:
             torch.testing.assert_close(effect.values, expected)
 
-    for name, changed in mutations(entries["groups"]):
+    for name, changed in (edited(entries["groups"], *edit) for edit in edits(entries["groups"])):
         if any(part in name for part in ("names -> []", "betas -> 'x'", "betas.1 -> None", "eps -> {}", "rule -> ''")):
             file.write_bytes(checksummed_json(entries | {"groups": changed}))
             with suppress(ValueError):

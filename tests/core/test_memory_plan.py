@@ -8,21 +8,11 @@ import pytest
 from epk_gp.core import plans as memory_plan
 from epk_gp.core.plans import DifferentiationPlan, MemoryPlan, rows_per_pass, weight_rows
 
+SUPPORTED = ("interpolation", "stacking", "jvp", "interpolated_jvp", "batched_vjp", "vmap")
 PLAN = DifferentiationPlan(
-    bias_of={"0.weight": "0.bias"},
-    dense_params=(),
-    supports_interpolation=True,
-    supports_stacking=True,
-    supports_jvp=True,
-    supports_interpolated_jvp=True,
-    supports_batched_vjp=True,
-    calls_convolutions=False,
-    supports_pool_windows=False,
-    supports_vmap=True,
-    vmap_chunk_size=64,
-    activations_per_sample=500,
-    num_outputs=3,
-)
+    **{f"supports_{name}": True for name in SUPPORTED}, supports_pool_windows=False, calls_convolutions=False,
+    bias_of={"0.weight": "0.bias"}, dense_params=(), vmap_chunk_size=64, activations_per_sample=500, num_outputs=3,
+)  # fmt: skip
 FEATURE_BYTES = 4000
 MAY_BE_ZERO = ("adjoint_points", "influence_points")  # then each output of a point is computed by itself
 SIZES: dict[str, Callable[[MemoryPlan], int]] = {
