@@ -27,7 +27,7 @@ pytestmark = [
 
 def new_cluster(**options):
     return distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50, **options
+        n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50, death_timeout=60, **options
     )
 
 
@@ -73,8 +73,10 @@ def test_a_dozen_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     work, kills, count, over = Squares(str(tmp_path / "notes"), seconds=0.02), 12, 400, threading.Event()
     with new_cluster() as cluster, distributed.Client(cluster) as client, ThreadPoolExecutor(1) as pool:
         killer = pool.submit(kill_at_random, work, kills, cluster, over)
-        found = squares(work, client, tmp_path / "pieces", count)
-        over.set()
+        try:
+            found = squares(work, client, tmp_path / "pieces", count)
+        finally:  # the killer ends, and the pool with it, also where the job failed
+            over.set()
         assert killer.result() == kills
         alive = set(client.run(os.getpid).values())
     assert found == [n * n for n in range(count)]
