@@ -21,9 +21,7 @@ from epk_gp.gp.regression import leave_one_out
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
-from epk_gp.kernel_machine.baselines import (
-    tangent_trajectory,
-)
+from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.storage.verify import check_run, export_run
 
 
@@ -187,13 +185,7 @@ def _train(shared: Shared) -> object:
             value.copy_(start)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = epk.train(
-        net,
-        shared.run.inputs,
-        shared.run.targets,
-        optimizer=optimizer,
-        steps=2,
-        batch_size=3,
-        generator=_seed(),
+        net, shared.run.inputs, shared.run.targets, optimizer=optimizer, steps=2, batch_size=3, generator=_seed()
     )
     return run.digest, list(run.states), run.steps
 

@@ -35,10 +35,7 @@ NETWORKS = {
     "cnn_relu_without_scale": (lambda: cnn(affine=False), IMAGE),
     "cnn_relu_cumulative": (lambda: cnn(momentum=None), IMAGE),
     "instance_norm": (lambda: cnn(norm=nn.InstanceNorm2d), IMAGE),
-    "spectral_norm": (
-        lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double(),
-        FLAT,
-    ),
+    "spectral_norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double(), FLAT),
     "shared": (Shared, FLAT),
 }
 
