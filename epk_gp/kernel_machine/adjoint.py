@@ -63,11 +63,9 @@ def propagate_step(
     if average is None:
         return Phi, *propagate(u, sizes, Phi, adjoint_state)
     a = float(average.coefficients[step.index])
-    E = Phi.mul_(a)
-    of_momentum = None
+    E, of_momentum = Phi.mul_(a), None
     if adjoint_state is not None:
-        of_momentum = adjoint_state[0]
-        E = E.add_(adjoint_state[1], alpha=1 - a)
+        of_momentum, E = adjoint_state[0], E.add_(adjoint_state[1], alpha=1 - a)
     H, of_momentum = propagate(u, sizes, E, of_momentum)
     return E, H, torch.stack([torch.zeros_like(E) if of_momentum is None else of_momentum, E])
 
@@ -247,11 +245,8 @@ def grouped_products(
     if count == 1:
         return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
     out = H.new_zeros(N, K, len(vectors), count)
-    first = 0
-    for group, size in zip(groups.tolist(), sizes, strict=True):
-        part = slice(first, first + size)
-        out[..., group] += (H[..., part].flatten(0, 1) @ vectors[:, part].T).view(K, N, len(vectors)).transpose(0, 1)
-        first += size
+    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
+        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
     return out
 
 
@@ -324,12 +319,7 @@ class LossProducts:
         return values
 
     def _is_derivative(
-        self,
-        state: Tensor,
-        data: PassData,
-        H: Float[Tensor, "K N P"],
-        whole: Float[Tensor, "N K G"],
-        values: Float[Tensor, "N K B G"],
+        self, state: Tensor, data: PassData, H: Tensor, whole: Float[Tensor, "N K G"], values: Float[Tensor, "N K B G"]
     ) -> bool:
         """Return whether forward mode follows what plain autograd differentiates.
 
@@ -349,9 +339,8 @@ class LossProducts:
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
         problem, plan = self.problem, self.problem.net.plan
-        if data.forward.autocast is not None or not problem.trajectory.loss_takes_outputs:
-            return False
-        if plan.shares_pass:  # a backward pass per sample, each through the whole graph
+        # in a shared pass there is a backward pass per sample, each through the whole graph
+        if data.forward.autocast is not None or not problem.trajectory.loss_takes_outputs or plan.shares_pass:
             return False
         if not data.forward.is_deterministic and (
             problem.cost.all_dense
@@ -421,23 +410,20 @@ class LossProducts:
     ) -> Float[Tensor, "R n"]:
         """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
         if self._has_forward_mode:
+            size = expected.abs().max().clamp(min=1.0)
             try:
                 primals, slopes = self._forward(state, data, directions)
-                if self._rows.works and not self._has_values(primals, expected):
+                if self._rows.works and not _is_same(primals, expected, size):
                     self._rows.works = False
                     primals, slopes = self._forward(state, data, directions)
             except (RuntimeError, NotImplementedError):
                 self._has_forward_mode = False
             else:
                 # forward mode may draw other random numbers, or take another kernel
-                self._has_forward_mode = self._has_values(primals, expected)
+                self._has_forward_mode = _is_same(primals, expected, size)
                 if self._has_forward_mode:
                     return slopes.to(directions)
         return self._sample_by_sample(state, data, directions)
-
-    @staticmethod
-    def _has_values(losses: Tensor, expected: Tensor) -> bool:
-        return _is_same(losses, expected, expected.abs().max().clamp(min=1.0))
 
     def _forward(self, state: Tensor, data: PassData, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses and their derivatives along all directions, mapped over directions where torch can.
@@ -527,11 +513,6 @@ class AdjointTerms(AttributionWork):
 
     keeps_residuals = True
 
-    @property
-    def ranges(self) -> list[slice]:
-        """All steps."""
-        return [slice(0, self.kernel.trajectory.num_steps)]
-
     def terms(
         self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
@@ -549,7 +530,7 @@ class AdjointTerms(AttributionWork):
             Phi, u = stretch.of_weights, step_coefficients(trajectory, s, X)
             start, end = (flat_weights(trajectory, state, X) for state in (s, s + 1))
             change = (Phi @ (end - start)).T  # N K
-            totals.add_change(s, change)
+            totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
             E, H, adjoint = propagate_step(trajectory, step, sizes, Phi, adjoint)

@@ -18,29 +18,15 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number, warn_unless_certified
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
-from epk_gp.kernel_machine.axes import (
-    Axis,
-    PointsTable,
-    by_sample,
-    describe_axes,
-    group_name,
-    parameter_parts,
-    validate_axes,
-)
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    integration_numbers,
-    run_findings,
-    sum_tolerance,
-    warn_unless_certified,
-)
+from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.certificate import Certificate, integration_numbers, run_findings, sum_tolerance
 from epk_gp.kernel_machine.terms import (
     TERMS,
     AttributionProblem,
@@ -89,16 +75,13 @@ class CertifiedTerms(Displayed, Certificate):
         """
         (n, C), table, entries = self.network.shape, PointsTable(self.network), self.entries(len(self.network))
         if self.amplification.numel():
-            size = float(self.amplification.max())
-            entry = Entry("amplification", number(size), "at most")
+            size, advice = float(self.amplification.max()), ""
             if size > _LARGE_AMPLIFICATION:
                 advice = (
-                    "at most: contributions are so many times larger than what they sum to, and cancel, so that one "
-                    "alone says little; sum them over groups, take the difference of two classes, or ask "
-                    "epk_gp.influence"
+                    ": contributions are so many times larger than what they sum to, and cancel, so that one alone "
+                    "says little; sum them over groups, take the difference of two classes, or ask epk_gp.influence"
                 )
-                entry = replace(entry, note=advice)
-            entries = (*entries, entry)
+            entries = (*entries, Entry("amplification", number(size), f"at most{advice}"))
         name, values = next(iter(terms.items()))
         shape = Entry(f"shape of {name}", f"{tuple(values.shape)}", kind_of(values))
         sums = table.sums({"initial": self.initial, **terms})
@@ -164,7 +147,7 @@ class GroupedAttribution(CertifiedTerms):
     def _summary(self) -> Summary:
         kinds = ", ".join(axis.kind for axis in self.axes)
         terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
-        return self._shown(describe_axes(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
+        return self._shown(in_words(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
 def attribute(
@@ -298,9 +281,8 @@ def attribution_work(
     """Return the pass over the run that adds up all terms; its arguments were checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
     problem = AttributionProblem(net, kernel, X.detach(), classes, options.memory_budget)
-    parts = parameter_parts(groupings, len(net.model.names))
-    K, shared = problem.num_outputs, (kernel, problem.X, classes, options.memory_budget, groupings, splits_statistics)
-    if is_plain_descent(problem, parts):
+    K, shared = problem.num_outputs, (kernel, problem.X, options.memory_budget, classes, groupings, splits_statistics)
+    if is_plain_descent(problem, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(problem), plan=net.plan)
     outputs_per_row = K if problem.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
     rows_per_block = max(1, problem.memory.adjoint_points(outputs_per_row))
@@ -439,9 +421,9 @@ class FactoredTerms(AttributionWork):
             for s, samples, values in _sample_terms(line, stretch, layers_of_parts, self.rows_per_block):
                 totals.add_samples(s, samples, values)
                 changes[s - stretch.start] += values.sum(dim=(2, 3))
-            for s, change in zip(stretch, changes, strict=True):
+            for change in changes:
                 # the integral of a step is its change; of a chord it is that of all its steps
-                totals.add_change(s, total if len(stretch) == 1 else change)
+                totals.add_change(total if len(stretch) == 1 else change)
             if leaves_residuals(problem):
                 totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
             yield line.integral, len(stretch), None

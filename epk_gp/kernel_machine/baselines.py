@@ -12,7 +12,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.plans import single_machine_samples
-from epk_gp.core.show import warn_uncertified
+from epk_gp.core.show import warn_unless_certified
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
@@ -130,7 +130,7 @@ def single_machine(
     if not result.certified:
         advice = "" if isinstance(rule, AdaptiveRule) else " (a fixed rule: epk_gp.adaptive() chooses its nodes)"
         finding = f"its sum misses the network's output by {error:.2e}, more than {allowed:.2e}{advice}"
-        warn_uncertified(f"the single kernel machine is not certified: {finding}.")
+        warn_unless_certified("the single kernel machine", [finding])
     return result
 
 

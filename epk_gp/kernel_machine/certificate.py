@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
+from epk_gp.core.show import Entry, certificate_entry, number
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
@@ -226,11 +226,8 @@ class Certificate:
 
     def merged(self, other: "Certificate") -> "Certificate":
         """Return the certificate of both: an error stands beside the tolerance that it was held against."""
-        sums = (
-            self
-            if _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
-            else other
-        )
+        has_larger_error = _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
+        sums = self if has_larger_error else other
         steps = self if _is_larger(self.mismatch_ratio, other.mismatch_ratio) else other
         names = ("max_residual", "residual_ratio", "max_step_mismatch", "evaluations", "unexplained_share")
         return Certificate(
@@ -295,15 +292,12 @@ def integration_numbers(sums: Sums, num_pairs: int) -> dict[str, Any]:
         sums: What `integral_sums` left, joined; nothing of a run without steps.
         num_pairs: Number of points times steps.
     """
-    if "integration" not in sums.largest:
-        return {"max_residual": 0.0, "residual_ratio": 0.0, "statuses": {}, "evaluations": 0.0}
-    counts = sums.added["statuses"].tolist()
-    residual, ratio = sums.largest["integration"].tolist()
+    counts, (residual, ratio) = sums.added.get("statuses", torch.zeros(0)), sums.largest.get("integration", (0.0, 0.0))
     return {
-        "max_residual": residual,
-        "residual_ratio": ratio,
-        "statuses": {status: counts[status] for status in QuadratureStatus if counts[status]},
-        "evaluations": float(sums.added["evaluations"]) / num_pairs,
+        "max_residual": float(residual),
+        "residual_ratio": float(ratio),
+        "statuses": {QuadratureStatus(status): count for status, count in enumerate(counts.tolist()) if count},
+        "evaluations": float(sums.added.get("evaluations", 0.0)) / num_pairs,
     }
 
 
@@ -314,9 +308,3 @@ def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
     notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}
     reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(notable.items()))
     return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""
-
-
-def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
-    """Emit a `CertificateWarning` with the findings of a result, if there are any."""
-    if findings:
-        warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")

@@ -32,7 +32,7 @@ from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus, path_identity, stretches_of
-from epk_gp.work.run import Piece, Place, RunWork, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
 
 Groupings = tuple[tuple[Axis, ...], ...]
 
@@ -304,7 +304,7 @@ class TermSums:
         for own in self.grouped:
             own.at(name, step).add_(own.of_parts(values))
 
-    def add_change(self, step: int, values: Float[Tensor, "n K"]) -> None:
+    def add_change(self, values: Float[Tensor, "n K"]) -> None:
         """Count what a whole step of the weights adds: the sum of all terms but the statistics."""
         self._of_steps += values.abs()
 
@@ -350,7 +350,6 @@ class StepResiduals:
         self.mismatches = StepMismatches(coarsest_dtype(trajectory, like.dtype))
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
-        places = {state - 1: place for place, state in enumerate(ends)}
         max_rows = weight_rows(problem.memory_budget, like.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
@@ -358,15 +357,12 @@ class StepResiduals:
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
-            if not keeps or not (is_amplified or (keeps_all and index in places)):
-                continue
-            residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
-            if index not in places:
-                self._rows[index] = residual.to(like)
-                continue
-            rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
-            rows[places[index]] = residual.to(rows)
-            self._rows[index] = rows[places[index]]
+            if keeps and (is_amplified or (keeps_all and index + 1 in ends)):
+                residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
+                # those of all steps have room, which takes memory, or a temporary file, where they are written
+                rows = rows_of_weights(S, model.num_weights, like, max_rows) if rows is None else rows
+                rows[index] = residual.to(rows)
+                self._rows[index] = rows[index]
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None where it is zero to rounding."""
@@ -396,7 +392,7 @@ def layers_of(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[l
     return [[layer for layer, own in enumerate(owners) if own == {number}] for number in range(int(parts.max()) + 1)]
 
 
-def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> bool:
+def is_plain_descent(problem: AttributionProblem, groupings: Groupings) -> bool:
     """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
 
     What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
@@ -404,9 +400,9 @@ def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) ->
 
     Args:
         problem: The predictions.
-        parts: The part of the network that each of L parameters belongs to.
+        groupings: The axes of each result.
     """
-    trajectory = problem.trajectory
+    trajectory, parts = problem.trajectory, parameter_parts(groupings, len(problem.net.model.names))
     if layers_of(problem, parts) is None or (parts.any() and leaves_residuals(problem)):
         return False
     is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs and trajectory.unexplained is None
@@ -414,34 +410,65 @@ def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) ->
 
 
 @dataclass(frozen=True, eq=False)
-class AttributionWork(RunWork):
-    """A pass over the run that adds up all terms, in pieces: a block of points, and a range of steps.
+class PathWork(RunWork):
+    """A sum along a path of the weights, in pieces: a block of points, and a range of steps.
 
     Attributes:
-        kernel: The run's path kernel.
+        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: All inputs.
-        classes: One output per input, or None for all.
         memory_budget: Bytes.
+    """
+
+    kernel: PathKernel
+    X: Shaped[Tensor, "n ..."]
+    memory_budget: int
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
+
+    @property
+    def ranges(self) -> list[slice]:
+        """The steps of each range that is summed by itself: all of them by default."""
+        return [slice(0, self.kernel.trajectory.num_steps)]
+
+    @cached_property
+    def num_stretches(self) -> int:
+        """Number of stretches of the path, which share the rule's tolerance."""
+        return len(stretches_of(self.kernel.path, self.kernel.trajectory.num_steps))
+
+    def pieces_of(self, name: str, num_blocks: int) -> list[Piece]:
+        """List the pieces, block by block."""
+        steps, ranges = self.kernel.trajectory.num_steps, self.ranges
+        return [p for k in range(num_blocks) for p in pieces_of_ranges(f"{name}-{k}", (k,), ranges, steps)]
+
+    def fingerprint_with(self, *others: object) -> str:
+        """Return a fingerprint of what is summed, and of everything else on which the sums depend."""
+        kernel, path = self.kernel, path_identity(self.kernel.path)
+        return fingerprint(
+            kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, self.X, *others, *path
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionWork(PathWork):
+    """A pass over the run that adds up all terms.
+
+    Attributes:
+        classes: One output per input, or None for all.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
         outputs_per_row: Number of outputs of a row of the sums, which is a point, or an output of it.
         rows_per_block: Number of rows that go through the run together.
     """
 
-    kernel: PathKernel
-    X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
-    memory_budget: int
     groupings: Groupings
     splits_statistics: bool
     outputs_per_row: int
     rows_per_block: int
     keeps_residuals: ClassVar[bool]
-
-    @property
-    @abstractmethod
-    def ranges(self) -> list[slice]:
-        """The steps of each range that is summed by itself."""
 
     @abstractmethod
     def terms(
@@ -458,11 +485,6 @@ class AttributionWork(RunWork):
         Yields:
             Where sums could be saved: an integral that is new, the number of steps, and what the rest of them needs.
         """
-
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
-        return self.kernel.trajectory, self.X
 
     @cached_property
     def problem(self) -> AttributionProblem:
@@ -496,13 +518,8 @@ class AttributionWork(RunWork):
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces, block by block."""
-        name = f"sums-{fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)}"
-        steps, is_one = range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
-        return [
-            Piece(f"{name}-{block}-{number}", (block, number), len(steps[r]), "" if is_one else f"{name}-{block}")
-            for block in range(len(self.blocks))
-            for number, r in enumerate(self.ranges)
-        ]
+        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)
+        return self.pieces_of(f"sums-{shape}", len(self.blocks))
 
     @property
     def piece_bytes(self) -> int:
@@ -516,14 +533,9 @@ class AttributionWork(RunWork):
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
-        axes = [axis for grouping in self.groupings for axis in grouping]
-        kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in self.groupings]
-        kernel = self.kernel
-        return fingerprint(
-            kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, kinds, self.X, self.classes,
-            *(axis.group for axis in axes), [axis.names for axis in axes], self.splits_statistics,
-            *path_identity(kernel.path),
-        )  # fmt: skip
+        groups = [axis.group for axes in self.groupings for axis in axes]
+        names = [[(axis.kind, axis.names) for axis in axes] for axes in self.groupings]
+        return self.fingerprint_with(self.classes, *groups, names, self.splits_statistics)
 
     def block(self, number: int) -> AttributionProblem:
         """Return the predictions of a block."""
@@ -541,10 +553,9 @@ class AttributionWork(RunWork):
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
         yield sums
-        num_stretches = len(stretches_of(self.kernel.path, trajectory.num_steps))
         for integral, num_steps, adjoint in self.terms(problem, totals, place[1], sums):
             if integral is not None:
-                sums.merge(integral_sums(integral, self.kernel.rule, num_stretches))
+                sums.merge(integral_sums(integral, self.kernel.rule, self.num_stretches))
             sums.carried = {} if adjoint is None else {"adjoint": adjoint}
             sums.steps += num_steps
             yield sums
