@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from thread_tools import content
 from torch import Tensor, nn
 
 import epk_gp as epk
@@ -56,25 +57,9 @@ def mixed(count: int, dtype: torch.dtype = torch.float64) -> epk.Points:
     return epk.Points(inputs(count).to(dtype), torch.arange(count) % 3 > 0)
 
 
-def values(result: Any) -> list[Tensor]:
-    """The numbers of a result, in a fixed order."""
-    if isinstance(result, Tensor):
-        return [result.as_subclass(Tensor)]
-    if isinstance(result, tuple):
-        return [value for part in result for value in values(part)]
-    numbers = (value for _, value in sorted(vars(result).items()) if isinstance(value, Tensor | float | int))
-    return [torch.as_tensor(value) for value in numbers]
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two results have the same bytes."""
-    pairs = list(zip(values(one), values(other), strict=True))
-    assert pairs
-    return all(a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b) for a, b in pairs)
-
-
-def bytes_of(value: Tensor) -> bytes:
-    return value.detach().contiguous().numpy().tobytes()
+    return content(one) == content(other)
 
 
 @dataclass(frozen=True)
@@ -126,8 +111,6 @@ def _trace(run: Any, **options: Any) -> Tensor:
 
 _ATTRIBUTE = _explained(epk.attribute, 12, rule=RULE)
 _ADAPTIVE = epk.adaptive(tol=1e-6)
-
-
 CALLS = {
     call.name: call
     for call in (

@@ -6,12 +6,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from statistics_runs import reference_jacobian
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
 from weighted_loops import Encoder, record
 
 import epk_gp as epk
+import reference
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.quadrature.rules import QuadratureRule
 
@@ -79,38 +79,9 @@ def state(run: epk.Trajectory, s: int) -> dict[str, Tensor]:
 
 def jacobian(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor, head: str) -> dict[str, Tensor]:
     """Differentiate f in weights and statistics by loops over autograd.grad: (C, size) of each."""
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in at.items()}
-    z = plain_outputs(run, leaves, x)
-    f = torch.log_softmax(z, dim=0) if head == "log_softmax" else z
-    rows = [
-        torch.autograd.grad(v, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for v in f
-    ]
-    return {name: torch.stack([row[k].flatten() for row in rows]) for k, name in enumerate(leaves)}
-
-
-def plain_outputs(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Evaluate the logits; normalisation in evaluation mode written out, as torch's has no derivative in statistics."""
-    module, values = run.model.module, dict(at)
-
-    def normalised(
-        inputs: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any
-    ) -> Tensor:
-        def channels(v: Tensor) -> Tensor:
-            return v.view(1, -1, *[1] * (inputs.ndim - 2))
-
-        return (inputs - channels(mean)) / (channels(variance) + 1e-5).sqrt() * channels(weight) + channels(bias)
-
-    real = F.batch_norm
-    F.batch_norm = normalised  # type: ignore[assignment]
-    try:
-        return functional_call(module, values, (x[None],))[0]
-    finally:
-        F.batch_norm = real
-
-
-def moved(start: dict[str, Tensor], end: dict[str, Tensor], t: float) -> dict[str, Tensor]:
-    return {name: start[name] + t * (end[name] - start[name]) for name in start}
+    flat = torch.cat([value.flatten() for value in at.values()])
+    columns = reference_jacobian(run.model.module, run, flat, x[None], head)[0]
+    return dict(zip(at, columns.split([value.numel() for value in at.values()], dim=1), strict=True))
 
 
 def path_average(
@@ -122,30 +93,11 @@ def path_average(
     start, end = state(run, first), state(run, min(first + k, run.num_steps))
     total: dict[str, Tensor] = {}
     for t, weight in rule:
-        for name, value in jacobian(run, moved(start, end, t), x, head).items():
+        at = {name: torch.lerp(start[name], end[name], t) for name in start}
+        for name, value in jacobian(run, at, x, head).items():
             total[name] = total.get(name, 0) + weight * value
     return total
 
 
-def features(run: epk.Trajectory, path: Any, node: tuple[int, float], points: epk.Points, head: str) -> Tensor:
-    """phi of Definition 3.4 at a node (s, t), along any path: (n, C, P)."""
-    (s, t), rows = node, []
-    for x, is_train in zip(points.X, points.is_train.tolist(), strict=True):
-        if is_train:
-            found = jacobian(run, state(run, s), x, head)
-        else:
-            first = s // path.every * path.every
-            ends = state(run, first), state(run, min(first + path.every, run.num_steps))
-            found = jacobian(run, moved(*ends, t), x, head)
-        rows.append(torch.cat([found[name] for name in run.model.names], dim=1))
-    return torch.stack(rows)
-
-
 def gram_block(run: epk.Trajectory, path: Any, points: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
-    """Sum phi phi^T over steps and nodes, as it is written."""
-    block = torch.zeros((), dtype=torch.float64)
-    for step in run.steps:
-        for t, weight in rule:
-            phi = features(run, path, (step.index, t), points, head)
-            block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi, phi)
-    return block
+    return reference.gram_block(run, points, points, head, rule, path.every)

@@ -4,7 +4,8 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,9 @@ from helpers import make_case
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    return share("relu", tmp_path_factory.mktemp("alone"))
-
-
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    return share("relu", tmp_path_factory.mktemp("together"))
+def shares(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Shared]:
+    """A network's runs by a name."""
+    return cache(lambda name, network="relu": share(network, tmp_path_factory.mktemp(name)))
 
 
 # Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
@@ -43,18 +40,18 @@ QUICK = {
 
 
 @pytest.mark.parametrize("call", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CALLS])
-def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, together: Shared) -> None:
-    expected = outcome(call, alone)
+def test_eight_threads_get_the_bytes_that_one_gets(call: str, shares: Callable[..., Shared]) -> None:
+    expected, together = outcome(call, shares("alone")), shares("together")
     with switching_often():
         assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
     assert CertificateWarning not in [kind for _, _, kind, *_ in warnings.filters]
 
 
 @pytest.mark.types
-def test_every_call_takes_and_returns_what_its_annotations_say(alone: Shared) -> None:
+def test_every_call_takes_and_returns_what_its_annotations_say(shares: Callable[..., Shared]) -> None:
     """`make test-types` checks them: every public function is called once."""
     for name, call in CALLS.items():
-        assert call(alone) is not None, name
+        assert call(shares("alone")) is not None, name
 
 
 @pytest.mark.slow
@@ -90,32 +87,21 @@ def test_a_wrong_result_is_counted() -> None:
     assert count_faults("linear", calls, wrong, count=2).faults == ["linear, network_outputs: other bytes"] * 2
 
 
-@pytest.fixture(scope="module")
-def attention(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    return share("transformer", tmp_path_factory.mktemp("attention"))
-
-
-@pytest.fixture
-def fused() -> Iterator[list[bool]]:
-    """Whether fused attention is allowed, at each call of attention."""
-    seen: list[bool] = []
-    original = torch.nn.functional.scaled_dot_product_attention
+@pytest.mark.parametrize("call", ["train", "network_outputs", "load_trajectory"])
+def test_no_call_evaluates_fused_attention(
+    call: str, shares: Callable[..., Shared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it would have other bytes than beside a thread that has switched it off."""
+    shared, allowed, original = shares("attention", "transformer"), [], nn.functional.scaled_dot_product_attention
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        allowed.append(torch.backends.cuda.flash_sdp_enabled())
         return original(*args, **kwargs)
 
-    torch.nn.functional.scaled_dot_product_attention = watched
-    yield seen
-    torch.nn.functional.scaled_dot_product_attention = original
-
-
-@pytest.mark.parametrize("call", ["train", "network_outputs", "load_trajectory"])
-def test_no_call_evaluates_fused_attention(call: str, fused: list[bool], attention: Shared) -> None:
-    """Alone it would have other bytes than beside a thread that has switched it off."""
-    CALLS[call](attention)
-    assert fused
-    assert not any(fused)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
+    CALLS[call](shared)
+    assert allowed
+    assert not any(allowed)
 
 
 def test_switches_of_attention_outlive_no_interrupted_computation() -> None:

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from optimizer_cases import batches, flat, problem
+from path_runs import OPTIMIZERS
 from path_shares import assert_are_shares, shares
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,11 +16,6 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
 from helpers import assert_close
 
-OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
-}
 AVERAGES = {
     "ema": (range(1, 13), 0.7),
     "ema_every_third": (range(3, 13, 3), 0.5),
@@ -32,7 +28,7 @@ AVERAGES = {
 def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, nn.Module, Tensor]:
     """A run of 12 steps, the average that torch makes beside it, and points."""
     net, X, y = problem("SGD")
-    optimizer = OPTIMIZERS[name](net.parameters())
+    optimizer = OPTIMIZERS[name](net)
     average = AveragedModel(net, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
         for s, batch in enumerate(batches()):
@@ -46,7 +42,7 @@ def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, n
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "name"), [*(("momentum", name) for name in AVERAGES), ("adamw", "ema"), ("plain", "swa_late")]
+    ("optimizer", "name"), [*(("momentum", name) for name in AVERAGES), ("adamw", "ema"), ("sgd", "swa_late")]
 )
 def test_the_parts_sum_to_the_averaged_network(optimizer, name):
     updates, decay = AVERAGES[name]
@@ -106,12 +102,12 @@ def test_averaged_states_are_the_recursion_in_any_order():
 
 
 def test_an_averaged_run_can_be_pickled_and_stored_and_has_a_digest_of_its_own(tmp_path):
-    run, _, X_test = recorded("plain")
+    run, _, X_test = recorded("sgd")
     paths = [averaged_trajectory(run, torch.full((12,), value)) for value in (0.5, 0.5, 0.4)]
     assert paths[0].digest == paths[1].digest != paths[2].digest != run.digest
     expected = epk.attribute(paths[0], X_test).samples
     assert torch.equal(epk.attribute(pickle.loads(pickle.dumps(paths[0])), X_test).samples, expected)
-    on_disk = averaged_trajectory(recorded("plain", folder=tmp_path / "run")[0], torch.full((12,), 0.5))
+    on_disk = averaged_trajectory(recorded("sgd", folder=tmp_path / "run")[0], torch.full((12,), 0.5))
     assert torch.equal(epk.attribute(on_disk, X_test, checkpoint=tmp_path / "sums").samples, expected)
 
 

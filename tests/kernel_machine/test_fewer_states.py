@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from captured_loops import CapturedLoop
+from captured_loops import FEATURES, CapturedLoop
 from torch import nn
 
 import epk_gp as epk
@@ -23,15 +23,6 @@ OPTIMIZERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
 }
-FEATURES = (
-    "dropout",
-    "batch_norm",
-    "augmentation",
-    "mixup",
-    "accumulation",
-    "two_optimizers",
-    "accumulated_batch_norm",
-)
 
 
 def points(n, dtype=torch.float64, seed=5):

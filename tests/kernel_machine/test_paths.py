@@ -41,16 +41,12 @@ class InPlaceResidual(nn.Module):
         return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.out(self.lstm(x.view(-1, 8, 2))[0][:, -1])
+def recurrent():
+    last = Apply(lambda returned: returned[0][:, -1])
+    return nn.Sequential(nn.Unflatten(1, (8, 2)), nn.LSTM(2, 5, batch_first=True), last, nn.Linear(5, 3))
 
 
-OTHERS = {"in_place": InPlaceResidual, "recurrent": Recurrent}
+OTHERS = {"in_place": InPlaceResidual, "recurrent": recurrent}
 
 
 def train(net, X, *, lr=0.05, steps=4, momentum=0.9):
