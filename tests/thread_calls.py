@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from doors import DOORS, Door
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import epk_gp as epk
 import helpers
@@ -54,21 +55,14 @@ class Experts(nn.Module):
         return self.out(torch.tanh(h))
 
 
-def _weight_norm() -> nn.Module:
-    norm = nn.utils.parametrizations.weight_norm
-    return nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU(), norm(nn.Linear(8, 3)))
-
-
-def _max_pool() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
-
-
 OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "remembers": (Remembers, (8,)),
     "experts": (Experts, (8,)),
-    "weight_norm": (_weight_norm, (8,)),
-    "max_pool": (_max_pool, (2, 8, 8)),
-}
+    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), weight_norm(nn.Linear(8, 3))), (8,)),
+    "max_pool": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)), (2, 8, 8)
+    ),
+}  # fmt: skip
 NAMES = (
     "relu", "tanh", "max_pool", "cnn", "transformer", "attention", "frozen_batch_norm", "twice", "cosine",
     "remembers", "experts", "weight_norm",

@@ -41,11 +41,7 @@ from epk_gp.work.run import Sums
 
 
 def propagate_step(
-    trajectory: Trajectory,
-    step: Step,
-    sizes: tuple[int, ...],
-    Phi: Float[Tensor, "K N P"],
-    adjoint_state: Tensor | None,
+    trajectory: Trajectory, s: int, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
 ) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None]:
     """Go one step of a run back: return the adjoints of the step and of h, and what the step before receives.
 
@@ -54,15 +50,15 @@ def propagate_step(
 
     Args:
         trajectory: The run.
-        step: The step s.
+        s: The step.
         sizes: Number of weights of each of the L parameters.
         Phi: The averaged gradients of the outputs along the path, which are overwritten.
         adjoint_state: What the step after left, which is overwritten; None after the last step.
     """
-    u, average = step_coefficients(trajectory, step.index, Phi), trajectory.average
+    u, average = step_coefficients(trajectory, s, Phi), trajectory.average
     if average is None:
         return Phi, *propagate(u, sizes, Phi, adjoint_state)
-    a = float(average.coefficients[step.index])
+    a = float(average.coefficients[s])
     E, of_momentum = Phi.mul_(a), None
     if adjoint_state is not None:
         of_momentum, E = adjoint_state[0], E.add_(adjoint_state[1], alpha=1 - a)
@@ -533,7 +529,7 @@ class AdjointTerms(AttributionWork):
             totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
-            E, H, adjoint = propagate_step(trajectory, step, sizes, Phi, adjoint)
+            E, H, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
             w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
             for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):

@@ -490,15 +490,14 @@ def _sample_terms(
     lefts: Iterator[LeftSide] = chain([first], waiting)
     del first
     for blocks in _packed_blocks(problem, stretch, size, num_samples):
-        sums: list[Tensor | None] = [None] * len(blocks)
+        sums = dict[int, Tensor]()
         for left in held or lefts:
             for place, (s, rows) in enumerate(blocks):
-                values, before = contributions(s, rows, left), sums[place]
-                sums[place] = values if before is None else before.add_(values)
-        for (s, rows), total in zip(blocks, sums, strict=True):
-            if total is not None:
-                batch = trajectory.steps[s].batch
-                yield s, rows if batch is None else batch.to(rows.device)[rows], total
+                values = contributions(s, rows, left)
+                sums[place] = sums[place].add_(values) if place in sums else values
+        for place, total in sums.items():
+            (s, rows), batch = blocks[place], trajectory.steps[blocks[place][0]].batch
+            yield s, rows if batch is None else batch.to(rows.device)[rows], total
         lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
 
 

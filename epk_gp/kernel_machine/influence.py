@@ -173,11 +173,8 @@ class Influence(Displayed):
         (n, K), table = self.outputs.shape, PointsTable(self.outputs)
         by_point = ("outputs", "values", "adjoint_norms")
         head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
-        rows = [table.row("value", head.outputs)]
-        if table.places and self._is_by_sample:
-            rows.append(table.row("jackknife standard deviation", head.std))
-        if table.places:
-            rows.append(table.row("growth along the run", head.growth))
+        deviations = [table.row("jackknife standard deviation", head.std)] if self._is_by_sample else []
+        rows = [table.row("value", head.outputs), *deviations, table.row("growth along the run", head.growth)]
         rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
         title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, 'output')}"
@@ -394,11 +391,7 @@ def _findings(
 
 
 def _numbers(
-    trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
-    head: Head,
-    classes: Int64[Tensor, " n"] | None,
-    function: Function | None,
+    trajectory: Trajectory, X: Tensor, head: Head, classes: Int64[Tensor, " n"] | None, function: Function | None
 ) -> tuple[Tensor, Float[Tensor, "n K C"]]:
     """Return what is differentiated, (n, K) or (), and its derivatives in the logits."""
     z = network_outputs(trajectory, X, head="logits")

@@ -309,17 +309,15 @@ class TermSums:
         self._of_steps += values.abs()
 
     def add_statistics(
-        self,
-        step: int,
-        total: Float[Tensor, "n K"],
-        of_samples: tuple[Int64[Tensor, " B"], Float[Tensor, "n K B"]] | None,
+        self, step: int, total: Float[Tensor, "n K"], of_samples: tuple[Tensor, Float[Tensor, "n K B"]] | None
     ) -> None:
         """Add what the moving statistics add in a step.
 
         Args:
             step: The step.
             total: All of it.
-            of_samples: Samples of its batches, as often as they occur, and what they add; None if it is not split.
+            of_samples: Samples of its batches, (B,), as often as they occur, and what they add; None if it is not
+                split.
         """
         for own in self.grouped:
             if not own.splits_samples:
