@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("call", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CALLS])
-def test_eight_threads_get_the_bytes_that_one_gets(call: str, shares: Callable[..., Shared]) -> None:
+def test_eight_threads_get_the_bytes_that_one_gets(call, shares):
     expected, together = outcome(call, shares("alone")), shares("together")
     with switching_often():
         assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
@@ -48,7 +47,7 @@ def test_eight_threads_get_the_bytes_that_one_gets(call: str, shares: Callable[.
 
 
 @pytest.mark.types
-def test_every_call_takes_and_returns_what_its_annotations_say(shares: Callable[..., Shared]) -> None:
+def test_every_call_takes_and_returns_what_its_annotations_say(shares):
     """`make test-types` checks them: every public function is called once."""
     for name, call in CALLS.items():
         assert call(shares("alone")) is not None, name
@@ -56,7 +55,7 @@ def test_every_call_takes_and_returns_what_its_annotations_say(shares: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
-def test_many_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
+def test_many_calls_at_once_on_a_new_run_change_nothing(name):
     """In another order in each thread, from a network of which nothing is known yet; `make faults` takes all calls."""
     calls = tuple(call for call in CALLS if call in QUICK | {"reconstruct", "attribute", "influence"})
     count = count_faults(name, calls, expected_results(name, calls), count=3, seed=0)
@@ -64,7 +63,7 @@ def test_many_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
     assert count.faults == []
 
 
-def test_threads_that_wait_for_each_other_are_seen() -> None:
+def test_threads_that_wait_for_each_other_are_seen():
     """The control of the tests above: a deadlock is an error, and a wrong result is counted."""
     first, second = threading.Lock(), threading.Lock()
     both = threading.Barrier(2)
@@ -79,7 +78,7 @@ def test_threads_that_wait_for_each_other_are_seen() -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_result_is_counted() -> None:
+def test_a_wrong_result_is_counted():
     calls = ("network_outputs", "load_trajectory")
     expected = expected_results("linear", calls)
     assert count_faults("linear", calls, expected, count=2).faults == []
@@ -88,9 +87,7 @@ def test_a_wrong_result_is_counted() -> None:
 
 
 @pytest.mark.parametrize("call", ["train", "network_outputs", "load_trajectory"])
-def test_no_call_evaluates_fused_attention(
-    call: str, shares: Callable[..., Shared], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_evaluates_fused_attention(call, shares, monkeypatch):
     """Alone it would have other bytes than beside a thread that has switched it off."""
     shared, allowed, original = shares("attention", "transformer"), [], nn.functional.scaled_dot_product_attention
 
@@ -104,7 +101,7 @@ def test_no_call_evaluates_fused_attention(
     assert not any(allowed)
 
 
-def test_switches_of_attention_outlive_no_interrupted_computation() -> None:
+def test_switches_of_attention_outlive_no_interrupted_computation():
     """Not even if the interrupt comes before the computation could say that it is done."""
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
     interrupted = disable_fused_attention()
@@ -116,7 +113,7 @@ def test_switches_of_attention_outlive_no_interrupted_computation() -> None:
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()) == before
 
 
-def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch):
     exit_level = torch.autograd.forward_ad.exit_dual_level
 
     def interrupted(**kwargs: Any) -> None:
@@ -131,14 +128,12 @@ def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch: pytes
     assert torch.autograd.forward_ad.exit_dual_level is exit_level
 
 
-@pytest.mark.parametrize(("module", "name"), [("_C", "_exit_dual_level"), ("forward_ad", "_current_level")])
-def test_a_torch_without_its_private_levels_is_no_error(
-    module: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["_exit_dual_level", "_current_level"])
+def test_a_torch_without_its_private_levels_is_no_error(name, monkeypatch):
     """Its own function closes the level then."""
     forward_ad, closed = torch.autograd.forward_ad, []
     with monkeypatch.context() as patch:
-        patch.delattr(torch._C if module == "_C" else forward_ad, name)
+        patch.delattr(torch._C if name == "_exit_dual_level" else forward_ad, name)
         patch.setattr(forward_ad, "exit_dual_level", lambda: closed.append(name))
         _close_level()
     assert closed == [name]
@@ -173,22 +168,22 @@ def interrupt(work: Callable[[], object], line: int) -> bool:
         return True
     finally:
         sys.settrace(before)
-        gc.collect()  # a generator that was cut off in a cycle holds its lock, for which other threads would wait
     return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute, adaptive"])
-def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call: str, tmp_path: Path) -> None:
+def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call, tmp_path):
     expected = expected_results("tied", (call,))[call]
     shared = share("tied", tmp_path)
     lines = [int(1.6**n) for n in range(1, 22)]
     assert sum(interrupt(lambda: CALLS[call](shared), line) for line in lines) > 10
+    gc.collect()  # a generator that was cut off in a cycle holds its lock, for which other threads would wait
     assert outcome(call, shared) == expected
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_an_interrupt_anywhere_hides_no_warning() -> None:
+def test_an_interrupt_anywhere_hides_no_warning():
     def work() -> None:
         with quiet_checkpoints():
             warnings.warn(message, UserWarning, stacklevel=1)
@@ -203,7 +198,7 @@ def test_an_interrupt_anywhere_hides_no_warning() -> None:
     assert len(caught) == 1
 
 
-def test_a_module_that_was_interrupted_is_not_used_again() -> None:
+def test_a_module_that_was_interrupted_is_not_used_again():
     """Torch may leave parameters of the interrupted call in it."""
     case = make_case("tied", steps=1)
     model, params = case.trajectory.model, case.trajectory.weights(1)
@@ -216,7 +211,7 @@ def test_a_module_that_was_interrupted_is_not_used_again() -> None:
     assert torch.equal(model(params, case.test), expected)
 
 
-def test_a_warning_in_another_thread_is_no_error_of_it() -> None:
+def test_a_warning_in_another_thread_is_no_error_of_it():
     case = make_case("tanh", steps=1)
     with quiet_checkpoints():  # its filter stays
         before = list(warnings.filters)
@@ -240,7 +235,7 @@ def test_a_warning_in_another_thread_is_no_error_of_it() -> None:
     assert warnings.filters == before
 
 
-def test_two_checks_that_end_as_they_began_leave_the_filters_as_they_were() -> None:
+def test_two_checks_that_end_as_they_began_leave_the_filters_as_they_were():
     """The first one in is the first one out: `catch_warnings` would leave the first one's filters for good."""
     before = list(warnings.filters)
     first, second = filter_own_warnings("error", Warning), filter_own_warnings("error", Warning)
@@ -259,7 +254,7 @@ def test_two_checks_that_end_as_they_began_leave_the_filters_as_they_were() -> N
     MemoryError("no memory"),
     KeyboardInterrupt("stopped"),
 ])  # fmt: skip
-def test_a_plan_of_a_failed_check_is_not_kept(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_a_failed_check_is_not_kept(error, monkeypatch):
     case = make_case("tanh", steps=1)
     model = case.trajectory.model_for(case.test)
 
@@ -274,7 +269,7 @@ def test_a_plan_of_a_failed_check_is_not_kept(error: BaseException, monkeypatch:
     assert plan_for(case.trajectory, model).plan.supports_jvp
 
 
-def test_a_cache_can_be_measured_while_it_is_filled() -> None:
+def test_a_cache_can_be_measured_while_it_is_filled():
     cache = BlockCache(1 << 30)
     stop = threading.Event()
 
@@ -291,7 +286,7 @@ def test_a_cache_can_be_measured_while_it_is_filled() -> None:
         assert at_once([fill, measure]) == [None, None]
 
 
-def test_random_numbers_of_ones_own_are_those_of_the_global_generator() -> None:
+def test_random_numbers_of_ones_own_are_those_of_the_global_generator():
     def build() -> list[Tensor]:
         net = nn.Sequential(nn.Linear(4, 5), nn.Conv1d(1, 2, 3), nn.Embedding(4, 3), nn.LSTM(3, 4))
         nn.init.trunc_normal_(net[0].weight)

@@ -32,16 +32,10 @@ def trained(make_net=mlp, dtype=torch.float64, optimizer="sgd", lr=None):
     return record(net, optimizer, X, y, [torch.arange(4) + step for step in range(STEPS)], check_every=1000)
 
 
-def off_by_a_billionth(run):
-    """Move the states behind step 1 by 1e-9 of that step, as a gradient that is 1e-9 too large would."""
-    moved = 1e-9 * (run.states[2] - run.states[1])
-    return replace(run, states=(*run.states[:2], *(state + moved for state in run.states[2:])))
-
-
-def wrong_factor(run):
-    """Move the states behind step 2 by half of that step."""
-    moved = 0.5 * (run.states[3] - run.states[2])
-    return replace(run, states=(*run.states[:3], *(state + moved for state in run.states[3:])))
+def moved(run, step, share):
+    """Move the states behind a step by a share of it, as a gradient that is as much too large would."""
+    way = run.states[step + 1] - run.states[step]
+    return replace(run, states=tuple(w + share * way if s > step else w for s, w in enumerate(run.states)))
 
 
 def another_learning_rate(run):
@@ -50,8 +44,8 @@ def another_learning_rate(run):
 
 
 FAULTS = {
-    "wrong_factor": wrong_factor,
-    "gradient_off_by_a_billionth": off_by_a_billionth,
+    "wrong_factor": lambda run: moved(run, 2, 0.5),
+    "gradient_off_by_a_billionth": lambda run: moved(run, 1, 1e-9),
     "another_activation": lambda run: replace(run, model=functionalize(mlp(activation=nn.Sigmoid))),
     "another_loss": lambda run: replace(run, loss=epk.CrossEntropy(label_smoothing=1e-4)),
     "another_learning_rate": another_learning_rate,

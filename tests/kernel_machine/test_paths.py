@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from path_runs import RUNS, STEPS, jacobian, mlp, path_average, queries, recorded, state
+from path_runs import RUNS, STEPS, mlp, path_average, queries, recorded, state
 from path_shares import shares
 from torch import nn
 from torch.nn import functional as F
@@ -247,18 +247,6 @@ def test_float32_leaves_its_rounding_as_a_term():
     assert parts.certified
     assert parts.max_error <= 1e-5
     assert parts.unexplained.abs().sum(dim=(0, 1)).bool().tolist() == [False, True, False, True, True]
-
-
-def test_jacobians_of_the_reference_are_those_of_the_network():
-    """The control of the reference: finite differences, in statistics too."""
-    run, x = recorded("batch_norm_sgd"), queries(1)[0]
-    at = state(run, 2)
-    found = jacobian(run, at, x, "logits")
-    for name in (run.model.names[0], *run.model.statistics):
-        move = torch.zeros_like(at[name])
-        move.view(-1)[0] = 1e-6
-        up, down = (run.model({**at, name: at[name] + sign * move}, x[None])[0] for sign in (1, -1))
-        assert_close(found[name][:, 0], (up - down) / 2e-6, rounding=1e9)
 
 
 def test_a_single_machine_follows_the_path_of_its_kernel():
