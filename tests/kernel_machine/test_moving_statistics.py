@@ -29,8 +29,6 @@ NETWORKS = {
     "mlp_tanh": (mlp, FLAT),
     "mlp_relu_without_scale": (lambda: mlp(nn.ReLU, affine=False), FLAT),
     "mlp_tanh_cumulative": (lambda: mlp(momentum=None), FLAT),
-    "mlp_relu_cumulative": (lambda: mlp(nn.ReLU, momentum=None), FLAT),
-    "cnn_tanh": (lambda: cnn(nn.Tanh), IMAGE),
     "cnn_relu": (cnn, IMAGE),
     "cnn_relu_without_scale": (lambda: cnn(affine=False), IMAGE),
     "cnn_relu_cumulative": (lambda: cnn(momentum=None), IMAGE),

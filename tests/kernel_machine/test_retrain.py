@@ -23,9 +23,7 @@ from epk_gp.storage.chunks import read_groups
 Optimizer = optim.Optimizer
 Make = Callable[[list[nn.Parameter]], Optimizer]
 INF = float("inf")
-WEIGHTS = torch.stack(
-    [torch.ones(POINTS), torch.arange(POINTS) % 3, torch.linspace(0.1, 2, POINTS), torch.full((POINTS,), 3.0)]
-).double()
+WEIGHTS = torch.stack([torch.ones(POINTS), torch.arange(POINTS) % 3, torch.full((POINTS,), 3.0)]).double()
 LEFT_OUT = torch.ones(2, POINTS, dtype=torch.float64)
 LEFT_OUT[1, 3] = 0
 NOT_KNOWN = ("Muon", "Rprop", "Adafactor")
@@ -165,7 +163,8 @@ LOOPS: dict[str, WeightedLoop] = {
 }
 for case, (name, options) in CASES.items():
     is_same_step = any(part in case for part in ("foreach", "fused", "tensor"))
-    if name not in (*NOT_KNOWN, "SparseAdam") and not is_same_step and ("maximize" not in case or name == "AdamW"):
+    is_less = case.endswith("-plain") or (case.endswith("-maximize") and name != "AdamW")  # than another case
+    if name not in (*NOT_KNOWN, "SparseAdam") and not is_same_step and not is_less:
         every = {**SMOOTH.get(name, {}), **options}
         LOOPS[case] = WeightedLoop(lambda p, name=name, every=every: OF_TORCH[name](p, **every))
 QUICK = {"dropout", "batch_norm_accumulated", "Adam_beta2", "regrouped", "clipped_norm", "clipped_3",
@@ -399,11 +398,11 @@ FAULTS: dict[str, tuple[WeightedLoop, Callable[[epk.Trajectory], epk.Trajectory]
 def test_what_the_recorded_options_do_not_explain_is_not_certified(loop, plant, step):
     run, finding = plant(loop.record()), f"step {step} is not the one that the optimizer's recorded options"
     assert any(finding in each for each in epk.retrain(run, WEIGHTS[:1]).findings)
-    assert any(finding in each for each in epk.influence(run, loop.test_points).findings)
-    smoothed = epk.influence(run, loop.test_points, smoothing=epk.Smoothing(2))
-    assert all(any(f"run {n} " in each for each in smoothed.findings) for n in range(2))
     with pytest.warns(epk.CertificateWarning, match=finding):
         epk.self_influence(run, torch.arange(2))
+    if plant is unrecorded_changes:
+        smoothed = epk.influence(run, loop.test_points, smoothing=epk.Smoothing(2))
+        assert all(any(f"run {n} " in each for each in smoothed.findings) for n in range(2))
 
 
 @pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
@@ -431,6 +430,6 @@ def test_results_say_how_the_bound_of_clipping_is_known():
 def test_each_network_that_diverges_is_named():
     loop = WeightedLoop(sgd)
     trained = epk.retrain(loop.record(), torch.cat([WEIGHTS, torch.full((1, POINTS), 1e300, dtype=torch.float64)]))
-    assert "1 of 5 networks diverged (NaN, infinity or weights beyond measure): 4" in trained.findings[0]
+    assert "1 of 4 networks diverged (NaN, infinity or weights beyond measure): 3" in trained.findings[0]
     with pytest.warns(epk.CertificateWarning, match="not finite: their training diverged"):
         trained.outputs(loop.test_points)
