@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from statistics_runs import reference_jacobian
 from torch import Tensor, nn
-from weighted_loops import Encoder, record
+from torch.nn import functional as F
+from weighted_loops import Apply, Encoder, record
 
 import epk_gp as epk
 import reference
@@ -36,6 +37,27 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+class InPlaceResidual(nn.Module):
+    """As residual networks are written: batch and group norm, ReLU in place, a sum in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.b, self.norm_b = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.relu, self.out = nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm_a(self.a(x.view(-1, 1, 2, 2))))
+        skip, x = x, self.norm_b(self.b(x))
+        x += skip
+        return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
+
+
+def recurrent() -> nn.Module:
+    last = Apply(lambda returned: returned[0][:, -1])
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LSTM(2, 5, batch_first=True), last, nn.Linear(5, 3))
+
+
 Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.3),
@@ -52,6 +74,8 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cnn_adamw": (cnn, "adamw"),
     "transformer_adamw": (Encoder, "adamw"),
     "three_sizes": (three_sizes, "sgd"),
+    "in_place_momentum": (InPlaceResidual, "momentum"),
+    "recurrent_momentum": (recurrent, "momentum"),
     "average": (lambda: mlp(nn.ReLU), "momentum"),
 }
 

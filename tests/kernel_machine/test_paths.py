@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from path_runs import RUNS, STEPS, mlp, path_average, queries, recorded, state
+from path_runs import OPTIMIZERS, RUNS, STEPS, mlp, path_average, queries, recorded, state
 from path_shares import shares
 from torch import nn
-from torch.nn import functional as F
-from weighted_loops import Apply, record
+from weighted_loops import Apply
 
 import epk_gp as epk
 from distributed_cases import Shuffled
@@ -25,47 +24,9 @@ RULE = epk.gauss_legendre(3)
 slow = pytest.mark.slow
 
 
-class InPlaceResidual(nn.Module):
-    """As residual networks are written: batch and group norm, ReLU in place, a sum in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm_a = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.b, self.norm_b = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
-        self.relu, self.out = nn.ReLU(inplace=True), nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = self.relu(self.norm_a(self.a(x.view(-1, 1, 4, 4))))
-        skip, x = x, self.norm_b(self.b(x))
-        x += skip
-        return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
-
-
-def recurrent():
-    last = Apply(lambda returned: returned[0][:, -1])
-    return nn.Sequential(nn.Unflatten(1, (8, 2)), nn.LSTM(2, 5, batch_first=True), last, nn.Linear(5, 3))
-
-
-OTHERS = {"in_place": InPlaceResidual, "recurrent": recurrent}
-
-
-def train(net, X, *, lr=0.05, steps=4, momentum=0.9):
-    net = net.to(X.dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
-    batches = [torch.arange(4 * s, 4 * s + 4) % len(X) for s in range(steps)]
-    return record(net, optimizer, X, torch.arange(len(X)) % 3, batches)
-
-
-def run_and_points(name):
-    if name in RUNS:
-        return recorded(name), queries()
-    net, X = OTHERS[name](), torch.randn(10, 16, dtype=torch.float64)
-    return train(net, X), X[:3]
-
-
 PATHS = [
     *((name, epk.chords((2, 100)[number % 2])) for number, name in enumerate(RUNS)),
-    *((name, epk.layerwise((1, 3)[number % 2])) for number, name in enumerate([*RUNS, *OTHERS])),
+    *((name, epk.layerwise((1, 3)[number % 2])) for number, name in enumerate(RUNS)),
 ]
 QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
 
@@ -76,7 +37,7 @@ QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
 )
 def test_sums_are_exact_along_every_path(name, path):
     """Layerwise to rounding, at two evaluations a stretch."""
-    run, X = run_and_points(name)
+    run, X = recorded(name), queries()
     parts = epk.attribute(run, X, path=path)
     assert parts.certified
     assert parts.max_error <= 1e-11
@@ -275,8 +236,9 @@ def test_a_layerwise_average_that_misses_the_outputs_is_not_certified(is_faulty,
         monkeypatch.setattr(ElementwiseSecant, "backward", staticmethod(wrong))
     else:
         rounded = Apply(lambda h: h + ((4 * h).round() / 4 - h).detach())
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), rounded, nn.Linear(6, 3)).double()
         with pytest.warns(epk.CertificateWarning, match="straight-through"):
-            run = train(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), rounded, nn.Linear(6, 3)), queries(10))
+            run = epk.train(net, queries(10), torch.arange(10) % 3, optimizer=OPTIMIZERS["momentum"](net), steps=4)
     with pytest.warns(epk.CertificateWarning, match="not certified"):
         parts = epk.attribute(run, queries(), path=epk.layerwise())
     assert QuadratureStatus.INCONSISTENT_DERIVATIVE in parts.statuses
