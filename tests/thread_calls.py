@@ -94,9 +94,7 @@ class Shared:
 
 RULE = epk.gauss_legendre(2)
 MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
-KERNELS = {
-    f"{mode}{' normalized' if scale else ''}": (mode, scale) for mode in MODES for scale in (None, "mean_diagonal")
-}
+KERNELS = {f"{mode}{' normalized' if by else ''}": (mode, by) for mode in MODES for by in (None, "mean_diagonal")}
 
 
 def share(name: str, folder: Path) -> Shared:
@@ -119,9 +117,7 @@ def share(name: str, folder: Path) -> Shared:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
         runs.append(epk.train(net, X, y, optimizer=optimizer, steps=3, **options))
     stored, fewer = (epk.load_trajectory(folder / part, build().double()) for part in ("plain", "fewer"))
-    kernels = {
-        name: epk.EPKKernel(runs[0], mode, rule=RULE, normalize=scale) for name, (mode, scale) in KERNELS.items()
-    }
+    kernels = {name: epk.EPKKernel(runs[0], mode, rule=RULE, normalize=by) for name, (mode, by) in KERNELS.items()}
     gp = epk.LogitGP(runs[0], rule=RULE, points=[0, 2, 4])
     return Shared(runs[0], test, stored, fewer, folder, build, kernels, gp)
 

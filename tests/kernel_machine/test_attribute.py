@@ -145,15 +145,11 @@ def slow_clock(monkeypatch):
     monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ("classes= explains one output", "path=epk_gp.layerwise() takes two", "progress=True shows")),
-        ({"classes": torch.tensor([0, 1, 2])}, ("path=epk_gp.layerwise() takes two", "progress=True shows")),
-        ({"path": epk.layerwise()}, ("classes= explains one output", "progress=True shows")),
-    ],
-    ids=["all outputs", "one output", "layerwise"],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({}, ("classes= explains one output", "path=epk_gp.layerwise() takes two", "progress=True shows")),
+    ({"classes": torch.tensor([0, 1, 2])}, ("path=epk_gp.layerwise() takes two", "progress=True shows")),
+    ({"path": epk.layerwise()}, ("classes= explains one output", "progress=True shows")),
+], ids=["all outputs", "one output", "layerwise"])  # fmt: skip
 def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow_clock, options, said):
     trajectory, X = run
     with pytest.warns(SlowCallWarning) as caught:
@@ -176,14 +172,9 @@ def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_lengt
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("batch_norm_sgd", epk.chords(2)),
-        ("tanh_momentum", epk.straight()),
-        ("transformer_adamw", epk.layerwise()),
-    ],
-)
+@pytest.mark.parametrize(("name", "path"), [
+    ("batch_norm_sgd", epk.chords(2)), ("tanh_momentum", epk.straight()), ("transformer_adamw", epk.layerwise()),
+])  # fmt: skip
 def test_terms_do_not_depend_on_it(name, path, outputs_apart):
     run, X = recorded(name), queries()
     by = [[by_sample(run)], [by_layer(run), by_step(run)]]

@@ -113,11 +113,8 @@ def test_an_averaged_run_can_be_pickled_and_stored_and_has_a_digest_of_its_own(t
 
 def test_what_is_no_average_of_a_run_is_refused():
     run, average, X_test = recorded("momentum", *AVERAGES["ema"])
-    a, path, points = (
-        averaging_coefficients(12, decay=0.69),
-        averaged_trajectory(run, torch.ones(12)),
-        Points(X_test, False),
-    )
+    a, path = averaging_coefficients(12, decay=0.69), averaged_trajectory(run, torch.ones(12))
+    points = Points(X_test, False)
     for call, says in (
         (lambda: averaged_trajectory(run, a, network=average), "must hold the average .*: it differs by .*updates"),
         (lambda: averaged_trajectory(run, a, network=nn.Linear(2, 2)), r"got none of the name '0\.weight'"),

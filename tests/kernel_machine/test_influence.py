@@ -86,9 +86,8 @@ def test_classes_and_functions_are_combinations_of_all_outputs(run, whole):
     chosen = epk.influence(run, X, classes=CHOSEN)
     assert close(chosen.values[:, 0], columns)
     assert close(chosen.outputs[:, 0], whole.outputs[torch.arange(3), CHOSEN])
-    assert close(
-        epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN, reduction="none")).values[:, 0], -columns
-    )
+    losses = epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN, reduction="none"))
+    assert close(losses.values[:, 0], -columns)
     joint = epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN))
     assert joint.values.shape == (1, 1, POINTS)
     assert close(joint.values[0, 0], -columns.mean(dim=0))

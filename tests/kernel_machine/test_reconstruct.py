@@ -85,9 +85,7 @@ def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples
 def test_the_data_of_a_step_is_read_once(monkeypatch):
     """However few samples are computed at a time: the data may be of another dtype, and be copied."""
     case, read, steps = make_case("relu", batch_size=None), attribute.batch_of, []
-    monkeypatch.setattr(
-        attribute, "batch_of", lambda run, step, like: steps.append(step.index) or read(run, step, like)
-    )
+    monkeypatch.setattr(attribute, "batch_of", lambda run, s, like: steps.append(s.index) or read(run, s, like))
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: 2)
     epk.attribute(case.trajectory, case.test)
     assert steps == list(range(case.trajectory.num_steps))

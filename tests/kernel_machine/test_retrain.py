@@ -82,9 +82,7 @@ def adding(make: Make, **options: Any) -> WeightedLoop:
 
 
 def unfreezing() -> WeightedLoop:
-    return loop_of(
-        lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda step, _, p: p[0].requires_grad_(step >= 3)
-    )
+    return loop_of(lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda s, _, p: p[0].requires_grad_(s >= 3))
 
 
 def regrouping() -> WeightedLoop:
@@ -300,13 +298,7 @@ def test_a_run_on_disk_follows_what_changes_too(name, tmp_path):
 
 
 def test_groups_on_disk_that_are_none_are_refused():
-    for text in (
-        "",
-        "1",
-        "{}",
-        '{"names": [], "changes": [[0, [{"names": 0}]]]}',
-        '{"names": [], "changes": [[9, []]]}',
-    ):
+    for text in ("", "1", "{}", '{"names": [], "changes":[[0, [{"names": 0}]]]}', '{"names": [], "changes":[[9, []]]}'):
         content = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(ValueError, match="must hold 'groups' that describe"):
             read_groups(content, 3, "the chunk")
