@@ -277,13 +277,11 @@ class LossCurvature:
 
 def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
     """Return the adjoints of the leaves; zeros where nothing depends on one."""
-    found = torch.autograd.grad(
-        results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped
-    )
+    grad = torch.autograd.grad(results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped)
     leading = given[0].shape[:1] if is_mapped else ()
     return [
         leaf.new_zeros(*leading, *leaf.shape) if value is None else value
-        for value, leaf in zip(found, leaves, strict=True)
+        for value, leaf in zip(grad, leaves, strict=True)
     ]
 
 

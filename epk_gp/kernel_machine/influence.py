@@ -376,9 +376,7 @@ def _findings(
     """
     yield from mismatches.findings
     if held:
-        yield (
-            f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
-        )
+        yield f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
     if not error <= 0:
         yield (
             f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "

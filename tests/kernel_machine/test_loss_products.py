@@ -12,7 +12,7 @@ from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import LossProducts
-from epk_gp.kernel_machine.terms import AttributionProblem
+from epk_gp.kernel_machine.terms import Predictions
 
 
 class Square(torch.autograd.Function):
@@ -82,7 +82,7 @@ def products_of(name):
     run = record(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), X, y, torch.arange(12).split(6))
     model = plan_for(run, run.model_for(X))
     kernel = PathKernel(run, "logits", epk.gauss_legendre(2))
-    problem = AttributionProblem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
+    problem = Predictions(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
     return LossProducts(problem, RunReplay(run.trained, model.model, X))
 
 
@@ -93,7 +93,7 @@ def calls_of(monkeypatch, name):
 
 
 def check_along(products, s, directions):
-    run = products.problem.trajectory
+    run = products.block.trajectory
     (data,) = products.run.data(run.steps[s])
     state = flat_state(run.trained, s, data.X)
     losses = products.run.passes.gradient(state, data, exact=True).losses
@@ -109,7 +109,7 @@ def test_directions_are_taken_together_once_the_first_pass_was_compared(name, co
     products = products_of(name)
     singles, mapped = calls_of(monkeypatch, "_single"), calls_of(monkeypatch, "_mapped")
     for s in (0, 1):
-        check_along(products, s, torch.randn(count, products.problem.net.model.num_weights, dtype=torch.float64))
+        check_along(products, s, torch.randn(count, products.block.net.model.num_weights, dtype=torch.float64))
     assert len(mapped) == num_mapped
     assert len(singles) == (1 if num_mapped else 2 * count)
     assert products._rows.works is {"norm": True if count > 1 else None, "squares": False}.get(name)
@@ -124,7 +124,7 @@ def test_mapped_passes_that_compute_something_else_are_not_used(wrong, monkeypat
         return (primals + 1e-6, slopes) if wrong == "losses" else (primals, slopes * (1 + 1e-6))
 
     monkeypatch.setattr(LossProducts, "_mapped", changed)
-    check_along(products, 0, torch.randn(3, products.problem.net.model.num_weights, dtype=torch.float64))
+    check_along(products, 0, torch.randn(3, products.block.net.model.num_weights, dtype=torch.float64))
     assert products._rows.works is False
 
 
@@ -133,7 +133,7 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(name, monkeypa
     """Where a row's loss depends on other rows they are not, which one pass in forward mode shows."""
     products = products_of(name)
     written, singles = calls_of(monkeypatch, "_from_gradients"), calls_of(monkeypatch, "_single")
-    run, model = products.problem.trajectory, products.problem.net.model
+    run, model = products.block.trajectory, products.block.net.model
     H, groups = torch.randn(10, 20, model.num_weights, dtype=torch.float64), torch.arange(len(model.sizes)) % 2
     for step in run.steps:
         (data,) = products.run.data(step)

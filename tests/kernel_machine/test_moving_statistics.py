@@ -16,7 +16,7 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.terms import AttributionProblem, integrate_stretch
+from epk_gp.kernel_machine.terms import Predictions, integrate_stretch
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.kinks import Kinks
@@ -117,7 +117,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     _, trajectory, X = recorded(name, num_points=3, num_steps=2)
     kernel = PathKernel(trajectory, head, adaptive())
     net = plan_for(trajectory, trajectory.model_for(X))
-    problem = AttributionProblem(net, kernel, X, classes, 1 << 26)
+    problem = Predictions(net, kernel, X, classes, 1 << 26)
     for step in trajectory.steps:
         line = integrate_stretch(problem, range(step.index, step.index + 1), 7)
         of_weights = averaged_jacobian(line.node_batches(), problem.columns)
