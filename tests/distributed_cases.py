@@ -115,12 +115,12 @@ CALLS = {
     call.name: call
     for call in (
         Call("block", "plain", _block(5, 4)),
-        Call("symmetric", "plain", _block(9)),
+        Call("symmetric", "plain", _block(5)),
         Call("chords", "plain", _block(5, path=epk.chords(3))),
         Call("per_class", "momentum", _block(5, 4, gram_block_per_class)),
         Call("trace", "plain", _trace),
         Call("tiles", "plain", _block(100, rule=epk.left_endpoint(), memory_budget=SMALL), steps=2),
-        Call("adaptive", "plain", _block(4, 3, rule=_ADAPTIVE), steps=17),
+        Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=17),
         Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
         Call("attribute", "plain", _ATTRIBUTE, steps=3),
         Call("classes", "momentum", _explained(epk.attribute, 24, rule=RULE, classes=torch.arange(24) % 3), steps=3),
@@ -134,7 +134,7 @@ CALLS = {
         Call("retrain", "adam", _retrain, steps=3),
         Call("posterior", "plain", _posterior),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
-        Call("reconstruct", "plain", _explained(epk.reconstruct, 10, rule=_ADAPTIVE), steps=34),
+        Call("reconstruct", "plain", _explained(epk.reconstruct, 4, rule=_ADAPTIVE), steps=34),
         Call("reconstruct_momentum", "momentum", _explained(epk.reconstruct, 300, rule=_ADAPTIVE), steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )
@@ -198,12 +198,8 @@ class Stopping(Shuffled):
         self.left, self.where = after, where
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
-        def call(*args: Any) -> Any:
-            self.count("result")
-            return function(*args)
-
         self.count("submit")
-        pending = super().submit(call, *args)
+        pending = super().submit(lambda *args: self.count("result") or function(*args), *args)
         if self.where == "submit":
             pending.result()
         return pending
