@@ -39,25 +39,9 @@ class Remembers(nn.Module):
         return self.out(torch.tanh(self.last))
 
 
-class Experts(nn.Module):
-    """A network that sends each row to one of two experts, which the rows of a plan need not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x[:, 0] > -0.9
-        h = torch.zeros(len(x), 6, dtype=x.dtype)
-        h = h.index_put((first.nonzero().squeeze(1),), self.first(x[first]))
-        if not first.all():
-            h = h.index_put(((~first).nonzero().squeeze(1),), self.second(x[~first]))
-        return self.out(torch.tanh(h))
-
-
 OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "remembers": (Remembers, (8,)),
-    "experts": (Experts, (8,)),
+    "experts": (lambda: helpers.SplitWhereNegative(8, 3, below=-0.9), (8,)),  # a plan's rows need not show the branch
     "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), weight_norm(nn.Linear(8, 3))), (8,)),
     "max_pool": (
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)), (2, 8, 8)

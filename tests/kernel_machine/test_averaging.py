@@ -1,5 +1,6 @@
 """Networks of averaged weights (EMA, SWA): exact sums, and each sample's share in the average."""
 
+import itertools
 import pickle
 
 import pytest
@@ -8,8 +9,8 @@ from optimizer_cases import batches, flat, problem
 from path_runs import OPTIMIZERS
 from path_shares import assert_are_shares, shares
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from weighted_loops import record
 
 import epk_gp as epk
 from epk_gp.core.inputs import Points
@@ -30,15 +31,9 @@ def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, n
     net, X, y = problem("SGD")
     optimizer = OPTIMIZERS[name](net)
     average = AveragedModel(net, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
-    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
-        for s, batch in enumerate(batches()):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            if s + 1 in updates:
-                average.update_parameters(net)
-    return recorder.trajectory, average, torch.randn(3, 4).double()
+    steps = itertools.count(1)
+    optimizer.register_step_post_hook(lambda *_: next(steps) in updates and average.update_parameters(net))
+    return record(net, optimizer, X, y, batches(), **options), average, torch.randn(3, 4).double()
 
 
 @pytest.mark.parametrize(
