@@ -26,7 +26,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
-from epk_gp.kernel_machine.certificate import Certificate, integration_numbers, run_findings, sum_tolerance
+from epk_gp.kernel_machine.certificate import Certificate, integral_facts, run_findings, sum_tolerance
 from epk_gp.kernel_machine.terms import (
     TERMS,
     AttributionWork,
@@ -327,10 +327,10 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
         rest.merge(sums)
     mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
     steps = max(1, trajectory.num_steps)
-    numbers = integration_numbers(rest, work.num_rows * steps) | mismatches.numbers
+    numbers = integral_facts(rest, work.num_rows * steps) | mismatches.numbers
 
     def tolerance(own: GroupedSums) -> float:
-        return sum_tolerance(kernel.rule, mismatches.dtype, own.size_of_terms(*ends), steps)
+        return sum_tolerance(kernel.rule, trajectory, initial.dtype, own.size_of_terms(*ends))
 
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])

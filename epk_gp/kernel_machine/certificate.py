@@ -56,7 +56,6 @@ class StepMismatches:
     """The differences of recorded steps from replayed ones, in the weights.
 
     Attributes:
-        dtype: The coarser of the dtypes of run and computation.
         largest: Largest difference, over weights and steps; NaN stays.
         ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
         worst_step: The step that has it; -1 before the first one.
@@ -64,7 +63,6 @@ class StepMismatches:
             options give (`ReplayedStep.by_options`); -1 if there is none.
     """
 
-    dtype: torch.dtype
     largest: float = 0.0
     ratio: float = 0.0
     worst_step: int = -1
@@ -78,6 +76,7 @@ class StepMismatches:
             that of a gradient which is nothing but rounding (a bias in front of BatchNorm under Adam).
         """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
+        dtype = coarsest_dtype(trajectory, model.spec.dtype)
         change, recomputation = flat_weights(trajectory, index + 1, w) - w, recomputation_of(trajectory)
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(difference.abs().max())
@@ -88,10 +87,10 @@ class StepMismatches:
         def explained(difference: Tensor) -> float:
             if accepted is not None and difference.norm() <= accepted * change.norm():
                 return float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
-            return mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
+            return mismatch_ratio(trajectory, model, replayed, difference, dtype)
 
         if recomputation is not None and recomputation.is_kept(index + 1):
-            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, self.dtype, w), 1e-300)
+            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, dtype, w), 1e-300)
         else:
             ratio = explained(difference)
         if replayed.by_options is not None and self.options_step < 0:
@@ -104,7 +103,7 @@ class StepMismatches:
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
-        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
+        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, dtype)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         law: Its steps as functions, in the dtype and on the device of the computation.
     """
     model = trajectory.model_for(law.reference)
-    mismatches = StepMismatches(coarsest_dtype(trajectory, law.reference.dtype))
+    mismatches = StepMismatches()
     for replayed in replayed_steps(trajectory, model, law.reference, law=law):
         mismatches.add(trajectory, model, replayed)
     return mismatches
@@ -170,17 +169,17 @@ def coarsest_dtype(trajectory: Trajectory, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if torch.float32 in (trajectory.dtype, dtype) else torch.float64
 
 
-def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], num_steps: int) -> float:
+def sum_tolerance(rule: Rule, trajectory: Trajectory, dtype: torch.dtype, terms: Float[Tensor, "n C"]) -> float:
     """Return by how much the terms of a prediction may miss the network's output.
 
     Args:
         rule: How the steps were integrated.
-        dtype: The coarser of the dtypes of run and computation.
+        trajectory: The run, of which each step carries the rounding of the weights.
+        dtype: Of the computation.
         terms: Sum of the terms' absolute values.
-        num_steps: Number of steps, each of which carries the rounding of the weights.
     """
-    size = max(1.0, float(terms.max()))
-    rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, num_steps))
+    size, dtype = max(1.0, float(terms.max())), coarsest_dtype(trajectory, dtype)
+    rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, trajectory.num_steps))
     return _TOLERANCES * _tolerance(rule) + rounding
 
 
@@ -285,7 +284,7 @@ class Certificate:
         )
 
 
-def integration_numbers(sums: Sums, num_pairs: int) -> dict[str, Any]:
+def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:
     """Return what a certificate says of the integrals of a run.
 
     Args:

@@ -22,14 +22,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_mem
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import PointsTable
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    StepMismatches,
-    coarsest_dtype,
-    integral_sums,
-    integration_numbers,
-    sum_tolerance,
-)
+from epk_gp.kernel_machine.certificate import Certificate, StepMismatches, integral_facts, integral_sums, sum_tolerance
 from epk_gp.kernel_machine.terms import PathWork
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, require_integrable, straight, stretch_of
@@ -78,10 +71,9 @@ class ReconstructionWork(PathWork):
         begin = self.ranges[number].start + sums.steps
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
-        dtype, done = coarsest_dtype(trajectory, net.model.spec.dtype), sums.steps
         yield sums
         for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
-            mismatches, index = StepMismatches(dtype), replayed.step.index
+            mismatches, index = StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
@@ -105,7 +97,7 @@ class ReconstructionWork(PathWork):
                 sums.added["residuals"][rows] += integral.residual
                 sums.merge(integral_sums(integral, kernel.rule, self.num_stretches))
             start, change = None, None
-            sums.steps = done + index + 1 - begin
+            sums.steps = index + 1 - self.ranges[number].start
             yield sums
 
     @cached_property
@@ -224,10 +216,10 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial.dtype), terms, steps),
+        error_tolerance=sum_tolerance(kernel.rule, trajectory, initial.dtype, terms),
         total_residual=float(sums.added["residuals"].max()),
         max_step_mismatch=float(sums.largest["mismatch"]),
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
-        **integration_numbers(sums, len(X) * steps),
+        **integral_facts(sums, len(X) * steps),
     )

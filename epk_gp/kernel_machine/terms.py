@@ -345,7 +345,7 @@ class StepResiduals:
 
     def __init__(self, block: Predictions, *, keeps: bool) -> None:
         trajectory, X, model, like = block.trajectory, block.X, block.net.model, block.zeros(0)
-        self.mismatches = StepMismatches(coarsest_dtype(trajectory, like.dtype))
+        self.mismatches = StepMismatches()
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
         max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
