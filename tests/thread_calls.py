@@ -178,7 +178,7 @@ def _export(shared: Shared) -> object:
 
 def _report(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        options = {"explained": 2, "outputs": 1, "rule": RULE, "kernel_points": 4}
+        options = {"explained": 1, "outputs": 1, "rule": RULE, "kernel_points": 2}
         file = epk.write_report(Path(folder) / "report.html", shared.run, shared.test, **options)
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
