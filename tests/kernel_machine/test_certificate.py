@@ -61,8 +61,11 @@ def test_sound_runs_are_certified(optimizer, dtype):
     for X in (run.inputs[:3], run.inputs[:3].double()):
         result, parts = epk.reconstruct(run, X), epk.attribute(run, X)
         assert result.certified
+        assert result.outputs.dtype == X.dtype
         assert 0 <= result.residual_ratio <= 1
         assert 0 <= result.mismatch_ratio <= 1
+        assert dtype == torch.float64 or 0 < result.max_step_mismatch < 1e-6
+        assert result.max_error <= (1e-11 if X.dtype == dtype == torch.float64 else 1e-5)
         assert result.max_error <= result.error_tolerance
         assert parts.certified
         assert parts.mismatch_ratio == pytest.approx(result.mismatch_ratio)

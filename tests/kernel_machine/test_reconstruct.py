@@ -98,14 +98,3 @@ def test_a_repeated_index_counts_twice():
     parts = epk.attribute(run, X)
     assert parts.max_error <= 1e-13
     assert_close(parts.samples, reference.contributions(run, X, "log_softmax", epk.gauss_legendre(8)))
-
-
-def test_float32_run_is_explained_up_to_float32_rounding():
-    case = make_case("relu", dtype=torch.float32)
-    narrow = epk.reconstruct(case.trajectory, case.test)
-    assert narrow.outputs.dtype == torch.float32
-    assert narrow.max_error <= 1e-5
-    wide = epk.reconstruct(case.trajectory, case.test.double())
-    assert wide.outputs.dtype == torch.float64
-    assert wide.max_error <= 1e-6
-    assert 0 < wide.max_step_mismatch <= 1e-7
