@@ -58,8 +58,7 @@ def recurrent() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LSTM(2, 5, batch_first=True), last, nn.Linear(5, 3))
 
 
-Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
-OPTIMIZERS: Optimizers = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.3),
     "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1),

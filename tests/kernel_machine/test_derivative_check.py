@@ -1,14 +1,12 @@
 """Influence takes second derivatives from torch, which are compared with differences of gradients, or refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from checked_networks import GradientReversal, StopGradient, StraightThrough
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import register_parametrization
-from weighted_loops import CLASSES, Apply, WeightedLoop, mlp, record
+from weighted_loops import CLASSES, Apply, WeightedLoop, mlp, operation, record
 
 import epk_gp as epk
 
@@ -58,36 +56,9 @@ def test_a_kernel_of_gradients_that_depend_on_the_other_points_is_refused():
             call()
 
 
-class Wrong(torch.autograd.Function):
-    """The cube, whose second derivative is a tenth too large."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * g * (x * x + 0.1 * (x * x - (x * x).detach()))
-
-
-class Once(torch.autograd.Function):
-    """The square, whose backward pass torch cannot differentiate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * g
-
-
 def test_a_wrong_second_derivative_of_any_operation_is_found():
-    loop = WeightedLoop(sgd, lambda: mlp(activation=Apply(Wrong.apply)))
+    a_tenth_too_large = lambda x: 3 * (x * x + 0.1 * (x * x - (x * x).detach()))  # noqa: E731
+    loop = WeightedLoop(sgd, lambda: mlp(activation=operation(lambda x: x**3, a_tenth_too_large)))
     run = loop.record()
     assert epk.attribute(run, loop.test_points).certified
     with pytest.warns(epk.CertificateWarning, match="or torch's second derivative of an operation is wrong"):
@@ -107,8 +78,9 @@ def test_kinks_random_numbers_and_float32_are_no_false_alarm(dtype):
 
 
 def test_an_operation_without_a_second_derivative_is_named():
-    loop = WeightedLoop(sgd, lambda: mlp(nn.BatchNorm1d(6), activation=Apply(Once.apply)))
-    run, says = loop.record(), r"@once_differentiable \(operations of one's own here: Once\)"
+    square = operation(torch.square, lambda x: 2 * x, once_differentiable)
+    loop = WeightedLoop(sgd, lambda: mlp(nn.BatchNorm1d(6), activation=square))
+    run, says = loop.record(), r"@once_differentiable \(operations of one's own here: Operation\)"
     with pytest.raises(ValueError, match=f"must have second derivatives.*{says}.*use epk_gp.attribute"):
         epk.influence(run, loop.test_points)
     assert epk.attribute(run, loop.test_points).certified  # double backward would leave its part out in silence

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from weighted_loops import Apply, Encoder, mlp, record
+from weighted_loops import Apply, Encoder, mlp, operation, record
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
@@ -31,19 +31,6 @@ class Square(torch.autograd.Function):
     jvp = backward
 
 
-class Reverse(torch.autograd.Function):
-    """A tanh that cannot be differentiated in forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.tanh())
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (1 - ctx.saved_tensors[0] ** 2)
-
-
 class Centred(nn.Module):
     """In training mode the batch's mean is taken off, for the backward pass a constant or not."""
 
@@ -65,7 +52,7 @@ DROPOUT = {
         nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Dropout1d(0.4), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
     ),
     "encoder": Encoder,  # attention draws masks for its shares, and dropout after it in the order that attention leaves
-    "reverse_only": lambda: mlp(Apply(Reverse.apply), nn.Dropout(0.3)),
+    "reverse_only": lambda: mlp(operation(torch.tanh, lambda x: 1 - x.tanh() ** 2), nn.Dropout(0.3)),
     "coupled": lambda: mlp(nn.Tanh(), Centred(), nn.Dropout(0.3)),
 }
 NETWORKS = DROPOUT | {

@@ -23,8 +23,6 @@ from epk_gp.quadrature.kinks import Kinks
 from epk_gp.quadrature.rules import QuadratureStatus, adaptive
 
 FLAT, IMAGE = (4,), (1, 8, 8)
-
-
 NETWORKS = {
     "mlp_tanh": (mlp, FLAT),
     "mlp_relu_without_scale": (lambda: mlp(nn.ReLU, affine=False), FLAT),
