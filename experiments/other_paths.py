@@ -19,7 +19,7 @@ from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.terms import AttributionProblem, IntegratedLine
+from epk_gp.kernel_machine.terms import IntegratedLine, Predictions
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from epk_gp.quadrature.adaptive import integrate
 from harness import Experiment, main, uncertified_results
@@ -117,7 +117,7 @@ def run(config: Config) -> Result:
 
 
 def average_module_by_module(
-    problem: AttributionProblem, steps: range, max_nodes: int, *, splits_statistics: bool
+    problem: Predictions, steps: range, max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
     """Average the gradients over a step in which the weights of one module move after another, in their order.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from thread_tools import content
 from torch import Tensor, nn
 
 import epk_gp as epk
@@ -56,25 +57,9 @@ def mixed(count: int, dtype: torch.dtype = torch.float64) -> epk.Points:
     return epk.Points(inputs(count).to(dtype), torch.arange(count) % 3 > 0)
 
 
-def values(result: Any) -> list[Tensor]:
-    """The numbers of a result, in a fixed order."""
-    if isinstance(result, Tensor):
-        return [result.as_subclass(Tensor)]
-    if isinstance(result, tuple):
-        return [value for part in result for value in values(part)]
-    numbers = (value for _, value in sorted(vars(result).items()) if isinstance(value, Tensor | float | int))
-    return [torch.as_tensor(value) for value in numbers]
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two results have the same bytes."""
-    pairs = list(zip(values(one), values(other), strict=True))
-    assert pairs
-    return all(a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b) for a, b in pairs)
-
-
-def bytes_of(value: Tensor) -> bytes:
-    return value.detach().contiguous().numpy().tobytes()
+    return content(one) == content(other)
 
 
 @dataclass(frozen=True)
@@ -126,18 +111,16 @@ def _trace(run: Any, **options: Any) -> Tensor:
 
 _ATTRIBUTE = _explained(epk.attribute, 12, rule=RULE)
 _ADAPTIVE = epk.adaptive(tol=1e-6)
-
-
 CALLS = {
     call.name: call
     for call in (
         Call("block", "plain", _block(5, 4)),
-        Call("symmetric", "plain", _block(9)),
+        Call("symmetric", "plain", _block(5)),
         Call("chords", "plain", _block(5, path=epk.chords(3))),
         Call("per_class", "momentum", _block(5, 4, gram_block_per_class)),
         Call("trace", "plain", _trace),
         Call("tiles", "plain", _block(100, rule=epk.left_endpoint(), memory_budget=SMALL), steps=2),
-        Call("adaptive", "plain", _block(4, 3, rule=_ADAPTIVE), steps=17),
+        Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=17),
         Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
         Call("attribute", "plain", _ATTRIBUTE, steps=3),
         Call("classes", "momentum", _explained(epk.attribute, 24, rule=RULE, classes=torch.arange(24) % 3), steps=3),
@@ -151,7 +134,7 @@ CALLS = {
         Call("retrain", "adam", _retrain, steps=3),
         Call("posterior", "plain", _posterior),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
-        Call("reconstruct", "plain", _explained(epk.reconstruct, 10, rule=_ADAPTIVE), steps=34),
+        Call("reconstruct", "plain", _explained(epk.reconstruct, 4, rule=_ADAPTIVE), steps=34),
         Call("reconstruct_momentum", "momentum", _explained(epk.reconstruct, 300, rule=_ADAPTIVE), steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )
@@ -215,12 +198,8 @@ class Stopping(Shuffled):
         self.left, self.where = after, where
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
-        def call(*args: Any) -> Any:
-            self.count("result")
-            return function(*args)
-
         self.count("submit")
-        pending = super().submit(call, *args)
+        pending = super().submit(lambda *args: self.count("result") or function(*args), *args)
         if self.where == "submit":
             pending.result()
         return pending

@@ -234,12 +234,12 @@ def _recorded_case(name: str, steps: int, lr: float, dtype: torch.dtype, batch_s
 class SplitWhereNegative(nn.Module):
     """Calls a layer for some of the rows only; the rows that the plan is made on do not show it."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 3, outputs: int = 2, below: float = 0.0) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.hidden, self.out, self.below = nn.Linear(inputs, 6), nn.Linear(6, outputs), below
 
     def forward(self, x: Tensor) -> Tensor:
-        negative = x[:, 0] < 0
+        negative = x[:, 0] < self.below
         if not negative.any():
             return self.out(torch.tanh(self.hidden(x)))
         h = x.new_zeros(len(x), 6).index_put((negative,), 0.5 * self.hidden(x[negative]))

@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from statistics_runs import reference_jacobian
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from weighted_loops import Encoder, record
+from weighted_loops import Apply, Encoder, record
 
 import epk_gp as epk
+import reference
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.quadrature.rules import QuadratureRule
 
@@ -36,8 +37,28 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
-OPTIMIZERS: Optimizers = {
+class InPlaceResidual(nn.Module):
+    """As residual networks are written: batch and group norm, ReLU in place, a sum in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.b, self.norm_b = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.relu, self.out = nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm_a(self.a(x.view(-1, 1, 2, 2))))
+        skip, x = x, self.norm_b(self.b(x))
+        x += skip
+        return self.out(F.adaptive_max_pool2d(self.relu(x), 2).mean((2, 3)))
+
+
+def recurrent() -> nn.Module:
+    last = Apply(lambda returned: returned[0][:, -1])
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LSTM(2, 5, batch_first=True), last, nn.Linear(5, 3))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.3),
     "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1),
@@ -52,6 +73,8 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cnn_adamw": (cnn, "adamw"),
     "transformer_adamw": (Encoder, "adamw"),
     "three_sizes": (three_sizes, "sgd"),
+    "in_place_momentum": (InPlaceResidual, "momentum"),
+    "recurrent_momentum": (recurrent, "momentum"),
     "average": (lambda: mlp(nn.ReLU), "momentum"),
 }
 
@@ -79,38 +102,9 @@ def state(run: epk.Trajectory, s: int) -> dict[str, Tensor]:
 
 def jacobian(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor, head: str) -> dict[str, Tensor]:
     """Differentiate f in weights and statistics by loops over autograd.grad: (C, size) of each."""
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in at.items()}
-    z = plain_outputs(run, leaves, x)
-    f = torch.log_softmax(z, dim=0) if head == "log_softmax" else z
-    rows = [
-        torch.autograd.grad(v, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for v in f
-    ]
-    return {name: torch.stack([row[k].flatten() for row in rows]) for k, name in enumerate(leaves)}
-
-
-def plain_outputs(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Evaluate the logits; normalisation in evaluation mode written out, as torch's has no derivative in statistics."""
-    module, values = run.model.module, dict(at)
-
-    def normalised(
-        inputs: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any
-    ) -> Tensor:
-        def channels(v: Tensor) -> Tensor:
-            return v.view(1, -1, *[1] * (inputs.ndim - 2))
-
-        return (inputs - channels(mean)) / (channels(variance) + 1e-5).sqrt() * channels(weight) + channels(bias)
-
-    real = F.batch_norm
-    F.batch_norm = normalised  # type: ignore[assignment]
-    try:
-        return functional_call(module, values, (x[None],))[0]
-    finally:
-        F.batch_norm = real
-
-
-def moved(start: dict[str, Tensor], end: dict[str, Tensor], t: float) -> dict[str, Tensor]:
-    return {name: start[name] + t * (end[name] - start[name]) for name in start}
+    flat = torch.cat([value.flatten() for value in at.values()])
+    columns = reference_jacobian(run.model.module, run, flat, x[None], head)[0]
+    return dict(zip(at, columns.split([value.numel() for value in at.values()], dim=1), strict=True))
 
 
 def path_average(
@@ -122,30 +116,11 @@ def path_average(
     start, end = state(run, first), state(run, min(first + k, run.num_steps))
     total: dict[str, Tensor] = {}
     for t, weight in rule:
-        for name, value in jacobian(run, moved(start, end, t), x, head).items():
+        at = {name: torch.lerp(start[name], end[name], t) for name in start}
+        for name, value in jacobian(run, at, x, head).items():
             total[name] = total.get(name, 0) + weight * value
     return total
 
 
-def features(run: epk.Trajectory, path: Any, node: tuple[int, float], points: epk.Points, head: str) -> Tensor:
-    """phi of Definition 3.4 at a node (s, t), along any path: (n, C, P)."""
-    (s, t), rows = node, []
-    for x, is_train in zip(points.X, points.is_train.tolist(), strict=True):
-        if is_train:
-            found = jacobian(run, state(run, s), x, head)
-        else:
-            first = s // path.every * path.every
-            ends = state(run, first), state(run, min(first + path.every, run.num_steps))
-            found = jacobian(run, moved(*ends, t), x, head)
-        rows.append(torch.cat([found[name] for name in run.model.names], dim=1))
-    return torch.stack(rows)
-
-
 def gram_block(run: epk.Trajectory, path: Any, points: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
-    """Sum phi phi^T over steps and nodes, as it is written."""
-    block = torch.zeros((), dtype=torch.float64)
-    for step in run.steps:
-        for t, weight in rule:
-            phi = features(run, path, (step.index, t), points, head)
-            block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi, phi)
-    return block
+    return reference.gram_block(run, points, points, head, rule, path.every)

@@ -12,32 +12,33 @@ def output(trajectory: epk.Trajectory, weights: dict[str, Tensor], x: Tensor, he
     return torch.log_softmax(z, dim=0) if head == "log_softmax" else z
 
 
-def jacobian(trajectory: epk.Trajectory, s: int, t: float, x: Tensor, head: str) -> Tensor:
-    """(C, P) at w_s(t)."""
-    start, end = trajectory.weights(s), trajectory.weights(s + 1)
+def jacobian(trajectory: epk.Trajectory, s: int, t: float, x: Tensor, head: str, every: int = 1) -> Tensor:
+    """(C, P) at w_s(t), or at t on the chord of so many steps that step s belongs to."""
+    s = s // every * every
+    start, end = trajectory.weights(s), trajectory.weights(min(s + every, trajectory.num_steps))
     here = {name: (start[name] + t * (end[name] - start[name])).detach().requires_grad_() for name in start}
     f = output(trajectory, here, x, head)
+    leaves = [here[name] for name in trajectory.model.names]
     rows = [
-        torch.autograd.grad(value, list(here.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for value in f
+        torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True, materialize_grads=True) for value in f
     ]
     return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
 
 
-def features(trajectory: epk.Trajectory, s: int, t: float, points: epk.Points, head: str) -> Tensor:
+def features(trajectory: epk.Trajectory, s: int, t: float, points: epk.Points, head: str, every: int = 1) -> Tensor:
     """Definition 3.4: (n, C, P), frozen at w_s for training copies."""
     masks = points.is_train.tolist() if isinstance(points.is_train, Tensor) else [points.is_train] * len(points)
-    rows = [
-        jacobian(trajectory, s, 0.0 if is_train else t, x, head) for x, is_train in zip(points.X, masks, strict=True)
-    ]
-    return torch.stack(rows)
+    places = [(0.0, 1) if is_train else (t, every) for is_train in masks]
+    return torch.stack([jacobian(trajectory, s, t, x, head, k) for x, (t, k) in zip(points.X, places, strict=True)])
 
 
-def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
+def gram_block(
+    trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: str, rule: QuadratureRule, every: int = 1
+) -> Tensor:
     block = torch.zeros((), dtype=torch.float64)
     for step in trajectory.steps:
         for t, weight in rule:
-            phi_a, phi_b = (features(trajectory, step.index, t, points, head) for points in (a, b))
+            phi_a, phi_b = (features(trajectory, step.index, t, points, head, every) for points in (a, b))
             block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi_a, phi_b)
     return block
 

@@ -1,63 +1,17 @@
-"""Runs of networks whose BatchNorm statistics move, recorded by hand."""
+"""Runs of networks whose BatchNorm statistics move, and their derivatives by loops."""
 
 import copy
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F
-
-from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.model import functionalize
-from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-
-LR = 0.1
+from weighted_loops import record
 
 
-def moving_statistics(net):
-    """Return the names of the floating-point buffers."""
-    return tuple(name for name, value in net.named_buffers() if value.is_floating_point())
-
-
-def train_by_hand(net, X, y, *, num_steps=4, batch=8, lr=LR, statistics=None):
-    """Train in training mode by plain SGD on consecutive batches, and keep weights and statistics of every state."""
-    names = tuple(name for name, p in net.named_parameters() if p.requires_grad)
-    statistics = moving_statistics(net) if statistics is None else statistics
-    model = functionalize(net, names, statistics)
-    states, kept, steps = [], [], []
-    for s in range(num_steps + 1):
-        params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
-        states.append(model.flatten(params))
-        kept.append(model.flatten_statistics(buffers).clone())
-        if s == num_steps:
-            break
-        rows = torch.arange(s * batch, (s + 1) * batch) % len(X)
-        net.train()
-        net.zero_grad()
-        F.cross_entropy(net(X[rows]), y[rows]).backward()
-        with torch.no_grad():
-            for name in names:
-                params[name] -= lr * params[name].grad
-        steps.append(Step(index=s, lr=lr, batch=rows))
-    update = stack_coefficients([LinearStep(lr=lr)] * len(names), model.sizes)
-    with torch.no_grad():
-        num_outputs = copy.deepcopy(net).eval()(X[:1]).shape[1]
-    return Trajectory(
-        model=model,
-        inputs=X,
-        targets=y,
-        loss=CrossEntropy(),
-        update_rule="SGD",
-        states=tuple(states),
-        updates=(update,) * num_steps,
-        steps=tuple(steps),
-        num_outputs=num_outputs,
-        digest="by hand",
-        data_digest="by hand",
-        statistics=tuple(kept),
-    )
+def train_by_hand(net, X, y, *, num_steps=4):
+    """Train in training mode by plain SGD on consecutive batches of eight."""
+    batches = [torch.arange(8 * s, 8 * s + 8) % len(X) for s in range(num_steps)]
+    return record(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y, batches)
 
 
 def rows(num=24, shape=(4,), num_classes=3):
@@ -89,10 +43,11 @@ class PlainNorm(nn.Module):
 
 def in_plain_words(net, *, detaches=False):
     """Return a copy of a network whose normalisations are `PlainNorm`; names of parameters and buffers are the same."""
-    parts = (
-        PlainNorm(part, detaches=detaches) if hasattr(part, "running_mean") else copy.deepcopy(part) for part in net
-    )
-    return nn.Sequential(*parts)
+    net = copy.deepcopy(net)
+    for name, part in list(net.named_modules()):
+        if hasattr(part, "running_mean"):
+            net.set_submodule(name, PlainNorm(part, detaches=detaches))
+    return net
 
 
 def reference_outputs(net, trajectory, state, X):

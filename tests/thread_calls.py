@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from doors import DOORS, Door
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import epk_gp as epk
 import helpers
@@ -21,9 +22,7 @@ from epk_gp.gp.regression import leave_one_out
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
-from epk_gp.kernel_machine.baselines import (
-    tangent_trajectory,
-)
+from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.storage.verify import check_run, export_run
 
 
@@ -40,37 +39,14 @@ class Remembers(nn.Module):
         return self.out(torch.tanh(self.last))
 
 
-class Experts(nn.Module):
-    """A network that sends each row to one of two experts, which the rows of a plan need not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x[:, 0] > -0.9
-        h = torch.zeros(len(x), 6, dtype=x.dtype)
-        h = h.index_put((first.nonzero().squeeze(1),), self.first(x[first]))
-        if not first.all():
-            h = h.index_put(((~first).nonzero().squeeze(1),), self.second(x[~first]))
-        return self.out(torch.tanh(h))
-
-
-def _weight_norm() -> nn.Module:
-    norm = nn.utils.parametrizations.weight_norm
-    return nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU(), norm(nn.Linear(8, 3)))
-
-
-def _max_pool() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
-
-
 OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "remembers": (Remembers, (8,)),
-    "experts": (Experts, (8,)),
-    "weight_norm": (_weight_norm, (8,)),
-    "max_pool": (_max_pool, (2, 8, 8)),
-}
+    "experts": (lambda: helpers.SplitWhereNegative(8, 3, below=-0.9), (8,)),  # a plan's rows need not show the branch
+    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), weight_norm(nn.Linear(8, 3))), (8,)),
+    "max_pool": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)), (2, 8, 8)
+    ),
+}  # fmt: skip
 NAMES = (
     "relu", "tanh", "max_pool", "cnn", "transformer", "attention", "frozen_batch_norm", "twice", "cosine",
     "remembers", "experts", "weight_norm",
@@ -95,14 +71,14 @@ class Shared:
         """Test copies and training copies."""
         return epk.Points(self.test, False), epk.Points(self.run.inputs, True)
 
-    @property
-    def single(self) -> Tensor:
-        """Test points in float32, if they are numbers."""
-        return self.test.float() if self.test.is_floating_point() else self.test
+    def single(self, is_train: bool) -> epk.Points:
+        """The test points in float32, if they are numbers."""
+        return epk.Points(self.test.float() if self.test.is_floating_point() else self.test, is_train)
 
 
+RULE = epk.gauss_legendre(2)
 MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
-KERNELS = [f"{mode}{end}" for mode in MODES for end in ("", " normalized")]
+KERNELS = {f"{mode}{' normalized' if by else ''}": (mode, by) for mode in MODES for by in (None, "mean_diagonal")}
 
 
 def share(name: str, folder: Path) -> Shared:
@@ -125,15 +101,8 @@ def share(name: str, folder: Path) -> Shared:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
         runs.append(epk.train(net, X, y, optimizer=optimizer, steps=3, **options))
     stored, fewer = (epk.load_trajectory(folder / part, build().double()) for part in ("plain", "fewer"))
-    rule = epk.gauss_legendre(2)
-    kernels = {
-        f"{mode}{' normalized' if normalize else ''}": epk.EPKKernel(
-            runs[0], mode, rule=rule, normalize="mean_diagonal" if normalize else None
-        )
-        for mode in MODES
-        for normalize in (False, True)
-    }
-    gp = epk.LogitGP(runs[0], rule=rule, points=[0, 2, 4])
+    kernels = {name: epk.EPKKernel(runs[0], mode, rule=RULE, normalize=by) for name, (mode, by) in KERNELS.items()}
+    gp = epk.LogitGP(runs[0], rule=RULE, points=[0, 2, 4])
     return Shared(runs[0], test, stored, fewer, folder, build, kernels, gp)
 
 
@@ -141,23 +110,17 @@ def _seed() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-def _kernel_gradient(shared: Shared) -> Tensor:
-    x = epk.test_copy(shared.test.double())
-    if not shared.test.is_floating_point():
-        return x
-    x.requires_grad_()
-    kernel = shared.kernels["trace"]
-    (gradient,) = torch.autograd.grad(kernel(x, epk.train_copy(shared.run.inputs)).to_dense().sum(), x)
-    return gradient
+def _gradient(values: Callable[[Shared, Tensor], Tensor]) -> Callable[[Shared], Tensor]:
+    """The gradient of a kernel's values in the test points, if they are numbers."""
 
+    def work(shared: Shared) -> Tensor:
+        x = epk.test_copy(shared.test.double())
+        if not shared.test.is_floating_point():
+            return x
+        (gradient,) = torch.autograd.grad(values(shared, x.requires_grad_()).sum(), x)
+        return gradient
 
-def _diagonal_gradient(shared: Shared) -> Tensor:
-    x = epk.test_copy(shared.test.double())
-    if not shared.test.is_floating_point():
-        return x
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(shared.kernels["full"](x, diag=True).sum(), x)
-    return gradient
+    return work
 
 
 def _kernel(name: str) -> Callable[[Shared], object]:
@@ -185,30 +148,20 @@ def _train(shared: Shared) -> object:
     with torch.no_grad():
         for value, start in zip(net.parameters(), shared.run.weights(0).values(), strict=True):
             value.copy_(start)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = epk.train(
-        net,
-        shared.run.inputs,
-        shared.run.targets,
-        optimizer=optimizer,
-        steps=2,
-        batch_size=3,
-        generator=_seed(),
-    )
+    X, y, optimizer = shared.run.inputs, shared.run.targets, torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=2, batch_size=3, generator=_seed())
     return run.digest, list(run.states), run.steps
 
 
 def _per_class(shared: Shared) -> object:
     a, b = shared.points
-    gram = gram_block_per_class(shared.run, b, b, rule=epk.gauss_legendre(2))
-    cross = gram_block_per_class(shared.run, a, b, rule=epk.gauss_legendre(2))
+    cross, gram = (gram_block_per_class(shared.run, left, b, rule=RULE) for left in (a, b))
     return cross, gram_spectrum(gram[0])
 
 
 def _breakdown(shared: Shared) -> object:
     run, X = shared.run, shared.test
-    rule = epk.gauss_legendre(2)
-    samples, ranges = attribute_many(run, X, [[by_sample(run)], [step_ranges(run)]], rule=rule)
+    samples, ranges = attribute_many(run, X, [[by_sample(run)], [step_ranges(run)]], rule=RULE)
     return samples, ranges, prediction_breakdown(samples, ranges, torch.zeros(len(X), dtype=torch.int64))
 
 
@@ -225,10 +178,8 @@ def _export(shared: Shared) -> object:
 
 def _report(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        rule = epk.gauss_legendre(2)
-        file = epk.write_report(
-            Path(folder) / "report.html", shared.run, shared.test, explained=2, outputs=1, rule=rule, kernel_points=4
-        )
+        options = {"explained": 1, "outputs": 1, "rule": RULE, "kernel_points": 2}
+        file = epk.write_report(Path(folder) / "report.html", shared.run, shared.test, **options)
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -238,56 +189,37 @@ def _statistics(shared: Shared) -> object:
     return calibration(z.exp(), y), ood_metrics(z[:3, 0], z[3:, 0]), three_gaussians(3, dim=4).inputs
 
 
-def _sampling(shared: Shared) -> object:
-    posterior = shared.gp.logit_posterior(shared.test)
-    return epk.softmax_uncertainty(posterior, 32, _seed())
-
-
 def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], object]:
-    return lambda s: attribute_by(s.run, s.test, [axis(s.run)], rule=epk.gauss_legendre(2))
-
-
-def _of(run: str, compute: Callable[[epk.Trajectory, Shared], object]) -> Callable[[Shared], object]:
-    return lambda shared: compute(getattr(shared, run), shared)
-
-
-def _block(run: epk.Trajectory, shared: Shared) -> object:
-    return epk.gram_block(run, *shared.points, rule=epk.gauss_legendre(2))
+    return lambda s: attribute_by(s.run, s.test, [axis(s.run)], rule=RULE)
 
 
 def _asked(door: Door) -> Callable[[Shared], object]:
     """A door's question about the test points."""
-    return lambda s: door.ask(s.run, s.test, **door.options(rule=epk.gauss_legendre(2)))
+    return lambda s: door.ask(s.run, s.test, **door.options(rule=RULE))
 
 
 CALLS: dict[str, Callable[[Shared], object]] = {
     **{name: _asked(door) for name, door in DOORS.items() if name not in ("write_report", "EPKKernel", "LogitGP")},
     "gram_block, logits": lambda s: epk.gram_block(s.run, *s.points, head="logits", rule=epk.gauss_legendre(3)),
-    "gram_block, float32": lambda s: epk.gram_block(
-        s.run, epk.Points(s.single, False), epk.Points(s.single, True), rule=epk.gauss_legendre(2)
-    ),
+    "gram_block, float32": lambda s: epk.gram_block(s.run, s.single(False), s.single(True), rule=RULE),
     "gram_block, float32 summed in float64": lambda s: epk.gram_block(
-        s.run, epk.Points(s.single, False), epk.Points(s.single, False), accumulate=torch.float64
+        s.run, s.single(False), s.single(False), accumulate=torch.float64
     ),
     "gram_block, adaptive": lambda s: epk.gram_block(s.run, *s.points, rule=epk.adaptive(1e-8)),
-    "gram_block, adaptive, test copies": lambda s: epk.gram_block(
-        s.run, s.points[0], s.points[0], rule=epk.adaptive(1e-6)
-    ),
-    "gram_block, stored": _of("stored", _block),
-    "gram_block, fewer states": _of("fewer", _block),
+    "gram_block, adaptive, test copies": lambda s: epk.gram_block(s.run, *s.points[:1] * 2, rule=epk.adaptive(1e-6)),
+    "gram_block, stored": lambda s: epk.gram_block(s.stored, *s.points, rule=RULE),
+    "gram_block, fewer states": lambda s: epk.gram_block(s.fewer, *s.points, rule=RULE),
     "PathKernel, step weights": lambda s: epk.PathKernel(
         s.run, rule=epk.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
     ).block(*s.points),
     "network_outputs": lambda s: [
-        epk.network_outputs(s.run, s.test, state=state, head=head)
-        for state in (0, 1, -1)
-        for head in ("logits", "log_softmax")
+        epk.network_outputs(s.run, s.test, state=n, head=head) for n in (0, 1, -1) for head in ("logits", "log_softmax")
     ],
-    "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single),
+    "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single(False).X),
     "reconstruct, adaptive": lambda s: epk.reconstruct(s.run, s.test),
     "attribute, adaptive": lambda s: epk.attribute(s.run, s.test),
     "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=epk.left_riemann(2)),
-    "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
+    "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=RULE),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
     "write_report": _report,
     "self_influence": lambda s: epk.self_influence(s.run),
@@ -298,13 +230,13 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "attribute_many, breakdown": _breakdown,
     "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
-    "EPKKernel, gradient": _kernel_gradient,
-    "EPKKernel, gradient of the diagonal": _diagonal_gradient,
+    "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
+    "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
     "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test, block_size=2),
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
     "leave_one_out": lambda s: leave_one_out(s.gp),
-    "sampling": _sampling,
+    "sampling": lambda s: epk.softmax_uncertainty(s.gp.logit_posterior(s.test), 32, _seed()),
     "uncertainty_on_plane": lambda s: [
         uncertainty_on_plane(s.gp, principal_plane(s.run.inputs), size=2, num_samples=8, generator=_seed())
         if s.test.is_floating_point()

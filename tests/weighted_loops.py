@@ -54,6 +54,27 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+def operation(
+    value: Callable[[Tensor], Tensor],
+    slope: Callable[[Tensor], Tensor],
+    wrap: Callable[..., Any] = lambda backward: backward,
+) -> Apply:
+    """An operation of one's own with its own backward pass, which cannot be differentiated in forward mode."""
+
+    class Operation(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return value(x)
+
+        @staticmethod
+        @wrap
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * slope(ctx.saved_tensors[0])
+
+    return Apply(Operation.apply)
+
+
 class Encoder(nn.Module):
     """A transformer's layer with dropout, over the inputs as a sequence."""
 

@@ -29,7 +29,7 @@ from epk_gp.core.trajectory import Trajectory, aligned
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
 from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
 from epk_gp.quadrature.rules import path_identity
-from epk_gp.work.run import Piece, Place, RunWork, Sums, run
+from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
 
 # Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
 MAX_RANGES = 64
@@ -196,13 +196,7 @@ class GramWork(RunWork):
             if len(self.tiles) >= WHOLE_TILES:
                 yield Piece(name, (*place, WHOLE), num_steps)
             else:
-                yield from self.pieces_of_ranges(name, place)
-
-    def pieces_of_ranges(self, name: str, place: Place) -> Iterator[Piece]:
-        """List the ranges of steps of a tile."""
-        total, num_steps = "" if len(self.ranges) == 1 else name, len(self.planned.steps)
-        for number, steps in enumerate(self.ranges):
-            yield Piece(f"{name}-{number}", (*place, number), len(range(num_steps)[steps]), total)
+                yield from pieces_of_ranges(name, place, self.ranges, num_steps)
 
     @property
     def piece_bytes(self) -> int:
@@ -298,7 +292,8 @@ class DiagonalWork(GramWork):
         """The pieces, some points after the others."""
         prefix = self.named("diagonal")
         for place in self.rows:
-            yield from self.pieces_of_ranges("-".join(map(str, (prefix, *place))), place)
+            name = "-".join(map(str, (prefix, *place)))
+            yield from pieces_of_ranges(name, place, self.ranges, len(self.planned.steps))
 
     @property
     def piece_bytes(self) -> int:

@@ -32,7 +32,7 @@ from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.terms import AttributionProblem, AttributionWork, IntegratedLine, TermSums, integrate_stretch
+from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
@@ -41,11 +41,7 @@ from epk_gp.work.run import Sums
 
 
 def propagate_step(
-    trajectory: Trajectory,
-    step: Step,
-    sizes: tuple[int, ...],
-    Phi: Float[Tensor, "K N P"],
-    adjoint_state: Tensor | None,
+    trajectory: Trajectory, s: int, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
 ) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None]:
     """Go one step of a run back: return the adjoints of the step and of h, and what the step before receives.
 
@@ -54,20 +50,18 @@ def propagate_step(
 
     Args:
         trajectory: The run.
-        step: The step s.
+        s: The step.
         sizes: Number of weights of each of the L parameters.
         Phi: The averaged gradients of the outputs along the path, which are overwritten.
         adjoint_state: What the step after left, which is overwritten; None after the last step.
     """
-    u, average = step_coefficients(trajectory, step.index, Phi), trajectory.average
+    u, average = step_coefficients(trajectory, s, Phi), trajectory.average
     if average is None:
         return Phi, *propagate(u, sizes, Phi, adjoint_state)
-    a = float(average.coefficients[step.index])
-    E = Phi.mul_(a)
-    of_momentum = None
+    a = float(average.coefficients[s])
+    E, of_momentum = Phi.mul_(a), None
     if adjoint_state is not None:
-        of_momentum = adjoint_state[0]
-        E = E.add_(adjoint_state[1], alpha=1 - a)
+        of_momentum, E = adjoint_state[0], E.add_(adjoint_state[1], alpha=1 - a)
     H, of_momentum = propagate(u, sizes, E, of_momentum)
     return E, H, torch.stack([torch.zeros_like(E) if of_momentum is None else of_momentum, E])
 
@@ -174,25 +168,23 @@ class StretchAverage:
     integral: Integral
 
 
-def average_over(
-    problem: AttributionProblem, steps: range, max_nodes: int, *, splits_statistics: bool
-) -> StretchAverage:
+def average_over(block: Predictions, steps: range, max_nodes: int, *, splits_statistics: bool) -> StretchAverage:
     """Average the gradients of the points over a stretch.
 
     Args:
-        problem: The predictions.
+        block: The predictions.
         steps: The steps that the stretch stands for.
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
-    line = integrate_stretch(problem, steps, max_nodes)
+    line = integrate_stretch(block, steps, max_nodes)
     of_statistics = None
     # a layerwise integral is not known without; that of one step is, but for how it is split
-    wants_statistics = problem.is_layerwise or splits_statistics or len(steps) > 1
-    if wants_statistics and problem.trajectory.statistics is not None:
+    wants_statistics = block.is_layerwise or splits_statistics or len(steps) > 1
+    if wants_statistics and block.trajectory.statistics is not None:
         of_statistics = line.averaged_statistics_jacobian()
-    Phi = averaged_jacobian(line.node_batches(), problem.columns)
-    integral = _measured(line, Phi, of_statistics) if problem.is_layerwise else line.integral
+    Phi = averaged_jacobian(line.node_batches(), block.columns)
+    integral = _measured(line, Phi, of_statistics) if block.is_layerwise else line.integral
     return StretchAverage(steps, Phi, of_statistics, integral)
 
 
@@ -200,19 +192,19 @@ def _measured(
     line: IntegratedLine, Phi: Float[Tensor, "K N P"], of_statistics: Float[Tensor, "K N Q"] | None
 ) -> Integral:
     """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
-    problem, integral, P = line.problem, line.integral, line.problem.net.model.num_weights
+    block, integral, P = line.block, line.integral, line.block.net.model.num_weights
     d, eps = line.segment.d, torch.finfo(Phi.dtype).eps
     change, size = (Phi @ d[:P]).T, (Phi.abs() @ d[:P].abs()).T
     if of_statistics is not None:
         change = change + (of_statistics @ d[P:]).T
         size = size + (of_statistics.abs() @ d[P:].abs()).T
     rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
-    true = problem.select_outputs(integral.end - integral.start)
+    true = block.select_outputs(integral.end - integral.start)
     error = (true - change).abs().amax(dim=1)
-    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[:, None], change)
-    rule = problem.kernel.rule
+    total = change if block.classes is None else integral.total.scatter(1, block.classes[:, None], change)
+    rule = block.kernel.rule
     if isinstance(rule, AdaptiveRule):
-        share = len(stretches_of(problem.kernel.path, problem.trajectory.num_steps))
+        share = len(stretches_of(block.kernel.path, block.trajectory.num_steps))
         of_outputs = rounding_of(integral.start, integral.end)
         status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
@@ -247,11 +239,8 @@ def grouped_products(
     if count == 1:
         return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
     out = H.new_zeros(N, K, len(vectors), count)
-    first = 0
-    for group, size in zip(groups.tolist(), sizes, strict=True):
-        part = slice(first, first + size)
-        out[..., group] += (H[..., part].flatten(0, 1) @ vectors[:, part].T).view(K, N, len(vectors)).transpose(0, 1)
-        first += size
+    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
+        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
     return out
 
 
@@ -263,11 +252,11 @@ class LossProducts:
     has none, or it gives something else than plain autograd, each sample has a backward pass of its own.
 
     Attributes:
-        problem: The predictions.
+        block: The predictions.
         run: Replays the forward passes.
     """
 
-    problem: AttributionProblem
+    block: Predictions
     run: RunReplay
     _has_forward_mode: bool = True
     # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
@@ -294,13 +283,13 @@ class LossProducts:
             BatchNorm under Adam). None where gradients are written out, and where it is more than rounding can be: left
             out of every term, the certificate sees it.
         """
-        state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
+        state = flat_state(self.block.trajectory.trained, step.index, self.block.X)
         if self._writes_gradients_out(data, H.shape[0] * H.shape[1], int(groups.max()) + 1):
             written = self._from_gradients(state, data, H, groups)
             if written is not None:
                 return written, None
         replayed, dtype = self.run.passes.gradient(state, data, exact=True), self.run.passes.dtype_of(data)
-        whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
+        whole = grouped_products(H, replayed.gradient[None], groups, self.block.net.model.sizes).squeeze(2)
         values = self._along_all(state, data, H, groups, replayed.losses)
         if self._has_forward_mode and not self._is_derivative(state, data, H, whole, values):
             self._has_forward_mode = False
@@ -315,7 +304,7 @@ class LossProducts:
         """Return c_i <H, grad loss_i> over each group of parameters."""
         K, N = H.shape[:2]
         count = int(groups.max()) + 1
-        owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
+        owner = groups.to(H.device).repeat_interleave(torch.tensor(self.block.net.model.sizes, device=H.device))
         values = H.new_empty(N, K, len(data.X), count)
         for group in range(count):
             directions = (H if count == 1 else H * (owner == group)).flatten(0, 1)
@@ -324,12 +313,7 @@ class LossProducts:
         return values
 
     def _is_derivative(
-        self,
-        state: Tensor,
-        data: PassData,
-        H: Float[Tensor, "K N P"],
-        whole: Float[Tensor, "N K G"],
-        values: Float[Tensor, "N K B G"],
+        self, state: Tensor, data: PassData, H: Tensor, whole: Float[Tensor, "N K G"], values: Float[Tensor, "N K B G"]
     ) -> bool:
         """Return whether forward mode follows what plain autograd differentiates.
 
@@ -348,21 +332,20 @@ class LossProducts:
         return _DOUBTS * left >= float(missed[n, k].abs())
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
-        problem, plan = self.problem, self.problem.net.plan
-        if data.forward.autocast is not None or not problem.trajectory.loss_takes_outputs:
-            return False
-        if plan.shares_pass:  # a backward pass per sample, each through the whole graph
+        block, plan = self.block, self.block.net.plan
+        # in a shared pass there is a backward pass per sample, each through the whole graph
+        if data.forward.autocast is not None or not block.trajectory.loss_takes_outputs or plan.shares_pass:
             return False
         if not data.forward.is_deterministic and (
-            problem.cost.all_dense
+            block.cost.all_dense
             or plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
-            or problem.net.model.statistics  # a row's loss depends on the other rows
-            or self._in_modes.get(self._kind_of(data), problem.net) is None
+            or block.net.model.statistics  # a row's loss depends on the other rows
+            or self._in_modes.get(self._kind_of(data), block.net) is None
         ):
             return False
-        n, P = len(data.X), problem.net.model.num_weights
+        n, P = len(data.X), block.net.model.num_weights
         if self._flops_per_row is None:
-            state, replay = flat_state(problem.trajectory.trained, 0, problem.X), self.run.passes
+            state, replay = flat_state(block.trajectory.trained, 0, block.X), self.run.passes
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 replay.losses(replay.params(state, data), data)
             self._flops_per_row = counter.get_total_flops() / n
@@ -385,30 +368,30 @@ class LossProducts:
         masks are drawn together. The products with the sum of the adjoints are compared with forward mode's: None where
         they are others, as a row's loss depends on other rows or numbers are drawn in another order.
         """
-        problem, every = self.problem, torch.arange(len(data.X), device=data.X.device)
-        blocks, sizes = every.split(problem.memory.adjoint_samples()), problem.net.model.sizes
-        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
+        block, every = self.block, torch.arange(len(data.X), device=data.X.device)
+        blocks, sizes = every.split(block.memory.adjoint_samples()), block.net.model.sizes
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=block.cost.all_dense)
         values = []
         if data.forward.is_deterministic:
             if data.forward.statistics is not None:
-                state = torch.cat([state[: problem.net.model.num_weights], data.forward.statistics.to(state)])
-            X, at = problem.net.model.spec.cast(data.X), WeightLocation(state)
+                state = torch.cat([state[: block.net.model.num_weights], data.forward.statistics.to(state)])
+            X, at = block.net.model.spec.cast(data.X), WeightLocation(state)
             for rows in blocks:
-                jacobians = layer_jacobians(problem.net, at, X[rows], _loss_cotangents(problem, data, rows), cost)
-                values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
+                jacobians = layer_jacobians(block.net, at, X[rows], _loss_cotangents(block, data, rows), cost)
+                values.append(grouped_products(H, to_flat_order(jacobians, block.columns)[0], groups, sizes))
             return torch.cat(values, dim=2)
         replay, key = self.run.passes, self._kind_of(data)
-        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), problem.net.plan)
+        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), block.net.plan)
         self._in_modes[key] = None  # unless all goes well
         at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
         try:
             with replay.random_numbers(data):
-                jacobians = layer_jacobians(net, at, replay.rows(data), _loss_cotangents(problem, data, every), cost)
+                jacobians = layer_jacobians(net, at, replay.rows(data), _loss_cotangents(block, data, every), cost)
         except (RuntimeError, ValueError, NotImplementedError):  # UnsupportedParameterUseError among them
             return None
         for rows in blocks:
             part = [jacobian.rows(slice(int(rows[0]), int(rows[-1]) + 1)) for jacobian in jacobians]
-            values.append(grouped_products(H, to_flat_order(part, problem.columns)[0].to(H), groups, sizes))
+            values.append(grouped_products(H, to_flat_order(part, block.columns)[0].to(H), groups, sizes))
         written, losses = torch.cat(values, dim=2), replay.gradient(state, data, exact=True).losses
         expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
         if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
@@ -421,31 +404,28 @@ class LossProducts:
     ) -> Float[Tensor, "R n"]:
         """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
         if self._has_forward_mode:
+            size = expected.abs().max().clamp(min=1.0)
             try:
                 primals, slopes = self._forward(state, data, directions)
-                if self._rows.works and not self._has_values(primals, expected):
+                if self._rows.works and not _is_same(primals, expected, size):
                     self._rows.works = False
                     primals, slopes = self._forward(state, data, directions)
             except (RuntimeError, NotImplementedError):
                 self._has_forward_mode = False
             else:
                 # forward mode may draw other random numbers, or take another kernel
-                self._has_forward_mode = self._has_values(primals, expected)
+                self._has_forward_mode = _is_same(primals, expected, size)
                 if self._has_forward_mode:
                     return slopes.to(directions)
         return self._sample_by_sample(state, data, directions)
-
-    @staticmethod
-    def _has_values(losses: Tensor, expected: Tensor) -> bool:
-        return _is_same(losses, expected, expected.abs().max().clamp(min=1.0))
 
     def _forward(self, state: Tensor, data: PassData, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses and their derivatives along all directions, mapped over directions where torch can.
 
         What draws random numbers is not mapped.
         """
-        graph = self.problem.net.model.signature.graph
-        at_once = self.problem.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
+        graph = self.block.net.model.signature.graph
+        at_once = self.block.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
         draws = data.forward.random_state is not None or data.forward.device_random_state is not None
         primals, slopes = (MappedRows(works=False) if draws or at_once == 1 else self._rows)(
             len(directions),
@@ -494,7 +474,7 @@ class LossProducts:
         return torch.stack(columns, dim=1)
 
 
-def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) -> Cotangents:
+def _loss_cotangents(block: Predictions, data: PassData, part: Tensor) -> Cotangents:
     """Return the one cotangent of each row's weighted loss, with the targets as seen."""
     forward = data.forward
     seen, c = forward.targets, data.c[part]
@@ -503,7 +483,7 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
         is_own = (index >= 0) & (index < len(part))
         seen = type(seen)(index[is_own], seen.values.to(part.device)[is_own])
     own = PassData(type(forward)(len(part), targets=seen), data.samples[part], data.X[part], data.y[part], c)
-    loss = problem.trajectory.loss
+    loss = block.trajectory.loss
 
     def derivative(z: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -527,32 +507,27 @@ class AdjointTerms(AttributionWork):
 
     keeps_residuals = True
 
-    @property
-    def ranges(self) -> list[slice]:
-        """All steps."""
-        return [slice(0, self.kernel.trajectory.num_steps)]
-
     def terms(
-        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+        self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
         """Go through the run from its last step, and add every term to the totals."""
-        trajectory, X, sizes = problem.trajectory, problem.X, problem.net.model.sizes
-        products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, X))
+        trajectory, X, sizes = block.trajectory, block.X, block.net.model.sizes
+        products = LossProducts(block, RunReplay(trajectory.trained, block.net.model, X))
         adjoint, stretch = sums.carried.get("adjoint"), None
         for s in reversed(range(trajectory.num_steps - sums.steps)):
             step, uncounted = trajectory.steps[s], None
             if stretch is None or s not in stretch.steps:
                 steps, stretch = stretch_of(self.kernel.path, s, trajectory.num_steps), None
-                stretch = average_over(problem, steps, self.rows_per_block, splits_statistics=self._splits(totals))
+                stretch = average_over(block, steps, self.rows_per_block, splits_statistics=self._splits(totals))
                 # a pass that resumes within a chord has counted it
                 uncounted = stretch.integral if s == steps[-1] else None
             Phi, u = stretch.of_weights, step_coefficients(trajectory, s, X)
             start, end = (flat_weights(trajectory, state, X) for state in (s, s + 1))
             change = (Phi @ (end - start)).T  # N K
-            totals.add_change(s, change)
+            totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
-            E, H, adjoint = propagate_step(trajectory, step, sizes, Phi, adjoint)
+            E, H, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
             w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
             for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):
@@ -582,16 +557,16 @@ class AdjointTerms(AttributionWork):
         self, totals: TermSums, products: LossProducts, step: Step, stretch: StretchAverage, change: Tensor
     ) -> None:
         """Add what the moving statistics add in a step, in which the weights change the outputs by `change`, (N, K)."""
-        problem, s, Phi_b = products.problem, step.index, stretch.of_statistics
+        block, s, Phi_b = products.block, step.index, stretch.of_statistics
         if len(stretch.steps) == 1:
-            total = problem.select_outputs(stretch.integral.total) - change
+            total = block.select_outputs(stretch.integral.total) - change
         else:
-            before, after = (flat_state(problem.trajectory, state, problem.X) for state in (s, s + 1))
-            total = torch.einsum("knq,q->nk", Phi_b, (after - before)[problem.net.model.num_weights :])
+            before, after = (flat_state(block.trajectory, state, block.X) for state in (s, s + 1))
+            total = torch.einsum("knq,q->nk", Phi_b, (after - before)[block.net.model.num_weights :])
         if Phi_b is None or not self._splits(totals):
             totals.add_statistics(s, total, None)
             return
-        state, samples, added = flat_state(problem.trajectory.trained, s, problem.X), [], []
+        state, samples, added = flat_state(block.trajectory.trained, s, block.X), [], []
         for data in products.run.data(step):
             increments = statistics_increments(products.run.passes, state, data)
             samples.append(data.samples)

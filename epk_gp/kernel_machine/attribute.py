@@ -18,36 +18,22 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number, warn_unless_certified
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
-from epk_gp.kernel_machine.axes import (
-    Axis,
-    PointsTable,
-    by_sample,
-    describe_axes,
-    group_name,
-    parameter_parts,
-    validate_axes,
-)
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    integration_numbers,
-    run_findings,
-    sum_tolerance,
-    warn_unless_certified,
-)
+from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.certificate import Certificate, integral_facts, run_findings, sum_tolerance
 from epk_gp.kernel_machine.terms import (
     TERMS,
-    AttributionProblem,
     AttributionWork,
     GroupedSums,
     Groupings,
     IntegratedLine,
+    Predictions,
     TermSums,
     integrate_stretch,
     is_plain_descent,
@@ -89,16 +75,13 @@ class CertifiedTerms(Displayed, Certificate):
         """
         (n, C), table, entries = self.network.shape, PointsTable(self.network), self.entries(len(self.network))
         if self.amplification.numel():
-            size = float(self.amplification.max())
-            entry = Entry("amplification", number(size), "at most")
+            size, advice = float(self.amplification.max()), ""
             if size > _LARGE_AMPLIFICATION:
                 advice = (
-                    "at most: contributions are so many times larger than what they sum to, and cancel, so that one "
-                    "alone says little; sum them over groups, take the difference of two classes, or ask "
-                    "epk_gp.influence"
+                    ": contributions are so many times larger than what they sum to, and cancel, so that one alone "
+                    "says little; sum them over groups, take the difference of two classes, or ask epk_gp.influence"
                 )
-                entry = replace(entry, note=advice)
-            entries = (*entries, entry)
+            entries = (*entries, Entry("amplification", number(size), f"at most{advice}"))
         name, values = next(iter(terms.items()))
         shape = Entry(f"shape of {name}", f"{tuple(values.shape)}", kind_of(values))
         sums = table.sums({"initial": self.initial, **terms})
@@ -164,7 +147,7 @@ class GroupedAttribution(CertifiedTerms):
     def _summary(self) -> Summary:
         kinds = ", ".join(axis.kind for axis in self.axes)
         terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
-        return self._shown(describe_axes(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
+        return self._shown(in_words(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
 def attribute(
@@ -297,13 +280,12 @@ def attribution_work(
 ) -> AttributionWork:
     """Return the pass over the run that adds up all terms; its arguments were checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
-    problem = AttributionProblem(net, kernel, X.detach(), classes, options.memory_budget)
-    parts = parameter_parts(groupings, len(net.model.names))
-    K, shared = problem.num_outputs, (kernel, problem.X, classes, options.memory_budget, groupings, splits_statistics)
-    if is_plain_descent(problem, parts):
-        return FactoredTerms(*shared, K, points_at_a_time(problem), plan=net.plan)
-    outputs_per_row = K if problem.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
-    rows_per_block = max(1, problem.memory.adjoint_points(outputs_per_row))
+    whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget)
+    K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
+    if is_plain_descent(whole, groupings):
+        return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
+    outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
+    rows_per_block = max(1, whole.memory.adjoint_points(outputs_per_row))
     return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan)
 
 
@@ -328,15 +310,15 @@ def _attribute(
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttribution, ...]:
-    problem, trajectory, X, kernel = work.problem, work.kernel.trajectory, work.X, work.kernel
+    whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
     initial, network = (
-        problem.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
+        whole.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
     )
     totals, rest = TermSums(trajectory, work.groupings, work.as_rows(initial)), Sums()
     ways = ["progress=True shows how far it is"]
-    if not problem.is_layerwise:
+    if not whole.is_layerwise:
         ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
-    if problem.num_outputs > 1:
+    if whole.num_outputs > 1:
         ways.insert(0, "classes= explains one output of each point")
     for piece, sums in run(work, options, "attribution", advice="; ".join(ways)):
         rows = work.blocks[piece.place[0]]
@@ -345,10 +327,10 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
         rest.merge(sums)
     mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
     steps = max(1, trajectory.num_steps)
-    numbers = integration_numbers(rest, work.num_rows * steps) | mismatches.numbers
+    numbers = integral_facts(rest, work.num_rows * steps) | mismatches.numbers
 
     def tolerance(own: GroupedSums) -> float:
-        return sum_tolerance(kernel.rule, mismatches.dtype, own.size_of_terms(*ends), steps)
+        return sum_tolerance(kernel.rule, trajectory, initial.dtype, own.size_of_terms(*ends))
 
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])
@@ -400,12 +382,12 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
-def points_at_a_time(problem: AttributionProblem) -> int:
+def points_at_a_time(block: Predictions) -> int:
     """Count the points that are computed together; an upper bound: with all C outputs, also where one is asked for."""
     every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
-    at = WeightLocation(flat_state(problem.trajectory, 0, problem.X))
-    jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
-    return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
+    at = WeightLocation(flat_state(block.trajectory, 0, block.X))
+    jacobians = layer_jacobians(block.net, at, block.X[:1], every, block.cost)
+    return block.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
 
 class FactoredTerms(AttributionWork):
@@ -427,22 +409,22 @@ class FactoredTerms(AttributionWork):
         return step_ranges(self.kernel.trajectory.num_steps, most, self.kernel.path.every)
 
     def terms(
-        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+        self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
         """Go through a range of steps, and add every term to the totals."""
-        trajectory, layers_of_parts = problem.trajectory, layers_of(problem, self.parts) or []
+        trajectory, layers_of_parts = block.trajectory, layers_of(block, self.parts) or []
         steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
         for stretch in stretches_of(self.kernel.path, trajectory.num_steps, slice(steps.start, steps.stop)):
-            line = integrate_stretch(problem, stretch, self.rows_per_block)
-            total = problem.select_outputs(line.integral.total)
+            line = integrate_stretch(block, stretch, self.rows_per_block)
+            total = block.select_outputs(line.integral.total)
             changes = total.new_zeros(len(stretch), *total.shape)
             for s, samples, values in _sample_terms(line, stretch, layers_of_parts, self.rows_per_block):
                 totals.add_samples(s, samples, values)
                 changes[s - stretch.start] += values.sum(dim=(2, 3))
-            for s, change in zip(stretch, changes, strict=True):
+            for change in changes:
                 # the integral of a step is its change; of a chord it is that of all its steps
-                totals.add_change(s, total if len(stretch) == 1 else change)
-            if leaves_residuals(problem):
+                totals.add_change(total if len(stretch) == 1 else change)
+            if leaves_residuals(block):
                 totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
             yield line.integral, len(stretch), None
 
@@ -475,19 +457,19 @@ def _sample_terms(
     Output gradients at all nodes are held where they fit. Where they do not, they are computed again for as many
     samples as fit.
     """
-    problem, N, num_parts = line.problem, len(line.problem.X), len(layers_of_parts)
-    trajectory, memory, K = problem.trajectory, problem.memory, problem.num_outputs
+    block, N, num_parts = line.block, len(line.block.X), len(layers_of_parts)
+    trajectory, memory, K = block.trajectory, block.memory, block.num_outputs
 
     @lru_cache(maxsize=1)  # a step has many blocks, one after the other
     def data_of(s: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        w = flat_state(trajectory, s, problem.X)
+        w = flat_state(trajectory, s, block.X)
         return w, *batch_of(trajectory, trajectory.steps[s], w)
 
     def contributions(s: int, rows: Tensor, left: LeftSide) -> Float[Tensor, "N K b G"]:
         """Return what some rows of a step add at some nodes, by parts of the network."""
         (w, X, y, c), (batches, averages, is_last) = data_of(s), left
         cotangents = weighted_loss(trajectory.loss, y[rows], c[rows])
-        right = layer_jacobians(problem.net, WeightLocation(w), X[rows], cotangents, problem.cost)
+        right = layer_jacobians(block.net, WeightLocation(w), X[rows], cotangents, block.cost)
         eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
         for part, layers in enumerate(layers_of_parts):
             tile = GramAccumulator((K, N, 1, len(rows)), w)
@@ -507,28 +489,27 @@ def _sample_terms(
         num_samples = memory.vanilla_gd_samples(trajectory.num_points, N, K, num_parts)
     lefts: Iterator[LeftSide] = chain([first], waiting)
     del first
-    for blocks in _packed_blocks(problem, stretch, size, num_samples):
-        sums: list[Tensor | None] = [None] * len(blocks)
+    for blocks in _packed_blocks(block, stretch, size, num_samples):
+        sums = dict[int, Tensor]()
         for left in held or lefts:
             for place, (s, rows) in enumerate(blocks):
-                values, before = contributions(s, rows, left), sums[place]
-                sums[place] = values if before is None else before.add_(values)
-        for (s, rows), total in zip(blocks, sums, strict=True):
-            if total is not None:
-                batch = trajectory.steps[s].batch
-                yield s, rows if batch is None else batch.to(rows.device)[rows], total
+                values = contributions(s, rows, left)
+                sums[place] = sums[place].add_(values) if place in sums else values
+        for place, total in sums.items():
+            (s, rows), batch = blocks[place], trajectory.steps[blocks[place][0]].batch
+            yield s, rows if batch is None else batch.to(rows.device)[rows], total
         lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
 
 
 def _packed_blocks(
-    problem: AttributionProblem, steps: range, size: int, num_samples: int
+    block: Predictions, steps: range, size: int, num_samples: int
 ) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
     """Divide the rows of each step into blocks of a size, and put blocks together, of so many samples at most."""
     pack, count = list[tuple[int, Tensor]](), 0
     for s in steps:
-        batch = problem.trajectory.steps[s].batch
-        num_rows = problem.trajectory.num_points if batch is None else len(batch)
-        for rows in torch.arange(num_rows, device=problem.X.device).split(size):
+        batch = block.trajectory.steps[s].batch
+        num_rows = block.trajectory.num_points if batch is None else len(batch)
+        for rows in torch.arange(num_rows, device=block.X.device).split(size):
             if pack and count + len(rows) > num_samples:
                 yield pack
                 pack, count = [], 0

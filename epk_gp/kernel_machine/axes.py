@@ -237,7 +237,7 @@ def _is_each(axis: Axis) -> bool:
     return axis.kind == "sample" and 0 < num_groups == len(axis.group) and axis.names[-1] == str(num_groups - 1)
 
 
-def describe_axes(axes: Sequence[Axis]) -> str:
+def in_words(axes: Sequence[Axis]) -> str:
     """Return what values are split by, as in "2 groups of samples, 20 groups of steps"."""
     return ", ".join(
         count(len(axis.names), "sample") if _is_each(axis) else f"{count(len(axis.names), 'group')} of {axis.kind}s"

@@ -11,11 +11,11 @@ from torch import Tensor
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.show import warn_uncertified
+from epk_gp.core.show import warn_unless_certified
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.certificate import coarsest_dtype, sum_tolerance
+from epk_gp.kernel_machine.certificate import sum_tolerance
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, WeightPath, adaptive, require_integrable, straight
 
@@ -124,12 +124,12 @@ def single_machine(
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
     error, terms = float((outputs - network).abs().max()), initial.abs() + network.abs() + outputs.abs()
-    allowed = sum_tolerance(rule, coarsest_dtype(trajectory, initial.dtype), terms, trajectory.num_steps)
+    allowed = sum_tolerance(rule, trajectory, initial.dtype, terms)
     result = SingleMachine(outputs, network, initial, coefficients, error, allowed)
     if not result.certified:
         advice = "" if isinstance(rule, AdaptiveRule) else " (a fixed rule: epk_gp.adaptive() chooses its nodes)"
         finding = f"its sum misses the network's output by {error:.2e}, more than {allowed:.2e}{advice}"
-        warn_uncertified(f"the single kernel machine is not certified: {finding}.")
+        warn_unless_certified("the single kernel machine", [finding])
     return result
 
 

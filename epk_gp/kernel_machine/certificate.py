@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
+from epk_gp.core.show import Entry, certificate_entry, number
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
@@ -56,7 +56,6 @@ class StepMismatches:
     """The differences of recorded steps from replayed ones, in the weights.
 
     Attributes:
-        dtype: The coarser of the dtypes of run and computation.
         largest: Largest difference, over weights and steps; NaN stays.
         ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
         worst_step: The step that has it; -1 before the first one.
@@ -64,7 +63,6 @@ class StepMismatches:
             options give (`ReplayedStep.by_options`); -1 if there is none.
     """
 
-    dtype: torch.dtype
     largest: float = 0.0
     ratio: float = 0.0
     worst_step: int = -1
@@ -78,6 +76,7 @@ class StepMismatches:
             that of a gradient which is nothing but rounding (a bias in front of BatchNorm under Adam).
         """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
+        dtype = coarsest_dtype(trajectory, model.spec.dtype)
         change, recomputation = flat_weights(trajectory, index + 1, w) - w, recomputation_of(trajectory)
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(difference.abs().max())
@@ -88,10 +87,10 @@ class StepMismatches:
         def explained(difference: Tensor) -> float:
             if accepted is not None and difference.norm() <= accepted * change.norm():
                 return float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
-            return mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
+            return mismatch_ratio(trajectory, model, replayed, difference, dtype)
 
         if recomputation is not None and recomputation.is_kept(index + 1):
-            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, self.dtype, w), 1e-300)
+            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, dtype, w), 1e-300)
         else:
             ratio = explained(difference)
         if replayed.by_options is not None and self.options_step < 0:
@@ -104,7 +103,7 @@ class StepMismatches:
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
-        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
+        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, dtype)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         law: Its steps as functions, in the dtype and on the device of the computation.
     """
     model = trajectory.model_for(law.reference)
-    mismatches = StepMismatches(coarsest_dtype(trajectory, law.reference.dtype))
+    mismatches = StepMismatches()
     for replayed in replayed_steps(trajectory, model, law.reference, law=law):
         mismatches.add(trajectory, model, replayed)
     return mismatches
@@ -170,17 +169,17 @@ def coarsest_dtype(trajectory: Trajectory, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if torch.float32 in (trajectory.dtype, dtype) else torch.float64
 
 
-def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], num_steps: int) -> float:
+def sum_tolerance(rule: Rule, trajectory: Trajectory, dtype: torch.dtype, terms: Float[Tensor, "n C"]) -> float:
     """Return by how much the terms of a prediction may miss the network's output.
 
     Args:
         rule: How the steps were integrated.
-        dtype: The coarser of the dtypes of run and computation.
+        trajectory: The run, of which each step carries the rounding of the weights.
+        dtype: Of the computation.
         terms: Sum of the terms' absolute values.
-        num_steps: Number of steps, each of which carries the rounding of the weights.
     """
-    size = max(1.0, float(terms.max()))
-    rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, num_steps))
+    size, dtype = max(1.0, float(terms.max())), coarsest_dtype(trajectory, dtype)
+    rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, trajectory.num_steps))
     return _TOLERANCES * _tolerance(rule) + rounding
 
 
@@ -226,11 +225,8 @@ class Certificate:
 
     def merged(self, other: "Certificate") -> "Certificate":
         """Return the certificate of both: an error stands beside the tolerance that it was held against."""
-        sums = (
-            self
-            if _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
-            else other
-        )
+        has_larger_error = _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
+        sums = self if has_larger_error else other
         steps = self if _is_larger(self.mismatch_ratio, other.mismatch_ratio) else other
         names = ("max_residual", "residual_ratio", "max_step_mismatch", "evaluations", "unexplained_share")
         return Certificate(
@@ -288,22 +284,19 @@ class Certificate:
         )
 
 
-def integration_numbers(sums: Sums, num_pairs: int) -> dict[str, Any]:
+def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:
     """Return what a certificate says of the integrals of a run.
 
     Args:
         sums: What `integral_sums` left, joined; nothing of a run without steps.
         num_pairs: Number of points times steps.
     """
-    if "integration" not in sums.largest:
-        return {"max_residual": 0.0, "residual_ratio": 0.0, "statuses": {}, "evaluations": 0.0}
-    counts = sums.added["statuses"].tolist()
-    residual, ratio = sums.largest["integration"].tolist()
+    counts, (residual, ratio) = sums.added.get("statuses", torch.zeros(0)), sums.largest.get("integration", (0.0, 0.0))
     return {
-        "max_residual": residual,
-        "residual_ratio": ratio,
-        "statuses": {status: counts[status] for status in QuadratureStatus if counts[status]},
-        "evaluations": float(sums.added["evaluations"]) / num_pairs,
+        "max_residual": float(residual),
+        "residual_ratio": float(ratio),
+        "statuses": {QuadratureStatus(status): count for status, count in enumerate(counts.tolist()) if count},
+        "evaluations": float(sums.added.get("evaluations", 0.0)) / num_pairs,
     }
 
 
@@ -314,9 +307,3 @@ def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
     notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}
     reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(notable.items()))
     return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""
-
-
-def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
-    """Emit a `CertificateWarning` with the findings of a result, if there are any."""
-    if findings:
-        warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")

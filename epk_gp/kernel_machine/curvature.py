@@ -16,9 +16,9 @@ counts), and where torch's own second derivative of an operation is wrong.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -42,15 +42,11 @@ _KINDS = ("running_mean", "running_var")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
-@dataclass(eq=False)
-class SeenBatches:
+class SeenBatches(dict[str, tuple[Tensor, Tensor]]):
     """The statistics of the batches that normalisations in training mode saw, in the graph of a forward pass.
 
-    Attributes:
-        of_layer: By the layer's name mean and unbiased variance of its batch, (channels,) each.
+    They are by the layer's name mean and unbiased variance of its batch, (channels,) each.
     """
-
-    of_layer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def look(self, name: str, layer: nn.Module, a: Tensor) -> None:
         """See the input of a layer (`watching_normalisations`)."""
@@ -58,13 +54,13 @@ class SeenBatches:
             return
         if isinstance(layer, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
             rows = a.reshape(-1, layer.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
-            self.of_layer[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
+            self[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
             return
         others = [dimension for dimension in range(a.ndim) if dimension != 1]
-        self.of_layer[name] = (a.mean(dim=others), a.var(dim=others))
+        self[name] = (a.mean(dim=others), a.var(dim=others))
 
     def after(
-        self, model: FunctionalModel, shares: dict[str, float], before: Float[Tensor, " Q"]
+        self, model: FunctionalModel, shares: Mapping[str, float], before: Float[Tensor, " Q"]
     ) -> Float[Tensor, " Q"]:
         """Return the moving statistics after the pass.
 
@@ -73,14 +69,13 @@ class SeenBatches:
             shares: The share of a batch's statistics, by layer; a layer without one keeps its statistics.
             before: The statistics before it.
         """
-        parts = []
-        for name, own in zip(model.statistics, before.split(_sizes(model)), strict=True):
+        parts = list(before.split(_sizes(model)))
+        for number, name in enumerate(model.statistics):
             layer, _, kind = name.rpartition(".")
-            if layer not in shares or layer not in self.of_layer or kind not in _KINDS:
-                parts.append(own)  # a count of batches does not depend on weights
-                continue
-            value = self.of_layer[layer][_KINDS.index(kind)].reshape(-1).to(own)
-            parts.append(own + shares[layer] * (value - own))
+            if layer in shares and kind in _KINDS:  # a count of batches does not depend on weights
+                own = parts[number]
+                value = self[layer][_KINDS.index(kind)].reshape(-1).to(own)
+                parts[number] = own + shares[layer] * (value - own)
         return torch.cat(parts) if parts else before
 
 
@@ -105,12 +100,8 @@ def shares_of_batches(
         tolerance: Relative difference of the recorded statistics that is accepted; None for rounding.
     """
     shares: dict[str, float] = {}
-    for layer in seen.of_layer:
-        names = [name for name in model.statistics if name.rpartition(".")[0] == layer]
-        if not names:
-            continue
-        whole = SeenBatches({layer: seen.of_layer[layer]}).after(model, {layer: 1.0}, before)
-        distance = (whole - before).detach()
+    for layer in seen:
+        distance = (seen.after(model, {layer: 1.0}, before) - before).detach()
         norm = float(distance.square().sum())
         shares[layer] = float((after - before) @ distance) / norm if norm > 0 else 0.0
     found = seen.after(model, shares, before).detach()
@@ -286,13 +277,11 @@ class LossCurvature:
 
 def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
     """Return the adjoints of the leaves; zeros where nothing depends on one."""
-    found = torch.autograd.grad(
-        results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped
-    )
+    grad = torch.autograd.grad(results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped)
     leading = given[0].shape[:1] if is_mapped else ()
     return [
         leaf.new_zeros(*leading, *leaf.shape) if value is None else value
-        for value, leaf in zip(found, leaves, strict=True)
+        for value, leaf in zip(grad, leaves, strict=True)
     ]
 
 

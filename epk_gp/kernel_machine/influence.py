@@ -24,19 +24,11 @@ from epk_gp.core.checks import (
 )
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
-from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
+from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_unless_certified
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.kernel_machine.axes import (
-    Axis,
-    CombinedAxes,
-    PointsTable,
-    by_sample,
-    describe_axes,
-    group_name,
-    validate_axes,
-)
-from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
+from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.kernel_machine.retrain import REPLAY_TOLERANCE, StackedTraining, require_replays, retrained_run
@@ -181,25 +173,18 @@ class Influence(Displayed):
         (n, K), table = self.outputs.shape, PointsTable(self.outputs)
         by_point = ("outputs", "values", "adjoint_norms")
         head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
-        rows = [table.row("value", head.outputs)]
-        if table.places and self._is_by_sample:
-            rows.append(table.row("jackknife standard deviation", head.std))
-        if table.places:
-            rows.append(table.row("growth along the run", head.growth))
+        deviations = [table.row("jackknife standard deviation", head.std)] if self._is_by_sample else []
+        rows = [table.row("value", head.outputs), *deviations, table.row("growth along the run", head.growth)]
         rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
-        return Summary(
-            f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",
-            (
-                certificate_entry(self.findings, every),
-                Entry(
-                    "largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"
-                ),
-                Entry("gradient clipping", self.clipping),
-                Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
-            ),
-            table.table(rows),
+        title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, 'output')}"
+        entries = (
+            certificate_entry(self.findings, every),
+            Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
+            Entry("gradient clipping", self.clipping),
+            Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
         )
+        return Summary(title, entries, table.table(rows))
 
 
 Function = Callable[[Tensor], Tensor]
@@ -275,13 +260,10 @@ def influence(
         run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, cotangents = _numbers(run, X, head, classes, function)
         folder = None if parsed.checkpoint is None else Path(parsed.checkpoint) / f"run-{index}"
-        options_of_run = replace(parsed, checkpoint=folder)
-        found.append(
-            _differentiate(
-                run, X, outputs, cotangents, options_of_run, axes=axes, factors=1 / weights, truncate=truncate
-            )
-        )
-        findings += [f"of run {index} {finding}" for finding in found[-1].findings]
+        own = replace(parsed, checkpoint=folder)
+        effect = _differentiate(run, X, outputs, cotangents, own, axes=axes, factors=1 / weights, truncate=truncate)
+        found.append(effect)
+        findings += [f"of run {index} {finding}" for finding in effect.findings]
         if not difference <= REPLAY_TOLERANCE[run.dtype]:
             findings.append(
                 f"a replay with all weights 1 beside run {index} ends {float(difference):.2g} of the way that the "
@@ -330,9 +312,8 @@ def self_influence(
         )
     own = own.to(trajectory.inputs.device, torch.int64)
     X, y = trajectory.inputs[own], trajectory.targets[own]
-    outputs, cotangents = _numbers(
-        trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
-    )
+    losses = lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]  # noqa: E731
+    outputs, cotangents = _numbers(trajectory, X, "logits", None, losses)
     axes = (by_sample(trajectory),)
     found = _differentiate(trajectory, X, outputs, cotangents, parsed, axes=axes, own=own, truncate=truncate)
     warn_unless_certified("the influence", found.findings)
@@ -395,9 +376,7 @@ def _findings(
     """
     yield from mismatches.findings
     if held:
-        yield (
-            f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
-        )
+        yield f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
     if not error <= 0:
         yield (
             f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "
@@ -410,11 +389,7 @@ def _findings(
 
 
 def _numbers(
-    trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
-    head: Head,
-    classes: Int64[Tensor, " n"] | None,
-    function: Function | None,
+    trajectory: Trajectory, X: Tensor, head: Head, classes: Int64[Tensor, " n"] | None, function: Function | None
 ) -> tuple[Tensor, Float[Tensor, "n K C"]]:
     """Return what is differentiated, (n, K) or (), and its derivatives in the logits."""
     z = network_outputs(trajectory, X, head="logits")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -49,12 +50,10 @@ class OptimizerJacobian:
     ) -> None:
         self.law, self.update, self.g = law, update, g
         inputs = [tensor.detach().requires_grad_() for tensor in (w, g, *memory.tensors())]
-        kept, position = [], 3
-        for before in memory.kept:
-            kept.append(tuple(inputs[position : position + len(before)]))
-            position += len(before)
+        rest = iter(inputs[3:])
+        kept = tuple(tuple(islice(rest, len(before))) for before in memory.kept)
         with torch.enable_grad():
-            own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
+            own = OptimizerMemory(inputs[2], kept, memory.counts)
             direction, after, _ = law.advance(own, inputs[0], inputs[1])
             outputs = [direction, *after.tensors()]
         # one matrix per weight: entries (output, input), None where it is zero
@@ -129,8 +128,6 @@ def _product(adjoint: Tensor, entry: Tensor, of_output: slice, of_input: slice) 
 
     The diagonal has the size of the input, which is a part of the output or contains it.
     """
-    if of_output == of_input:
-        return adjoint * entry
     if of_output.start <= of_input.start and of_input.stop <= of_output.stop:
         return adjoint[:, of_input.start - of_output.start : of_input.stop - of_output.start] * entry
     first, last = of_output.start - of_input.start, of_output.stop - of_input.start

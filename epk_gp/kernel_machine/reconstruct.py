@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
@@ -16,69 +16,36 @@ from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_unless_certified
 from epk_gp.core.states import PredictedPath
-from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import PointsTable
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    StepMismatches,
-    coarsest_dtype,
-    integral_sums,
-    integration_numbers,
-    sum_tolerance,
-    warn_unless_certified,
-)
+from epk_gp.kernel_machine.certificate import Certificate, StepMismatches, integral_facts, integral_sums, sum_tolerance
+from epk_gp.kernel_machine.terms import PathWork
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import (
-    Rule,
-    WeightPath,
-    adaptive,
-    path_identity,
-    require_integrable,
-    straight,
-    stretch_of,
-    stretches_of,
-)
-from epk_gp.work.run import Piece, Place, RunWork, Sums, run
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, require_integrable, straight, stretch_of
+from epk_gp.work.run import Piece, Place, Sums, run
 
 
 @dataclass(frozen=True, eq=False)
-class ReconstructionWork(RunWork):
+class ReconstructionWork(PathWork):
     """A reconstruction: panels of points, and ranges of steps. One panel has all points where no piece is kept.
 
     Ranges of steps begin where chords do. Steps with momentum, and those of averaged weights, cannot be replayed from
     the middle of a run: all of them are one range, and the points are divided into more panels.
 
     Attributes:
-        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
-        X: n inputs.
-        memory_budget: Bytes.
         is_apart: Whether as many points as are integrated together go along the run by themselves.
     """
 
-    kernel: PathKernel
-    X: Shaped[Tensor, "n ..."]
-    memory_budget: int
     is_apart: bool
-
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
-        return self.kernel.trajectory, self.X
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces, panel by panel."""
-        name, steps, is_one = self.named("steps"), range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
-        return [
-            Piece(f"{name}-{panel}-{number}", (panel, number), len(steps[r]), "" if is_one else f"{name}-{panel}")
-            for panel in range(len(self.panels))
-            for number, r in enumerate(self.ranges)
-        ]
+        return self.pieces_of(self.named("steps"), len(self.panels))
 
     @property
     def piece_bytes(self) -> int:
@@ -86,12 +53,8 @@ class ReconstructionWork(RunWork):
         return 8 * len(self.panels[0]) * (2 * self.kernel.trajectory.num_outputs + 1)
 
     def identity(self) -> str:
-        """Fingerprint of everything on which the sums depend."""
-        kernel = self.kernel
-        return fingerprint(
-            "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, self.X,
-            *path_identity(kernel.path),
-        )  # fmt: skip
+        """Return a fingerprint of everything on which the sums depend."""
+        return self.fingerprint_with("reconstruction")
 
     def nothing(self, num_points: int) -> Sums:
         """Return sums of no steps."""
@@ -101,22 +64,16 @@ class ReconstructionWork(RunWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Walk along a range of steps, and sum what they add at the points of a panel."""
         panel, number = place
-        kernel, trajectory, net, X = (
-            self.kernel,
-            self.kernel.trajectory,
-            self.net,
-            self.X.split(len(self.panels[0]))[panel],
-        )
+        kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
+        X = self.X.split(len(self.panels[0]))[panel]
         sums = saved if saved.steps and not has_memory(trajectory) else self.nothing(len(X))
         path, start, change = PredictedPath(trajectory), None, None
         begin = self.ranges[number].start + sums.steps
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
-        dtype, done = coarsest_dtype(trajectory, net.model.spec.dtype), sums.steps
-        num_stretches = len(stretches_of(kernel.path, trajectory.num_steps))
         yield sums
         for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
-            mismatches, index = StepMismatches(dtype), replayed.step.index
+            mismatches, index = StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
@@ -134,13 +91,13 @@ class ReconstructionWork(RunWork):
                 continue
             segment = WeightSegment(net, start, change, kernel.head, self.memory_budget // 2)  # the rest is the panel's
             for rows in torch.arange(len(X), device=X.device).split(self.points_together):
-                integral = integrate(segment, X[rows], kernel.rule, num_stretches)
+                integral = integrate(segment, X[rows], kernel.rule, self.num_stretches)
                 sums.added["total"][rows] += integral.total
                 sums.added["sizes"][rows] += integral.total.abs()
                 sums.added["residuals"][rows] += integral.residual
-                sums.merge(integral_sums(integral, kernel.rule, num_stretches))
+                sums.merge(integral_sums(integral, kernel.rule, self.num_stretches))
             start, change = None, None
-            sums.steps = done + index + 1 - begin
+            sums.steps = index + 1 - self.ranges[number].start
             yield sums
 
     @cached_property
@@ -259,10 +216,10 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial.dtype), terms, steps),
+        error_tolerance=sum_tolerance(kernel.rule, trajectory, initial.dtype, terms),
         total_residual=float(sums.added["residuals"].max()),
         max_step_mismatch=float(sums.largest["mismatch"]),
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
-        **integration_numbers(sums, len(X) * steps),
+        **integral_facts(sums, len(X) * steps),
     )

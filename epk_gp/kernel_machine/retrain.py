@@ -17,17 +17,7 @@ from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
-from epk_gp.core.show import (
-    SHOWN_POINTS,
-    Displayed,
-    Entry,
-    Summary,
-    certificate_entry,
-    count,
-    kind_of,
-    number,
-    warn_uncertified,
-)
+from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_unless_certified
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
 from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
@@ -36,12 +26,11 @@ from epk_gp.core.trajectory import (
     flat_state,
     flat_weights,
     held_coefficients,
-    parse_inputs,
     step_coefficients,
     validate_trajectory,
 )
 from epk_gp.core.update_law import StepLaw, UpdateLaw
-from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
+from epk_gp.kernel_machine.certificate import run_findings, step_mismatches
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
@@ -379,7 +368,7 @@ class Retraining(Displayed):
         Raises:
             TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
         """
-        X = parse_inputs(self.trajectory, X)
+        X = self.trajectory.pack(X)
         head = resolve_head(head, self.trajectory.loss, self.trajectory.num_outputs)
         model = self.trajectory.model_for(X)
         with torch.no_grad(), disable_fused_attention():
@@ -389,21 +378,20 @@ class Retraining(Displayed):
                 found.append(torch.cat([apply_head(model(params, part), head) for part in X.split(EVALUATED_ROWS)]))
             outputs = torch.stack(found)
         if not outputs.isfinite().all():
-            warn_uncertified("outputs of retrained networks are not finite: their training diverged.")
+            warn_unless_certified("the retraining", ["outputs of its networks are not finite: their training diverged"])
         return outputs
 
     def _summary(self) -> Summary:
-        (m, M), meaning = self.sample_weights.shape, "steps made again are the recorded ones, up to rounding"
-        return Summary(
-            f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
-            (
-                certificate_entry(self.findings, meaning),
-                Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
-                Entry("gradient clipping", self.clipping),
-                Entry("recorded run", repr(self.trajectory)),
-                Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
-            ),
+        m, M = self.sample_weights.shape
+        entries = (
+            certificate_entry(self.findings, "steps made again are the recorded ones, up to rounding"),
+            Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
+            Entry("gradient clipping", self.clipping),
+            Entry("recorded run", repr(self.trajectory)),
+            Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
         )
+        title = f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}"
+        return Summary(title, entries)
 
 
 def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
@@ -472,7 +460,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
         findings.append(
             f"{len(diverged)} of {len(states)} networks diverged (NaN, infinity or weights beyond measure): "
-            f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
+            f"{diverged[0]}{', ...' if len(diverged) > 1 else ''}"
         )
     warn_unless_certified("the retraining", findings)
     return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)

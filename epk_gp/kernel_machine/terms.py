@@ -32,13 +32,13 @@ from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus, path_identity, stretches_of
-from epk_gp.work.run import Piece, Place, RunWork, Sums
+from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
 
 Groupings = tuple[tuple[Axis, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class AttributionProblem:
+class Predictions:
     """Predictions that are to be split into contributions.
 
     Attributes:
@@ -116,23 +116,23 @@ class IntegratedLine:
     """A straight line of the path at all points.
 
     Attributes:
-        problem: The predictions.
+        block: The predictions.
         segment: The line.
         integral: The nodes of each point, and what they sum up to.
         max_rows: Nodes evaluated at a time.
     """
 
-    problem: AttributionProblem
+    block: Predictions
     segment: WeightSegment
     integral: Integral
     max_rows: int
 
     def node_batches(self) -> Iterator[NodeBatch]:
         """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
-        problem = self.problem
+        block = self.block
         for nodes, points, at in self._nodes(self.max_rows):
-            jacobians = layer_jacobians(problem.net, at, problem.X[points], problem.cotangents(points), problem.cost)
-            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], points, len(problem.X)))
+            jacobians = layer_jacobians(block.net, at, block.X[points], block.cotangents(points), block.cost)
+            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], points, len(block.X)))
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K N Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
@@ -141,40 +141,40 @@ class IntegratedLine:
 
             <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
         """
-        problem, K, Q = self.problem, self.problem.num_outputs, self.problem.net.model.num_statistics
-        total = problem.zeros(K, len(problem.X), Q)
-        size = problem.memory.statistics_rows(K, Q)
+        block, K, Q = self.block, self.block.num_outputs, self.block.net.model.num_statistics
+        total = block.zeros(K, len(block.X), Q)
+        size = block.memory.statistics_rows(K, Q)
         for nodes, points, at in self._nodes(size + size % 2):  # the rows of a layerwise path come in pairs
-            gradients = statistics_jacobian(problem.net, at, problem.X[points], problem.cotangents(points))
+            gradients = statistics_jacobian(block.net, at, block.X[points], block.cotangents(points))
             total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
         return total
 
     def _nodes(self, size: int) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
         """Yield some nodes at a time, the points that they belong to, and their weights."""
         line, integral = self.segment, self.integral
-        head = line.head if self.problem.is_layerwise else None
+        head = line.head if self.block.is_layerwise else None
         for nodes in torch.arange(len(integral.point), device=integral.point.device).split(size):
             at = WeightLocation(line.w, line.d, integral.t[nodes], secant_head=head)
             yield nodes, integral.point[nodes], at
 
 
-def integrate_stretch(problem: AttributionProblem, steps: range, max_nodes: int) -> IntegratedLine:
+def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
     """Choose the nodes of all points on a stretch of the path.
 
     Args:
-        problem: The predictions.
+        block: The predictions.
         steps: The steps that the stretch stands for; it goes from the recorded state before the first to that after the
             last.
         max_nodes: Nodes evaluated at a time.
     """
-    X, net, kernel = problem.X, problem.net, problem.kernel
-    w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
-    size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
-    segment = WeightSegment(net, w, end - w, kernel.head, problem.memory_budget)
-    if problem.is_layerwise:
-        return IntegratedLine(problem, segment, _both_ends(segment, X), max(2, size - size % 2))
-    integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, problem.trajectory.num_steps)))
-    return IntegratedLine(problem, segment, integral, size)
+    X, net, kernel = block.X, block.net, block.kernel
+    w, end = (flat_state(block.trajectory, s, X) for s in (steps.start, steps.stop))
+    size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
+    segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
+    if block.is_layerwise:
+        return IntegratedLine(block, segment, _both_ends(segment, X), max(2, size - size % 2))
+    integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
+    return IntegratedLine(block, segment, integral, size)
 
 
 def _both_ends(segment: WeightSegment, X: Shaped[Tensor, "n ..."]) -> Integral:
@@ -304,22 +304,20 @@ class TermSums:
         for own in self.grouped:
             own.at(name, step).add_(own.of_parts(values))
 
-    def add_change(self, step: int, values: Float[Tensor, "n K"]) -> None:
+    def add_change(self, values: Float[Tensor, "n K"]) -> None:
         """Count what a whole step of the weights adds: the sum of all terms but the statistics."""
         self._of_steps += values.abs()
 
     def add_statistics(
-        self,
-        step: int,
-        total: Float[Tensor, "n K"],
-        of_samples: tuple[Int64[Tensor, " B"], Float[Tensor, "n K B"]] | None,
+        self, step: int, total: Float[Tensor, "n K"], of_samples: tuple[Tensor, Float[Tensor, "n K B"]] | None
     ) -> None:
         """Add what the moving statistics add in a step.
 
         Args:
             step: The step.
             total: All of it.
-            of_samples: Samples of its batches, as often as they occur, and what they add; None if it is not split.
+            of_samples: Samples of its batches, (B,), as often as they occur, and what they add; None if it is not
+                split.
         """
         for own in self.grouped:
             if not own.splits_samples:
@@ -345,112 +343,138 @@ class StepResiduals:
         mismatches: The comparison.
     """
 
-    def __init__(self, problem: AttributionProblem, *, keeps: bool) -> None:
-        trajectory, X, model, like = problem.trajectory, problem.X, problem.net.model, problem.zeros(0)
-        self.mismatches = StepMismatches(coarsest_dtype(trajectory, like.dtype))
+    def __init__(self, block: Predictions, *, keeps: bool) -> None:
+        trajectory, X, model, like = block.trajectory, block.X, block.net.model, block.zeros(0)
+        self.mismatches = StepMismatches()
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
-        places = {state - 1: place for place, state in enumerate(ends)}
-        max_rows = weight_rows(problem.memory_budget, like.element_size(), model.num_weights)
+        max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
-        keeps_all = leaves_residuals(problem)
+        keeps_all = leaves_residuals(block)
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
-            if not keeps or not (is_amplified or (keeps_all and index in places)):
-                continue
-            residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
-            if index not in places:
-                self._rows[index] = residual.to(like)
-                continue
-            rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
-            rows[places[index]] = residual.to(rows)
-            self._rows[index] = rows[places[index]]
+            if keeps and (is_amplified or (keeps_all and index + 1 in ends)):
+                residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
+                # those of all steps have room, which takes memory, or a temporary file, where they are written
+                rows = rows_of_weights(S, model.num_weights, like, max_rows) if rows is None else rows
+                rows[index] = residual.to(rows)
+                self._rows[index] = rows[index]
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None where it is zero to rounding."""
         return self._rows.get(s)
 
 
-def leaves_residuals(problem: AttributionProblem) -> bool:
+def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
-    dtype = coarsest_dtype(problem.trajectory, problem.net.model.spec.dtype)
-    return dtype != torch.float64 or leaves_unexplained(problem.trajectory)
+    dtype = coarsest_dtype(block.trajectory, block.net.model.spec.dtype)
+    return dtype != torch.float64 or leaves_unexplained(block.trajectory)
 
 
-def layers_of(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
+def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
     """Return the layers of each part of the network; None where a layer's Jacobian belongs to several.
 
     Args:
-        problem: The predictions.
+        block: The predictions.
         parts: The part that each of L parameters belongs to.
     """
-    model, plan = problem.net.model, problem.net.plan
+    model, plan = block.net.model, block.net.plan
     part = dict(zip(model.names, parts.tolist(), strict=True))
     layers: list[Sequence[str | None]] = [*plan.bias_of.items(), *([plan.dense_params] if plan.dense_params else [])]
-    layers = [model.names] if problem.cost.all_dense else layers
+    layers = [model.names] if block.cost.all_dense else layers
     owners = [{part[name] for name in names if name is not None} for names in layers]
     if any(len(own) > 1 for own in owners):
         return None
     return [[layer for layer, own in enumerate(owners) if own == {number}] for number in range(int(parts.max()) + 1)]
 
 
-def is_plain_descent(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> bool:
+def is_plain_descent(block: Predictions, groupings: Groupings) -> bool:
     """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
 
     What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
     measured where it is written out.
 
     Args:
-        problem: The predictions.
-        parts: The part of the network that each of L parameters belongs to.
+        block: The predictions.
+        groupings: The axes of each result.
     """
-    trajectory = problem.trajectory
-    if layers_of(problem, parts) is None or (parts.any() and leaves_residuals(problem)):
+    trajectory, parts = block.trajectory, parameter_parts(groupings, len(block.net.model.names))
+    if layers_of(block, parts) is None or (parts.any() and leaves_residuals(block)):
         return False
     is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs and trajectory.unexplained is None
-    return is_plain and not problem.is_layerwise and recomputation_of(trajectory) is None
+    return is_plain and not block.is_layerwise and recomputation_of(trajectory) is None
 
 
 @dataclass(frozen=True, eq=False)
-class AttributionWork(RunWork):
-    """A pass over the run that adds up all terms, in pieces: a block of points, and a range of steps.
+class PathWork(RunWork):
+    """A sum along a path of the weights, in pieces: a block of points, and a range of steps.
 
     Attributes:
-        kernel: The run's path kernel.
+        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: All inputs.
-        classes: One output per input, or None for all.
         memory_budget: Bytes.
+    """
+
+    kernel: PathKernel
+    X: Shaped[Tensor, "n ..."]
+    memory_budget: int
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
+
+    @property
+    def ranges(self) -> list[slice]:
+        """The steps of each range that is summed by itself: all of them by default."""
+        return [slice(0, self.kernel.trajectory.num_steps)]
+
+    @cached_property
+    def num_stretches(self) -> int:
+        """Number of stretches of the path, which share the rule's tolerance."""
+        return len(stretches_of(self.kernel.path, self.kernel.trajectory.num_steps))
+
+    def pieces_of(self, name: str, num_blocks: int) -> list[Piece]:
+        """List the pieces, block by block."""
+        steps, ranges = self.kernel.trajectory.num_steps, self.ranges
+        return [p for k in range(num_blocks) for p in pieces_of_ranges(f"{name}-{k}", (k,), ranges, steps)]
+
+    def fingerprint_with(self, *others: object) -> str:
+        """Return a fingerprint of what is summed, and of everything else on which the sums depend."""
+        kernel, path = self.kernel, path_identity(self.kernel.path)
+        asked = kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, self.X
+        return fingerprint(*asked, *others, *path)
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionWork(PathWork):
+    """A pass over the run that adds up all terms.
+
+    Attributes:
+        classes: One output per input, or None for all.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
         outputs_per_row: Number of outputs of a row of the sums, which is a point, or an output of it.
         rows_per_block: Number of rows that go through the run together.
     """
 
-    kernel: PathKernel
-    X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
-    memory_budget: int
     groupings: Groupings
     splits_statistics: bool
     outputs_per_row: int
     rows_per_block: int
     keeps_residuals: ClassVar[bool]
 
-    @property
-    @abstractmethod
-    def ranges(self) -> list[slice]:
-        """The steps of each range that is summed by itself."""
-
     @abstractmethod
     def terms(
-        self, problem: AttributionProblem, totals: TermSums, number: int, sums: Sums
+        self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
         """Go through a range of steps, and add every term to the totals.
 
         Args:
-            problem: The predictions of a block.
+            block: The predictions of a block.
             totals: Their sums.
             number: Which range.
             sums: What an earlier call did of it.
@@ -459,15 +483,10 @@ class AttributionWork(RunWork):
             Where sums could be saved: an integral that is new, the number of steps, and what the rest of them needs.
         """
 
-    @property
-    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
-        return self.kernel.trajectory, self.X
-
     @cached_property
-    def problem(self) -> AttributionProblem:
+    def whole(self) -> Predictions:
         """The predictions."""
-        return AttributionProblem(self.net, self.kernel, self.X, self.classes, self.memory_budget)
+        return Predictions(self.net, self.kernel, self.X, self.classes, self.memory_budget)
 
     @cached_property
     def parts(self) -> Int64[Tensor, " L"]:
@@ -477,12 +496,12 @@ class AttributionWork(RunWork):
     @cached_property
     def residuals(self) -> StepResiduals:
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
-        return StepResiduals(self.problem, keeps=self.keeps_residuals)
+        return StepResiduals(self.whole, keeps=self.keeps_residuals)
 
     @property
     def num_rows(self) -> int:
         """Number of rows of the sums."""
-        return len(self.X) * self.problem.num_outputs // self.outputs_per_row
+        return len(self.X) * self.whole.num_outputs // self.outputs_per_row
 
     @cached_property
     def blocks(self) -> list[Int64[Tensor, " rows"]]:
@@ -496,13 +515,8 @@ class AttributionWork(RunWork):
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces, block by block."""
-        name = f"sums-{fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)}"
-        steps, is_one = range(self.kernel.trajectory.num_steps), len(self.ranges) == 1
-        return [
-            Piece(f"{name}-{block}-{number}", (block, number), len(steps[r]), "" if is_one else f"{name}-{block}")
-            for block in range(len(self.blocks))
-            for number, r in enumerate(self.ranges)
-        ]
+        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)
+        return self.pieces_of(f"sums-{shape}", len(self.blocks))
 
     @property
     def piece_bytes(self) -> int:
@@ -511,23 +525,18 @@ class AttributionWork(RunWork):
 
     def num_bytes(self, num_rows: int) -> int:
         """Count the bytes of the sums of some rows."""
-        like = self.problem.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
+        like = self.whole.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
         return sum(total.nbytes for total in TermSums(self.kernel.trajectory, self.groupings, like).named.values())
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
-        axes = [axis for grouping in self.groupings for axis in grouping]
-        kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in self.groupings]
-        kernel = self.kernel
-        return fingerprint(
-            kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, kinds, self.X, self.classes,
-            *(axis.group for axis in axes), [axis.names for axis in axes], self.splits_statistics,
-            *path_identity(kernel.path),
-        )  # fmt: skip
+        groups = [axis.group for axes in self.groupings for axis in axes]
+        names = [[(axis.kind, axis.names) for axis in axes] for axes in self.groupings]
+        return self.fingerprint_with(self.classes, *groups, names, self.splits_statistics)
 
-    def block(self, number: int) -> AttributionProblem:
+    def block(self, number: int) -> Predictions:
         """Return the predictions of a block."""
-        whole, rows = self.problem, self.blocks[number]
+        whole, rows = self.whole, self.blocks[number]
         if self.outputs_per_row < whole.num_outputs:
             points, classes = rows // whole.num_outputs, rows % whole.num_outputs
             return replace(whole, X=self.X[points], classes=classes)
@@ -535,16 +544,15 @@ class AttributionWork(RunWork):
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Sum the terms of a range of steps at the points of a block."""
-        problem, trajectory = self.block(place[0]), self.kernel.trajectory
-        totals = TermSums(trajectory, self.groupings, problem.zeros(len(problem.X), self.outputs_per_row))
+        block, trajectory = self.block(place[0]), self.kernel.trajectory
+        totals = TermSums(trajectory, self.groupings, block.zeros(len(block.X), self.outputs_per_row))
         sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
         yield sums
-        num_stretches = len(stretches_of(self.kernel.path, trajectory.num_steps))
-        for integral, num_steps, adjoint in self.terms(problem, totals, place[1], sums):
+        for integral, num_steps, adjoint in self.terms(block, totals, place[1], sums):
             if integral is not None:
-                sums.merge(integral_sums(integral, self.kernel.rule, num_stretches))
+                sums.merge(integral_sums(integral, self.kernel.rule, self.num_stretches))
             sums.carried = {} if adjoint is None else {"adjoint": adjoint}
             sums.steps += num_steps
             yield sums

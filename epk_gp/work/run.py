@@ -14,7 +14,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -105,7 +105,7 @@ class Piece:
         name: Of its file.
         place: What is computed.
         steps: Steps that it goes through, which a progress bar counts.
-        total: Name of the sum that it is a part of, with its neighbours of the same total; its own by default.
+        total: Name of the sum that it is a part of, with its neighbours of the same total; "" of a piece that is whole.
     """
 
     name: str
@@ -113,10 +113,12 @@ class Piece:
     steps: int = 1
     total: str = ""
 
-    @property
-    def is_total(self) -> bool:
-        """Whether it is the whole sum."""
-        return self.total in ("", self.name)
+
+def pieces_of_ranges(name: str, place: Place, ranges: Sequence[slice], num_steps: int) -> Iterator[Piece]:
+    """List the ranges of steps of one sum."""
+    total = "" if len(ranges) == 1 else name
+    for number, steps in enumerate(ranges):
+        yield Piece(f"{name}-{number}", (*place, number), len(range(num_steps)[steps]), total)
 
 
 @dataclass(eq=False)
@@ -138,11 +140,9 @@ class Sums:
     def merge(self, other: "Sums") -> None:
         """Join the sums of a later piece."""
         for name, value in other.added.items():
-            mine = self.added.get(name)
-            self.added[name] = value if mine is None else mine.add_(value)
+            self.added[name] = self.added[name].add_(value) if name in self.added else value
         for name, value in other.largest.items():
-            mine = self.largest.get(name)
-            self.largest[name] = value if mine is None else torch.maximum(mine, value)
+            self.largest[name] = torch.maximum(self.largest[name], value) if name in self.largest else value
         self.steps += other.steps
 
     def save(self, stored: PartialSums, name: str, *, is_whole: bool = True) -> None:
@@ -156,12 +156,9 @@ class Sums:
         """Read what a folder has under a name: nothing if it was never saved."""
         state, steps = ({}, 0) if stored is None else stored.load(name)
         sums = cls(steps=steps)
-        for key, value in state.items():
-            where = sums.added
-            for prefix, others in ((_LARGEST, sums.largest), (_CARRIED, sums.carried)):
-                if key.startswith(prefix):
-                    key, where = key.removeprefix(prefix), others
-            where[key] = value.to(device)
+        for prefix, named in ((_LARGEST, sums.largest), (_CARRIED, sums.carried), ("", sums.added)):
+            for key in [key for key in state if key.startswith(prefix)]:
+                named[key.removeprefix(prefix)] = state.pop(key).to(device)
         return sums
 
 
@@ -250,7 +247,7 @@ def run(
                             if sums.steps > counted:
                                 _save_begun(stored, piece.name, sums)
                             counted = sums.steps
-                        if stored is not None and piece.is_total:
+                        if stored is not None and not piece.total:
                             sums.save(stored, piece.name)
                             stored.remove([piece.name + BEGUN])
                     total.merge(sums)
@@ -258,7 +255,7 @@ def run(
                     if stored is None:
                         continue
                     if options.checkpoint is not None:
-                        if piece.is_total or (number < len(pieces) and not stored.should_save):
+                        if not piece.total or (number < len(pieces) and not stored.should_save):
                             continue
                         replace(total, steps=number).save(stored, piece.total)
                     stored.remove(used)
@@ -286,7 +283,7 @@ def _totals(work: Work) -> Iterator[list[Piece]]:
 
 def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     """Count the pieces whose joined sums a folder has."""
-    return 0 if stored is None or pieces[0].is_total else stored.count(pieces[0].total)
+    return 0 if stored is None or not pieces[0].total else stored.count(pieces[0].total)
 
 
 def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: str | None) -> std_tqdm:  # type: ignore[type-arg]

@@ -18,6 +18,7 @@ from epk_gp.autodiff.dense import (
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import flat_state, network_outputs
 
 NETWORKS = {
@@ -62,7 +63,7 @@ def trained(name, net, X, y):
     other = mlp()  # trains; the network in plain words only evaluates
     run = train_by_hand(other, X, y, num_steps=2)
     net.load_state_dict(other.state_dict())
-    return replace(run, model=train_by_hand(net, X, y, num_steps=0).model)
+    return replace(run, model=functionalize(net, run.model.names, run.model.statistics))
 
 
 @pytest.fixture(params=NETWORKS, scope="module")

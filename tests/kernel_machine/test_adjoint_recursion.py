@@ -75,10 +75,8 @@ def test_a_run_of_several_optimizers_sums_to_the_network(monkeypatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz)
     net, X, y = problem("SGD")
     matrices = [p for p in net.parameters() if p.ndim == 2]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.05),
-        torch.optim.Adam([p for p in net.parameters() if p.ndim == 1], lr=0.01),
-    ]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    optimizers = [torch.optim.Muon(matrices, lr=0.05), torch.optim.Adam(vectors, lr=0.01)]
     run, _ = recorded(net, optimizers, X, y, batches(2))
     assert run.update_rule == "Muon + Adam"
     assert sorted(run.updates[0].left | run.updates[0].right) == [0, 2]

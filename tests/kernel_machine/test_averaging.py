@@ -1,25 +1,22 @@
 """Networks of averaged weights (EMA, SWA): exact sums, and each sample's share in the average."""
 
+import itertools
 import pickle
 
 import pytest
 import torch
 from optimizer_cases import batches, flat, problem
+from path_runs import OPTIMIZERS
 from path_shares import assert_are_shares, shares
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from weighted_loops import record
 
 import epk_gp as epk
 from epk_gp.core.inputs import Points
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
 from helpers import assert_close
 
-OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
-}
 AVERAGES = {
     "ema": (range(1, 13), 0.7),
     "ema_every_third": (range(3, 13, 3), 0.5),
@@ -32,21 +29,15 @@ AVERAGES = {
 def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, nn.Module, Tensor]:
     """A run of 12 steps, the average that torch makes beside it, and points."""
     net, X, y = problem("SGD")
-    optimizer = OPTIMIZERS[name](net.parameters())
+    optimizer = OPTIMIZERS[name](net)
     average = AveragedModel(net, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
-    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
-        for s, batch in enumerate(batches()):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            if s + 1 in updates:
-                average.update_parameters(net)
-    return recorder.trajectory, average, torch.randn(3, 4).double()
+    steps = itertools.count(1)
+    optimizer.register_step_post_hook(lambda *_: next(steps) in updates and average.update_parameters(net))
+    return record(net, optimizer, X, y, batches(), **options), average, torch.randn(3, 4).double()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "name"), [*(("momentum", name) for name in AVERAGES), ("adamw", "ema"), ("plain", "swa_late")]
+    ("optimizer", "name"), [*(("momentum", name) for name in AVERAGES), ("adamw", "ema"), ("sgd", "swa_late")]
 )
 def test_the_parts_sum_to_the_averaged_network(optimizer, name):
     updates, decay = AVERAGES[name]
@@ -106,22 +97,19 @@ def test_averaged_states_are_the_recursion_in_any_order():
 
 
 def test_an_averaged_run_can_be_pickled_and_stored_and_has_a_digest_of_its_own(tmp_path):
-    run, _, X_test = recorded("plain")
+    run, _, X_test = recorded("sgd")
     paths = [averaged_trajectory(run, torch.full((12,), value)) for value in (0.5, 0.5, 0.4)]
     assert paths[0].digest == paths[1].digest != paths[2].digest != run.digest
     expected = epk.attribute(paths[0], X_test).samples
     assert torch.equal(epk.attribute(pickle.loads(pickle.dumps(paths[0])), X_test).samples, expected)
-    on_disk = averaged_trajectory(recorded("plain", folder=tmp_path / "run")[0], torch.full((12,), 0.5))
+    on_disk = averaged_trajectory(recorded("sgd", folder=tmp_path / "run")[0], torch.full((12,), 0.5))
     assert torch.equal(epk.attribute(on_disk, X_test, checkpoint=tmp_path / "sums").samples, expected)
 
 
 def test_what_is_no_average_of_a_run_is_refused():
     run, average, X_test = recorded("momentum", *AVERAGES["ema"])
-    a, path, points = (
-        averaging_coefficients(12, decay=0.69),
-        averaged_trajectory(run, torch.ones(12)),
-        Points(X_test, False),
-    )
+    a, path = averaging_coefficients(12, decay=0.69), averaged_trajectory(run, torch.ones(12))
+    points = Points(X_test, False)
     for call, says in (
         (lambda: averaged_trajectory(run, a, network=average), "must hold the average .*: it differs by .*updates"),
         (lambda: averaged_trajectory(run, a, network=nn.Linear(2, 2)), r"got none of the name '0\.weight'"),

@@ -19,11 +19,8 @@ def test_standing_still_gives_the_tangent_kernel(case, state):
     run = tangent_trajectory(case.trajectory, state)
     s = state % (case.trajectory.num_steps + 1)
     rows = [case.test[:3], case.trajectory.inputs[:2]]
-    last = s == case.trajectory.num_steps
-    J = [
-        torch.stack([reference.jacobian(case.trajectory, s - last, float(last), x, "log_softmax") for x in X])
-        for X in rows
-    ]
+    at = (s - 1, 1.0) if s == case.trajectory.num_steps else (s, 0.0)
+    J = [torch.stack([reference.jacobian(case.trajectory, *at, x, "log_softmax") for x in X]) for X in rows]
     expected = torch.einsum("ncp,mdp->ncmd", *J)
     for copies in (True, False):
         found = epk.gram_block(run, epk.Points(rows[0], copies), epk.Points(rows[1], True))
@@ -47,13 +44,10 @@ def test_tangent_runs_serve_kernels_and_processes(case):
 
 def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
     """DPK = sum_s eps_s NTK_s; with more nodes (the negative control) it is not."""
-    A = epk.Points(case.test, False)
-    parts = [
-        step.lr * epk.gram_block(tangent_trajectory(case.trajectory, step.index), A, A)
-        for step in case.trajectory.steps
-    ]
-    assert_close(epk.gram_block(case.trajectory, A, A, rule=epk.left_endpoint()), sum(parts))
-    exact = epk.gram_block(case.trajectory, A, A, rule=epk.gauss_legendre(4))
+    run, A = case.trajectory, epk.Points(case.test, False)
+    parts = [step.lr * epk.gram_block(tangent_trajectory(run, step.index), A, A) for step in run.steps]
+    assert_close(epk.gram_block(run, A, A, rule=epk.left_endpoint()), sum(parts))
+    exact = epk.gram_block(run, A, A, rule=epk.gauss_legendre(4))
     assert (exact - sum(parts)).abs().max() > 1e-3 * exact.abs().max()
 
 

@@ -1,7 +1,6 @@
 """Influence: what it returns, how it is split, and what is said of it; that it is a derivative, test_retrain shows."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-13)
 
 
-def test_influence_on_averaged_weights_is_the_derivative_of_their_outputs() -> None:
+def test_influence_on_averaged_weights_is_the_derivative_of_their_outputs():
     loop = WeightedLoop(momentum)
     average = averaged_trajectory(loop.record(), averaging_coefficients(loop.steps, decay=0.7))
     weights = torch.ones(2, POINTS, dtype=torch.float64)
@@ -56,7 +55,7 @@ def test_influence_on_averaged_weights_is_the_derivative_of_their_outputs() -> N
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def test_what_is_held_as_recorded_is_said_aloud() -> None:
+def test_what_is_held_as_recorded_is_said_aloud():
     spectral = lambda: nn.Sequential(spectral_norm(nn.Linear(INPUTS, 6)), nn.Tanh(), nn.Linear(6, CLASSES))  # noqa: E731
     muon = WeightedLoop(lambda p: OF_TORCH["Muon"]([q for q in p if q.ndim == 2], lr=0.02))
     for held, trajectory in (
@@ -70,32 +69,31 @@ def test_what_is_held_as_recorded_is_said_aloud() -> None:
         assert not effect.certified
 
 
-def test_the_terms_of_a_run_on_disk_are_those_in_memory(tmp_path: Path, whole: Influence) -> None:
+def test_the_terms_of_a_run_on_disk_are_those_in_memory(tmp_path, whole):
     LOOP.record(folder=tmp_path / "run")
     stored = epk.load_trajectory(tmp_path / "run", mlp().double())
     assert torch.equal(epk.influence(stored, X).values, whole.values)
 
 
-def test_a_run_without_the_optimizers_options_is_refused_where_they_are_needed(run: epk.Trajectory) -> None:
+def test_a_run_without_the_optimizers_options_is_refused_where_they_are_needed(run):
     with pytest.raises(ValueError, match="must hold the options of its optimizer, AdamW.*Record it again"):
         epk.influence(replace(run, optimizer_groups=()), X)
     assert epk.influence(replace(WeightedLoop(momentum).record(), optimizer_groups=()), X).certified
 
 
-def test_classes_and_functions_are_combinations_of_all_outputs(run: epk.Trajectory, whole: Influence) -> None:
+def test_classes_and_functions_are_combinations_of_all_outputs(run, whole):
     columns = whole.values[torch.arange(3), CHOSEN]
     chosen = epk.influence(run, X, classes=CHOSEN)
     assert close(chosen.values[:, 0], columns)
     assert close(chosen.outputs[:, 0], whole.outputs[torch.arange(3), CHOSEN])
-    assert close(
-        epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN, reduction="none")).values[:, 0], -columns
-    )
+    losses = epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN, reduction="none"))
+    assert close(losses.values[:, 0], -columns)
     joint = epk.influence(run, X, function=lambda f: F.nll_loss(f, CHOSEN))
     assert joint.values.shape == (1, 1, POINTS)
     assert close(joint.values[0, 0], -columns.mean(dim=0))
 
 
-def test_axes_sum_what_single_samples_and_steps_add(run: epk.Trajectory, whole: Influence) -> None:
+def test_axes_sum_what_single_samples_and_steps_add(run, whole):
     split = epk.influence(run, X, by=[by_label(run), by_step(run, [3])])
     by_class = torch.stack([whole.values[:, :, run.targets == c].sum(dim=2) for c in range(CLASSES)], dim=2)
     assert close(split.values.sum(dim=3), by_class)
@@ -107,7 +105,7 @@ def test_axes_sum_what_single_samples_and_steps_add(run: epk.Trajectory, whole: 
         _ = split.std
 
 
-def test_self_influence_is_each_samples_own_derivative(run: epk.Trajectory) -> None:
+def test_self_influence_is_each_samples_own_derivative(run):
     inputs, y = LOOP.data
     every = epk.influence(run, inputs, function=lambda f: F.nll_loss(f, y, reduction="none"))
     own = epk.self_influence(run)
@@ -115,7 +113,7 @@ def test_self_influence_is_each_samples_own_derivative(run: epk.Trajectory) -> N
     assert torch.equal(epk.self_influence(run, torch.tensor([4, 1])), own[[4, 1]])
 
 
-def test_predictions_and_the_jackknife_follow_from_the_values(whole: Influence) -> None:
+def test_predictions_and_the_jackknife_follow_from_the_values(whole):
     weights = torch.rand(2, POINTS, dtype=torch.float64)
     expected = whole.outputs + torch.stack([(whole.values * (w - 1)).sum(dim=2) for w in weights])
     assert torch.allclose(whole.predict(weights), expected)
@@ -123,7 +121,7 @@ def test_predictions_and_the_jackknife_follow_from_the_values(whole: Influence) 
     assert torch.allclose(whole.std, whole.values.square().sum(dim=2).sqrt())
 
 
-def test_adjoint_norms_are_those_of_the_derivative_in_the_weights() -> None:
+def test_adjoint_norms_are_those_of_the_derivative_in_the_weights():
     loop = WeightedLoop(lambda p: torch.optim.SGD(p, lr=0.2))
     run, (inputs, y) = loop.record(), loop.data
     effect = epk.influence(run, X, classes=torch.tensor([0, 1, 2]))
@@ -141,9 +139,7 @@ def test_adjoint_norms_are_those_of_the_derivative_in_the_weights() -> None:
     assert effect.growth[1, 0] == effect.adjoint_norms[1, 0].max() / effect.adjoint_norms[1, 0, -1]
 
 
-def test_blocks_of_points_outputs_rows_and_adjoints_change_nothing(
-    run: epk.Trajectory, whole: Influence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_points_outputs_rows_and_adjoints_change_nothing(run, whole, monkeypatch):
     for name, size in (("influence_points", 2), ("curvature_rows", 2), ("curvature_adjoints", 4)):
         monkeypatch.setattr(MemoryPlan, name, lambda *_, size=size: size)
     assert close(epk.influence(run, X).values, whole.values)
@@ -154,7 +150,7 @@ def test_blocks_of_points_outputs_rows_and_adjoints_change_nothing(
     assert torch.allclose(apart.adjoint_norms, whole.adjoint_norms, rtol=1e-10)
 
 
-def test_smoothing_is_the_mean_of_the_derivatives_of_retrained_runs(run: epk.Trajectory, whole: Influence) -> None:
+def test_smoothing_is_the_mean_of_the_derivatives_of_retrained_runs(run, whole):
     smoothing = epk.Smoothing(num_runs=2, low=0.5, high=1.5, seed=3)
     smooth = epk.influence(run, X, smoothing=smoothing)
     first, second = smoothing.weights(POINTS)
@@ -166,14 +162,14 @@ def test_smoothing_is_the_mean_of_the_derivatives_of_retrained_runs(run: epk.Tra
     assert torch.equal(smooth.outputs, whole.outputs)
 
 
-def test_a_run_with_huge_derivatives_does_not_spoil_the_average() -> None:
+def test_a_run_with_huge_derivatives_does_not_spoil_the_average():
     values = torch.randn(8, 5, dtype=torch.float64)
     values[3] *= 1e6
     assert torch.allclose(epk.Smoothing(8).average(values), values.sort(dim=0).values[1:-1].mean(dim=0))
     assert torch.equal(epk.Smoothing(2).average(values[:2]), values[:2].mean(dim=0))
 
 
-def test_every_row_of_a_function_must_be_that_of_one_input(run: epk.Trajectory) -> None:
+def test_every_row_of_a_function_must_be_that_of_one_input(run):
     """Also where other rows count without a derivative."""
     for function in (
         lambda f: torch.cat([f[:1], f[1:] - f[:-1]]),
@@ -186,7 +182,7 @@ def test_every_row_of_a_function_must_be_that_of_one_input(run: epk.Trajectory) 
             epk.influence(run, X, function=function)
 
 
-def test_wrong_arguments_are_refused(run: epk.Trajectory, whole: Influence) -> None:
+def test_wrong_arguments_are_refused(run, whole):
     for call, kind, message in (
         (lambda: epk.influence(run, X, function=lambda f: f[:1]), ValueError, r"must map outputs of 3 inputs"),
         (lambda: epk.influence(run, X, function=lambda f: torch.ones(3)), ValueError, "must be differentiable"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from weighted_loops import Apply, Encoder, mlp, record
+from weighted_loops import Apply, Encoder, mlp, operation, record
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
@@ -12,7 +12,7 @@ from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import LossProducts
-from epk_gp.kernel_machine.terms import AttributionProblem
+from epk_gp.kernel_machine.terms import Predictions
 
 
 class Square(torch.autograd.Function):
@@ -29,19 +29,6 @@ class Square(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
     jvp = backward
-
-
-class Reverse(torch.autograd.Function):
-    """A tanh that cannot be differentiated in forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.tanh())
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (1 - ctx.saved_tensors[0] ** 2)
 
 
 class Centred(nn.Module):
@@ -65,7 +52,7 @@ DROPOUT = {
         nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Dropout1d(0.4), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
     ),
     "encoder": Encoder,  # attention draws masks for its shares, and dropout after it in the order that attention leaves
-    "reverse_only": lambda: mlp(Apply(Reverse.apply), nn.Dropout(0.3)),
+    "reverse_only": lambda: mlp(operation(torch.tanh, lambda x: 1 - x.tanh() ** 2), nn.Dropout(0.3)),
     "coupled": lambda: mlp(nn.Tanh(), Centred(), nn.Dropout(0.3)),
 }
 NETWORKS = DROPOUT | {
@@ -82,7 +69,7 @@ def products_of(name):
     run = record(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), X, y, torch.arange(12).split(6))
     model = plan_for(run, run.model_for(X))
     kernel = PathKernel(run, "logits", epk.gauss_legendre(2))
-    problem = AttributionProblem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
+    problem = Predictions(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
     return LossProducts(problem, RunReplay(run.trained, model.model, X))
 
 
@@ -93,7 +80,7 @@ def calls_of(monkeypatch, name):
 
 
 def check_along(products, s, directions):
-    run = products.problem.trajectory
+    run = products.block.trajectory
     (data,) = products.run.data(run.steps[s])
     state = flat_state(run.trained, s, data.X)
     losses = products.run.passes.gradient(state, data, exact=True).losses
@@ -109,7 +96,7 @@ def test_directions_are_taken_together_once_the_first_pass_was_compared(name, co
     products = products_of(name)
     singles, mapped = calls_of(monkeypatch, "_single"), calls_of(monkeypatch, "_mapped")
     for s in (0, 1):
-        check_along(products, s, torch.randn(count, products.problem.net.model.num_weights, dtype=torch.float64))
+        check_along(products, s, torch.randn(count, products.block.net.model.num_weights, dtype=torch.float64))
     assert len(mapped) == num_mapped
     assert len(singles) == (1 if num_mapped else 2 * count)
     assert products._rows.works is {"norm": True if count > 1 else None, "squares": False}.get(name)
@@ -124,7 +111,7 @@ def test_mapped_passes_that_compute_something_else_are_not_used(wrong, monkeypat
         return (primals + 1e-6, slopes) if wrong == "losses" else (primals, slopes * (1 + 1e-6))
 
     monkeypatch.setattr(LossProducts, "_mapped", changed)
-    check_along(products, 0, torch.randn(3, products.problem.net.model.num_weights, dtype=torch.float64))
+    check_along(products, 0, torch.randn(3, products.block.net.model.num_weights, dtype=torch.float64))
     assert products._rows.works is False
 
 
@@ -133,7 +120,7 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(name, monkeypa
     """Where a row's loss depends on other rows they are not, which one pass in forward mode shows."""
     products = products_of(name)
     written, singles = calls_of(monkeypatch, "_from_gradients"), calls_of(monkeypatch, "_single")
-    run, model = products.problem.trajectory, products.problem.net.model
+    run, model = products.block.trajectory, products.block.net.model
     H, groups = torch.randn(10, 20, model.num_weights, dtype=torch.float64), torch.arange(len(model.sizes)) % 2
     for step in run.steps:
         (data,) = products.run.data(step)

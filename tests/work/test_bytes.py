@@ -49,7 +49,7 @@ def test_a_second_plan_goes_on_in_the_same_folder(name, has_executor, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features"])
+@pytest.mark.parametrize("name", ["diagonal", "features"])
 def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
     """Workers compute with one thread, whatever their owner has: other numbers of threads round otherwise."""
     call, before = CALLS[name], torch.get_num_threads()

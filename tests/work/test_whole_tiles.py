@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, recorded, same
+from distributed_cases import SMALL, Shuffled, StopError, Stopping, mixed, record, recorded, same
 from epk_gp.core.trajectory import BYTES, flat_state
 from epk_gp.gram import tiles
 from epk_gp.storage.partial_sums import PartialSums
@@ -134,4 +134,4 @@ def test_weights_begin_where_they_do_in_workers(offset):
     for s, w in enumerate(trajectory.states):
         state = flat_state(other, s, w)
         assert state.data_ptr() % BYTES == 0
-        assert bytes_of(state) == bytes_of(w)
+        assert same(state, w)
