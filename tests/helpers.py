@@ -45,6 +45,8 @@ def deviation(products: Tensor, exact: Tensor) -> float:
     pairs = ~torch.eye(len(exact), dtype=torch.bool)
     standard_error = products.std(0) / len(products) ** 0.5
     return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())
+
+
 def refusal(error: Any, message: str, ask: Callable[..., object], *args: Any, **options: Any) -> str | None:
     """None if a call is refused with an error and a message, as it should be; else what it does instead."""
     try:
