@@ -120,6 +120,7 @@ def test_pieces_in_any_order_threads_and_processes_give_the_bytes_of_none(name, 
     assert same(call(run_of(name), executor=executor), alone(name))
     assert len(executor.order) > 1
     assert executor.order != sorted(executor.order)
-    with ThreadPoolExecutor(2) as threads:
-        assert same(call(run_of(name), executor=threads), alone(name))
+    if name in (*QUICK, "many", "influence", "retrain", "diagonal", "reconstruct"):  # one of each kind of work
+        with ThreadPoolExecutor(2) as threads:
+            assert same(call(run_of(name), executor=threads), alone(name))
     assert same(call(run_of(name), executor=processes), alone(name))

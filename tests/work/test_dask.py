@@ -46,7 +46,7 @@ def client():
         yield client
 
 
-@pytest.mark.parametrize("name", ["block", "momentum", "influence", "features"])  # of all in processes: test_bytes.py
+@pytest.mark.parametrize("name", ["momentum", "features"])  # of all in processes: test_bytes.py
 def test_dask_gives_the_bytes_of_none(name, client):
     assert same(CALLS[name](run_of(name), executor=client), alone(name))
 
