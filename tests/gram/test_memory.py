@@ -133,11 +133,11 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
     "nodes": Work(
         "run, X = many_outputs(torch.optim.SGD, 5.0)",
         "epk.attribute(run, X[:1], memory_budget={budget})",
-        budget=32, more=16, result=200 * 20 * 8, lost="MemoryPlan.node_bytes = 1 << 40",
+        budget=32, more=10, result=200 * 20 * 8, lost="MemoryPlan.node_bytes = 1 << 40",
     ),
     # the adjoints of all 200 outputs of a point take 180 MB and more: outputs are computed apart
     "adjoints": Work(
-        MANY_OUTPUTS, "epk.attribute(run, X[:1], memory_budget={budget})", budget=32, more=64, lost=WHOLE
+        MANY_OUTPUTS, "epk.attribute(run, X[:1], memory_budget={budget})", budget=32, more=48, lost=WHOLE
     ),
     "adjoints of influence": Work(
         MANY_OUTPUTS, "epk.influence(run, X[:1], memory_budget={budget})", budget=32, more=64, lost=WHOLE
