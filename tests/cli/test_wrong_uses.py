@@ -235,16 +235,18 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("message", USES)
-def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, message):
+CASES = [(message, use) for message, uses in USES.items() for use in expanded(uses)]
+
+
+@pytest.mark.parametrize(("message", "use"), CASES, ids=map(str, range(len(CASES))))
+def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, message, use):
     monkeypatch.chdir(own)
     before, named = sorted(own.rglob("*")), {"RECORD": RECORD, "OWN": OWN}
-    for use in expanded(USES[message]):
-        first, *words = use.split(" ")
-        line = refused(capsys, *named.get(first, (first,)), *words, *(() if first in named else ("--quiet",)))
-        assert message in line, use
-        assert message not in OF_TYPER or line.endswith(" --help.")
-        assert sorted(own.rglob("*")) == before, use
+    first, *words = use.split(" ")
+    line = refused(capsys, *named.get(first, (first,)), *words, *(() if first in named else ("--quiet",)))
+    assert message in line, use
+    assert message not in OF_TYPER or line.endswith(" --help.")
+    assert sorted(own.rglob("*")) == before, use
 
 
 def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
