@@ -339,5 +339,5 @@ def _draw_points(ax: Axes, points: np.ndarray, labels: style.Numbers | None) -> 
     style.require_shape("points", points, (len(points), 2))
     classes = np.zeros(len(points), dtype=int) if labels is None else style.as_numpy("labels", labels)
     style.require_shape("labels", classes, (len(points),))
-    colours = [style.class_colour(c) for c in classes]
+    colours = [style.class_colour(c) for c in classes.tolist()]
     ax.scatter(points[:, 0], points[:, 1], s=10, c=colours, edgecolors="white", linewidths=0.35, zorder=4)
