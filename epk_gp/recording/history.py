@@ -223,10 +223,7 @@ class CommitSchedule:
         self._num_bytes += sum(result.num_bytes(self.writer.schema) for result in results)
         self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
         self._num_counted = self._num_completed
-        waiting = self._num_completed - self.num_committed
-        if not waiting:
-            return
-        limits = self._limits
+        limits, waiting = self._limits, self._num_completed - self.num_committed
         if (
             self._num_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds

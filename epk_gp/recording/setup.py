@@ -343,10 +343,7 @@ def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple
     """
     if not any(module.training for module in net.modules()):
         return ()
-    try:
-        module = copy.deepcopy(net)
-    except (RuntimeError, TypeError, AttributeError):
-        return ()
+    module = copy.deepcopy(net)
     before = {name: value.clone() for name, value in module.named_buffers()}
     norms = [name for name, part in module.named_modules() if isinstance(part, _NormBase) and part.momentum is None]
     counters = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}
