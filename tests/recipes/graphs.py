@@ -1,4 +1,4 @@
-"""A graph network: all nodes in one forward pass, a loss over the labelled ones."""
+"""Graph networks: all nodes in one forward pass, a loss over the labelled ones."""
 
 from dataclasses import replace
 
@@ -22,6 +22,11 @@ def graph():
     return X, y, linked.nonzero().T, torch.arange(N) < 6
 
 
+def finish_at_nodes(recorder, net, arguments, y):
+    result = finish(recorder, net, arguments, None, y, output=lambda z: z[ASKED])
+    return replace(result, nodes=ASKED)
+
+
 class SAGE(nn.Module):
     """Mean aggregation over edges, written as message passing libraries do (Hamilton et al. 2017)."""
 
@@ -40,26 +45,24 @@ class SAGE(nn.Module):
     def forward(self, x, edge_index):
         x = self.own1(x) + self.neighbours1(self.mean(x, edge_index))
         x = F.dropout(F.relu(self.norm(x)), p=0.3, training=self.training)
-        return self.own2(x) + self.neighbours2(self.mean(x, edge_index)), x
+        return self.own2(x) + self.neighbours2(self.mean(x, edge_index))
 
 
 def graph_sage_with_batchnorm():
-    """Batches of nodes, the gradients of two of them accumulated; statistics over all nodes; features returned too."""
+    """Batches of nodes, the gradients of two of them accumulated; statistics over all nodes."""
     X, y, edge_index, train_mask = graph()
     nodes = train_mask.nonzero().squeeze(1)
     net = SAGE().double()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
-    inputs = epk.Graph(x=X, edge_index=edge_index)  # recorder
-    with epk.Recorder(net, optimizer, inputs, y, output=lambda returned: returned[0]) as recorder:  # recorder
+    with epk.Recorder(net, optimizer, epk.Graph(x=X, edge_index=edge_index), y) as recorder:  # recorder
         net.train()
         for _ in range(3):
             optimizer.zero_grad()
             for batch in nodes[torch.randperm(len(nodes))].split(4):
-                (F.cross_entropy(net(X, edge_index)[0][batch], y[batch]) / 2).backward()
+                (F.cross_entropy(net(X, edge_index)[batch], y[batch]) / 2).backward()
                 recorder.batch(batch, weight=0.5)  # recorder
             optimizer.step()
-    result = finish(recorder, net, (X, edge_index), None, y, output=lambda returned: returned[0][ASKED])
-    return replace(result, nodes=ASKED)
+    return finish_at_nodes(recorder, net, (X, edge_index), y)
 
 
 RECIPES = [graph_sage_with_batchnorm]

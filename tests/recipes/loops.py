@@ -1,4 +1,4 @@
-"""Adversarial training, and averaged weights."""
+"""Loops of their own kind: adversarial training, accumulation, averaged weights, several optimizers, weights."""
 
 from dataclasses import replace
 
@@ -43,6 +43,23 @@ def pgd_in_evaluation_mode():
     return train(net, X, y, TEST, loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
 
 
+def accumulation_with_batchnorm():
+    X, y = vectors(24)
+    net = mlp(batch_norm=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    accumulated = 3
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for number, batch in enumerate(batches(len(X), 4, epochs=2)):
+            loss = F.cross_entropy(net(X[batch]), y[batch]) / accumulated
+            loss.backward()
+            recorder.batch(batch, weight=1 / accumulated)  # recorder
+            if (number + 1) % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return finish(recorder, net, TEST, X, y)
+
+
 def ema():
     X, y = vectors(24)
     net = mlp(dropout=0.2)
@@ -73,4 +90,54 @@ def swa():
     return replace(result, average=(swa_model, averaging_coefficients(9, [6, 9])))
 
 
-RECIPES = [pgd_in_evaluation_mode, ema, swa]
+def two_optimizers():
+    X, y = vectors(24)
+    net = mlp(dropout=0.2)
+    encoder = torch.optim.AdamW(net[0].parameters(), lr=0.01)
+    head = torch.optim.SGD(net[-1].parameters(), lr=0.1, momentum=0.9)
+    return train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), optimizer=[encoder, head])
+
+
+def freeze_then_thaw():
+    X, y = vectors(24)
+    backbone = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh())
+    net = nn.Sequential(backbone, nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for epoch in range(3):
+            net.train()
+            frozen = epoch == 0
+            backbone.requires_grad_(not frozen)
+            if frozen:
+                backbone.eval()  # its BatchNorm keeps its statistics; the head's moves
+            for batch in batches(len(X), 8, epochs=1):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+    return finish(recorder, net, TEST, X, y)
+
+
+def sample_weights():
+    X, y = vectors(24)
+    importance = torch.linspace(0.2, 2.0, 24, dtype=torch.float64)
+    net = mlp(dropout=0.2)
+
+    def loss(batch):
+        return (importance[batch] * F.cross_entropy(net(X[batch]), y[batch], reduction="none")).mean()
+
+    def announce(recorder, batch):
+        recorder.batch(batch, weight=importance[batch])
+
+    return train(net, X, y, TEST, loss, announce=announce)
+
+
+RECIPES = [
+    pgd_in_evaluation_mode,
+    accumulation_with_batchnorm,
+    ema,
+    swa,
+    two_optimizers,
+    freeze_then_thaw,
+    sample_weights,
+]

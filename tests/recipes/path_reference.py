@@ -24,6 +24,9 @@ class Differentiable(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.batch_norm and not kwargs.get("training", False):
             return written_out(*args, **kwargs)
+        if function is F.instance_norm and kwargs["running_mean"] is not None:
+            options = {"weight": kwargs["weight"], "bias": kwargs["bias"], "eps": kwargs["eps"]}
+            return written_out(*args, kwargs["running_mean"], kwargs["running_var"], **options)
         return function(*args, **kwargs)
 
 
@@ -72,7 +75,9 @@ class Line:
     def outputs(self, t):
         """Return the outputs at t, and the tensors that they were computed from."""
         leaves = {n: torch.lerp(self.start[n], self.end[n], t).requires_grad_() for n in self.moving}
-        z = self.output(torch.func.functional_call(self.net, leaves, as_tuple(self.inputs)))
+        args, kwargs = ((), self.inputs) if isinstance(self.inputs, dict) else (as_tuple(self.inputs), {})
+        returned = torch.func.functional_call(self.net, leaves, args, kwargs)
+        z = self.output(returned)
         return (z if z.ndim > 1 else z[:, None]), leaves
 
     def pattern(self, t):

@@ -52,7 +52,7 @@ def finish(recorder, net, X_test, X, y, output: Callable[[Any], Tensor] = lambda
     """Evaluate the trained network as users do."""
     net.eval()
     with torch.no_grad():
-        returned = net(*as_tuple(X_test))
+        returned = net(**X_test) if isinstance(X_test, dict) else net(*as_tuple(X_test))
     return Recorded(recorder, net, X_test, output(returned), X, y, output)
 
 
@@ -61,14 +61,14 @@ def as_tuple(X):
     return X if isinstance(X, tuple) else (X,)
 
 
-def images(n, size=6):
+def images(n, size=6, channels=1, dtype=torch.float64):
     """Return n noisy images of C kinds, and their labels: a bright bar whose place says the class."""
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(n) % C
-    X = 0.5 * torch.randn(n, 1, size, size, generator=generator, dtype=torch.float64)
+    X = 0.5 * torch.randn(n, channels, size, size, generator=generator, dtype=torch.float64)
     for i in range(n):
         X[i, :, :, 2 * int(y[i]) % size] += 1.0
-    return X, y
+    return X.to(dtype), y
 
 
 def vectors(n, dim=5, dtype=torch.float64):
@@ -77,6 +77,15 @@ def vectors(n, dim=5, dtype=torch.float64):
     y = torch.arange(n) % C
     centres = torch.randn(C, dim, generator=generator, dtype=torch.float64)
     return (centres[y] + 0.5 * torch.randn(n, dim, generator=generator, dtype=torch.float64)).to(dtype), y
+
+
+def sentences(n, length=6, vocabulary=9):
+    """Return n sentences of unequal lengths, padded with 0, and labels that depend on their tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, vocabulary, (n, length), generator=generator)
+    lengths = torch.randint(2, length + 1, (n,), generator=generator)
+    tokens = tokens * (torch.arange(length) < lengths[:, None])
+    return tokens, tokens.sum(dim=1) % C
 
 
 def batches(n, size, epochs):
@@ -102,13 +111,16 @@ def train(
 ):  # fmt: skip
     """Train on shuffled batches, as most loops do; `loss_of` is the loop's loss of a batch of row numbers."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else optimizer
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
     options |= {} if output is itself else {"output": output}
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
         net.train()
         for batch in batches(len(y), size, epochs):
-            optimizer.zero_grad()
+            for each in several:
+                each.zero_grad()
             loss_of(batch).backward()
             announce(recorder, batch)  # recorder
-            optimizer.step()
+            for each in several:
+                each.step()
             after_step()
     return finish(recorder, net, X_test, X, y, output)

@@ -22,6 +22,7 @@ class Pass:
     random_state: torch.Tensor
     state: dict
     modes: list
+    autocast: bool
     grads: dict = field(default_factory=dict)  # of each returned tensor, by its place
 
 
@@ -54,6 +55,8 @@ def snapshot(net):
 
 def flatten(returned):
     """Return the parts of what a network returned, and the function that puts other parts in their place."""
+    if isinstance(returned, dict):  # a ModelOutput
+        return list(returned.values()), lambda leaves: type(returned)(zip(returned, leaves, strict=True))
     leaves, structure = pytree.tree_flatten(returned)
     return leaves, lambda parts: pytree.tree_unflatten(parts, structure)
 
@@ -65,7 +68,7 @@ class Watched:
 
     def __init__(self, net, optimizer, X, y, **options):
         self.net, self.X, self.y, self.options = net, X, y, options
-        self.optimizer = optimizer
+        self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
         self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
         self.first, self.last = snapshot(net), snapshot(net)
@@ -74,8 +77,8 @@ class Watched:
         self.hooks = [
             self.net.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.net.register_forward_hook(self._after_forward),
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizers[0].register_step_pre_hook(self._before_step),
+            self.optimizers[-1].register_step_post_hook(self._after_step),
         ]
         if self.inner is not None:
             self.inner.__enter__()
@@ -101,7 +104,8 @@ class Watched:
             return
         keep = [pytree.tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, a) for a in (args, kwargs)]
         modes = [module.training for module in net.modules()]
-        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes))
+        autocast = torch.is_autocast_enabled("cpu")
+        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes, autocast))
 
     def _after_forward(self, net, args, returned):
         if not torch.is_grad_enabled():
@@ -119,9 +123,12 @@ class Watched:
         watched.grads[place] = watched.grads.get(place, 0) + gradient.detach()
 
     def _states(self):
+        parameters = {p: name for name, p in self.net.named_parameters()}
         return {
-            name: {k: v.clone() if torch.is_tensor(v) else v for k, v in self.optimizer.state.get(p, {}).items()}
-            for name, p in self.net.named_parameters()
+            parameters[p]: {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
         }
 
     def _before_step(self, optimizer, args, kwargs):
@@ -132,15 +139,16 @@ class Watched:
         step = WatchedStep(self.announced, self.last, gradients, self.before)
         for position in {announced.position for announced in step.batches}:
             together = [announced for announced in step.batches if announced.position == position]
-            before = [one for one in self.passes[:position] if one.grads]
+            before = [one for one in self.passes[:position] if one.grads] or self.passes  # a closure's come later
             for announced, watched in zip(together, before[-len(together) :], strict=True):
                 announced.watched = watched
         step.end = self.last = snapshot(self.net)
         step.after = self._states()
         names = {p: name for name, p in self.net.named_parameters()}
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            step.options |= {names[p]: (type(optimizer).__name__, options) for p in group["params"]}
+        for one in self.optimizers:
+            for group in one.param_groups:
+                options = {key: value for key, value in group.items() if key != "params"}
+                step.options |= {names[p]: (type(one).__name__, options) for p in group["params"]}
         self.steps.append(step)
         self.announced, self.passes = [], []
 
@@ -152,7 +160,9 @@ def gradients_of_terms(watched, announced):
     for module, training in zip(net.modules(), run.modes, strict=True):
         module.training = training
     torch.set_rng_state(run.random_state)
-    terms = loss_terms(watched, announced, net(*run.args, **run.kwargs))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
+        returned = net(*run.args, **run.kwargs)
+    terms = loss_terms(watched, announced, returned)
     parameters = dict(net.named_parameters())
     rows = [torch.autograd.grad(t, list(parameters.values()), retain_graph=True, allow_unused=True) for t in terms]
     return {
@@ -217,6 +227,8 @@ def updates(step, name, gradients, momentum):
         if kind == "AdamW":
             change[-1] -= lr * decay * w
         return change
+    if kind == "RMSprop":
+        return -lr * g / (after["square_avg"].sqrt() + group["eps"])
     if kind == "Adadelta":
         acc = before["acc_delta"] if before else torch.zeros_like(w)
         return -lr * g * (acc + group["eps"]).sqrt() / (after["square_avg"] + group["eps"]).sqrt()

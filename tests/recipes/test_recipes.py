@@ -7,14 +7,14 @@ import torch
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory
-from recipes import graphs, loops, sequences, unusual, variants
+from recipes import graphs, images, loops, sequences, targets, unusual, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-FAMILIES = (sequences, loops, unusual, variants, graphs)
+FAMILIES = (images, sequences, loops, targets, unusual, variants, graphs)
 EXACT = [recipe for family in FAMILIES for recipe in family.RECIPES]
-LOW = unusual.IN_LOW_PRECISION
+LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
 
 
@@ -71,8 +71,9 @@ def test_the_reference_closes_by_itself(recipe):
 def initial_outputs(result):
     trained = {name: value.clone() for name, value in result.net.state_dict().items()}
     result.net.load_state_dict(result.recorder.first)
+    inputs = result.X_test
     with torch.no_grad():
-        returned = result.net(*as_tuple(result.X_test))
+        returned = result.net(**inputs) if isinstance(inputs, dict) else result.net(*as_tuple(inputs))
     result.net.load_state_dict(trained)
     return result.output(returned)
 
@@ -133,8 +134,8 @@ def test_averaged_weights_are_explained_as_a_path_of_their_own(recipe):
 @pytest.mark.parametrize(
     ("recipe", "least", "most"),
     [
-        pytest.param(unusual.bf16_autocast, 1e-4, 0.05, id="bf16"),
-        pytest.param(unusual.grad_scaler, 1e-9, 1e-5, id="scaler"),
+        pytest.param(targets.bf16_autocast, 1e-4, 0.05, id="bf16"),
+        pytest.param(targets.grad_scaler, 1e-9, 1e-5, id="scaler"),
     ],
 )
 def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe, least, most):
@@ -144,3 +145,17 @@ def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe, least
     assert least * change < parts.unexplained.norm() < most * change
     assert (parts.total - parts.network).norm() < 1e-6 * change  # gradients are replayed in float32
     assert (parts.network - result.outputs).norm() < 1e-4 * change
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        pytest.param(targets.contrastive, epk.StepMismatchError, "step 0: .* no call of the network", id="contrastive"),
+        pytest.param(targets.lbfgs, ValueError, "must take one gradient a step: LBFGS", id="lbfgs"),
+        pytest.param(unusual.sharpness_aware, epk.StepMismatchError, "step 0: the weights must be those", id="sam"),
+        pytest.param(unusual.dropout_in_evaluation, ValueError, "also in evaluation mode", id="mc_dropout"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_words(recipe, error, message):
+    with pytest.raises(error, match=message):
+        recipe()

@@ -1,8 +1,9 @@
-"""Recipes from further afield: distillation, several heads, an autoencoder, low precision."""
+"""Recipes from further afield: distillation, several heads and inputs, odd normalisation, moved statistics."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
@@ -13,7 +14,11 @@ from recipes.problem import train as train_on_batches
 
 def train(net, X, y, X_test, loss_of_batch, **options):
     """Train on batches of 8; `loss_of_batch` takes what the network returned and the batch."""
-    return train_on_batches(net, X, y, X_test, lambda batch: loss_of_batch(net(X[batch]), batch), **options)
+
+    def loss(batch):
+        return loss_of_batch(net(*(x[batch] for x in X)) if isinstance(X, tuple) else net(X[batch]), batch)
+
+    return train_on_batches(net, X, y, X_test, loss, **options)
 
 
 def distillation():
@@ -62,6 +67,17 @@ def several_tasks():
     return train(TwoHeads().double(), X, targets, vectors(26)[0][24:], loss, loss=own, output=first)
 
 
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.3 * torch.randn_like(x) if self.training else x
+
+
+def noise_inside():
+    X, y = vectors(24)
+    net = nn.Sequential(Noise(), nn.Linear(5, 6), nn.Tanh(), Noise(), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
 class Erased(Dataset):
     """Random erasing, done by the dataset."""
 
@@ -98,6 +114,25 @@ def weighted_sampler():
     return finish(recorder, net, images(26)[0][24:], X, y)
 
 
+def statistics_moved_without_gradients():
+    """The loop re-estimates the statistics before each epoch, and looks at a training loss under no_grad."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            update_bn(X.split(8), net)
+            for batch in batches(len(X), 8, epochs=1):
+                with torch.no_grad():
+                    F.cross_entropy(net(X[batch]), y[batch])
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
 def spectral_norm():
     """The power iteration's vectors move in every training forward pass, as moving statistics do."""
     X, y = vectors(24)
@@ -105,86 +140,50 @@ def spectral_norm():
     return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
 
 
-class VAE(nn.Module):
-    """The variational autoencoder of pytorch/examples, with fewer units."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc21, self.fc22 = nn.Linear(5, 6), nn.Linear(6, 2), nn.Linear(6, 2)
-        self.fc3, self.fc4 = nn.Linear(2, 6), nn.Linear(6, 5)
-
-    def reparameterize(self, mu, logvar):
-        if not self.training:
-            return mu
-        std = torch.exp(0.5 * logvar)
-        return mu + torch.randn_like(std) * std
-
-    def forward(self, x):
-        h = torch.tanh(self.fc1(x))
-        mu, logvar = self.fc21(h), self.fc22(h)
-        z = self.reparameterize(mu, logvar)
-        return self.fc4(torch.tanh(self.fc3(z))), mu, logvar
+RECIPES = [
+    distillation,
+    several_tasks,
+    noise_inside,
+    weighted_sampler,
+    statistics_moved_without_gradients,
+    spectral_norm,
+]
 
 
-def elbo_per_row(returned, x):
-    recon, mu, logvar = returned
-    return (recon - x).square().sum(dim=1) - 0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(dim=1)
+def dropout_in_evaluation():
+    """Monte Carlo dropout: the trained network has no one output that training points could have made."""
+    X, y = vectors(16)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 6), nn.Linear(6, C)
+
+        def forward(self, x):
+            return self.last(F.dropout(torch.tanh(self.first(x)), 0.5, training=True))
+
+    train(Net().double(), X, y, X[:2], lambda z, b: F.cross_entropy(z, y[b]))
 
 
-def reconstruction(returned):
-    return returned[0]
-
-
-def vae():
-    X, _ = vectors(24)
-    net = VAE().double()
-    own = epk.PerSampleLoss(elbo_per_row, reduction="sum")  # recorder
-
-    def loss(batch):
-        recon, mu, logvar = net(X[batch])
-        squares = F.mse_loss(recon, X[batch], reduction="sum")
-        return squares - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    return train_on_batches(net, X, X, vectors(26)[0][24:], loss, optimizer=optimizer, loss=own, output=reconstruction)
-
-
-def float32_net():
-    return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, C))
-
-
-def bf16_autocast():
-    X, y = vectors(24, dtype=torch.float32)
-    net = float32_net()
-
-    def loss(batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return F.cross_entropy(net(X[batch]), y[batch])
-
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    X_test = vectors(26, dtype=torch.float32)[0][24:]
-    return train_on_batches(net, X, y, X_test, loss, optimizer=optimizer, unexplained=0.1)
-
-
-def grad_scaler():
-    """The first scale is so large that gradients overflow: the scaler skips those steps and halves its scale."""
-    X, y = vectors(24, dtype=torch.float32)
-    X = 50 * X  # not normalised
-    net = float32_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.25)
-    with epk.Recorder(net, optimizer, X, y, unexplained=1e-3) as recorder:  # recorder
-        net.train()
-        for batch in batches(len(X), 8, epochs=3):
+def sharpness_aware():
+    """SAM (Foret et al. 2021): the step takes the gradient at other weights than those it moves."""
+    X, y = vectors(16)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for batch in batches(len(X), 8, epochs=1):
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            with torch.no_grad():
+                climbs = [0.05 * p.grad for p in net.parameters()]
+                for p, climb in zip(net.parameters(), climbs, strict=True):
+                    p += climb
             optimizer.zero_grad()
-            loss = F.cross_entropy(net(X[batch]), y[batch])
-            scaler.scale(loss).backward()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            with torch.no_grad():
+                for p, climb in zip(net.parameters(), climbs, strict=True):
+                    p -= climb
             recorder.batch(batch)  # recorder
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() < 2.0**127
-    return finish(recorder, net, 50 * vectors(26, dtype=torch.float32)[0][24:], X, y)
+            optimizer.step()
 
 
-RECIPES = [distillation, several_tasks, weighted_sampler, spectral_norm, vae]
-IN_LOW_PRECISION = [bf16_autocast, grad_scaler]
+REFUSED = [dropout_in_evaluation, sharpness_aware]
