@@ -6,6 +6,7 @@ output, which works wherever training does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,29 +337,31 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
 
 def _interpolated(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Evaluate all rows in one forward pass: each layer is called with w and with d."""
-
-    def outputs(u: Tensor) -> Tensor:
+    if differentiate and not segment.net.plan.supports_interpolated_jvp:
+        leaf = t.detach().requires_grad_()
+        with torch.enable_grad():
+            params, moved = segment.interpolated(leaf)
+            with moved:
+                f = segment.outputs(params, X)
+            one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
+            return f.detach(), pulled_back(f, [leaf], one_hot).T
+    with _moving(t, differentiate) as u:
         params, moved = segment.interpolated(u)
         with moved:
-            return segment.outputs(params, X)
-
-    if not differentiate or segment.net.plan.supports_interpolated_jvp:
-        return _with_slope(outputs, t, differentiate)
-    leaf = t.detach().requires_grad_()
-    with torch.enable_grad():
-        f = outputs(leaf)
-        one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
-        return f.detach(), pulled_back(f, [leaf], one_hot).T
+            f = segment.outputs(params, X)
+        return _with_slope(f, differentiate)
 
 
-def _with_slope(outputs: Callable[[Tensor], Tensor], t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Evaluate f at t, and its slope in forward mode."""
-    if not differentiate:
-        f = outputs(t)
-        return f, f
-    with forward_mode():
-        f, slope = fwAD.unpack_dual(outputs(fwAD.make_dual(t, torch.ones_like(t))))
-        return f, torch.zeros_like(f) if slope is None else slope
+@contextmanager
+def _moving(t: Tensor, differentiate: bool) -> Iterator[Tensor]:
+    """Give t, in forward mode with a tangent of 1 where slopes are asked for."""
+    with forward_mode() if differentiate else nullcontext():
+        yield fwAD.make_dual(t, torch.ones_like(t)) if differentiate else t
+
+
+def _with_slope(f: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    f, slope = fwAD.unpack_dual(f) if differentiate else (f, f)
+    return f, torch.zeros_like(f) if slope is None else slope
 
 
 def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
@@ -391,7 +394,8 @@ def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: b
     """Evaluate rows that share their point of the segment."""
     model = segment.net.model
     if not differentiate or segment.net.plan.supports_jvp:
-        return _with_slope(lambda u: segment.outputs(model.unflatten(segment.w + u * segment.d), X), t, differentiate)
+        with _moving(t, differentiate) as u:
+            return _with_slope(segment.outputs(model.unflatten(segment.w + u * segment.d), X), differentiate)
     w, rows = segment.w + t * segment.d, list[tuple[Tensor, Tensor]]()
     for x in X.split(1):
         leaf = w.detach().requires_grad_()

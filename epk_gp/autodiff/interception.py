@@ -366,7 +366,10 @@ class ParameterInterception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
         kwargs, call = kwargs or {}, None
-        params = [self.name_of[id(value)] for value in tensors_in((args, kwargs)) if id(value) in self.name_of]
+        params = list[str]()
+        for value in tensors_in((*args, *kwargs.values())):
+            if id(value) in self.name_of:
+                params.append(self.name_of[id(value)])
         if params and func in WRITTEN_OUT:
             with self:
                 result = WRITTEN_OUT[func](*args, **kwargs)
