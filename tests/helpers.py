@@ -40,9 +40,9 @@ def first_step(trajectory: epk.Trajectory, X: Tensor, head: str = "logits") -> W
     return WeightSegment(plan_for(trajectory, trajectory.model_for(X)), w, end - w, head, 1 << 30)
 
 
-def deviation(products: Tensor, exact: Tensor) -> float:
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs of different points."""
-    pairs = ~torch.eye(len(exact), dtype=torch.bool)
+def deviation(products: Tensor, exact: Tensor, *, diagonal: bool = False) -> float:
+    """The mean's distance from the exact kernel in standard errors: root mean square over pairs (of different points)."""
+    pairs = ~torch.eye(len(exact), dtype=torch.bool) | diagonal
     standard_error = products.std(0) / len(products) ** 0.5
     return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())
 

@@ -76,13 +76,21 @@ def test_progress_goes_to_stderr_and_not_where_it_is_to_be_quiet(recorded, capsy
         assert not (quiet and lines)
 
 
-def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path):
-    inputs = []
+SEEDED = {  # the file, its points, and a command for three of them
+    "gram": ("gram", "row_inputs", ("--num-rows", 3, "--num-columns", 2)),
+    "attribute": ("attribution", "inputs", ("--num-points", 3, "--outputs", "predicted")),
+    "influence": ("influence", "inputs", ("--num-points", 3)),
+}
+
+
+@pytest.mark.parametrize("command", SEEDED)
+def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, no_pictures, command):
+    inputs, (file, name, points) = [], SEEDED[command]
     for number, seed in enumerate((None, 1, 2, 1)):
         out, asked = tmp_path / str(number), () if seed is None else ("--seed", seed)
-        assert run("gram", recorded, "--out", out, "--num-rows", 3, "--num-columns", 2, *asked, "--quiet") == 0
-        assert json.loads((out / "gram.json").read_text())["config"]["seed"] == seed
-        inputs.append(load_file(out / "gram.safetensors")["row_inputs"])
+        assert run(command, recorded, "--out", out, *points, *asked, "--quiet") == 0
+        assert json.loads((out / f"{file}.json").read_text())["config"]["seed"] == seed
+        inputs.append(load_file(out / f"{file}.safetensors")[name])
     first, one, two, again = inputs
     assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
     assert torch.equal(one, again)

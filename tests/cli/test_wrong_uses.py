@@ -261,17 +261,17 @@ def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "labels"),
-    [("sorted", ("--num-train", 8, "--num-classes", 3), [0, 1]), ("sorted_and_test", (), [0, 1, 2]),
-     ("gap", ("--num-classes", 3), [0, 2])],
+    ("file", "options", "labels", "outputs"),
+    [("sorted", ("--num-train", 8, "--num-classes", 3), [0, 1], 3), ("sorted_and_test", (), [0, 1, 2], 3),
+     ("gap", ("--num-classes", 4), [0, 2], 4)],
 )  # fmt: skip
 def test_a_class_without_a_training_point_is_an_output_where_the_number_of_classes_is_given(
-    own, tmp_path, file, options, labels
+    own, tmp_path, file, options, labels, outputs
 ):
     """And labels of held-out points need not name every class."""
     assert run(*RECORD, "--data", own / f"{file}.npz", *options, "--out", tmp_path / "run") == 0
     trajectory = open_run(tmp_path / "run", None)
-    assert trajectory.num_outputs == 3
+    assert trajectory.num_outputs == outputs
     assert trajectory.targets.unique().tolist() == labels
 
 

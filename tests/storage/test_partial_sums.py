@@ -44,6 +44,16 @@ def points(run):
     return epk.Points(X, torch.arange(9) < 5)
 
 
+@pytest.mark.slow
+def test_float32_products_summed_in_float64_are_closer(points):
+    run, X = recorded(steps=100, dtype=torch.float32), points.X.float()
+    reference = epk.gram_block(run, *[epk.Points(X.double(), points.is_train)] * 2, rule=RULE)
+    kinds = (None, torch.float64)
+    both = [epk.gram_block(run, *[epk.Points(X, points.is_train)] * 2, rule=RULE, accumulate=kind) for kind in kinds]
+    errors = [float((K.double() - reference).abs().max() / reference.abs().max()) for K in both]
+    assert errors[1] < min(errors[0], 5e-7)
+
+
 def test_a_checkpointed_block_is_the_block(run, points, tmp_path):
     K = epk.gram_block(run, points, points, rule=RULE)
     kept = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
