@@ -41,7 +41,7 @@ def first_step(trajectory: epk.Trajectory, X: Tensor, head: str = "logits") -> W
 
 
 def deviation(products: Tensor, exact: Tensor, *, diagonal: bool = False) -> float:
-    """The mean's distance from the exact kernel in standard errors: root mean square over pairs (of different points)."""
+    """The mean's distance from the exact kernel in standard errors: root mean square over (different) pairs."""
     pairs = ~torch.eye(len(exact), dtype=torch.bool) | diagonal
     standard_error = products.std(0) / len(products) ** 0.5
     return float(((products.mean(0) - exact)[pairs] / standard_error[pairs]).square().mean().sqrt())

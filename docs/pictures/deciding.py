@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.analysis.measures import error_detection, ood_metrics
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.datasets import Dataset, mnist_folder
 from epk_gp.gp.label_process import condition_exactly, median_lengthscale, squared_distances
 from epk_gp.gp.stacking import most_likely_temperature, stack_logits
@@ -68,6 +69,7 @@ class PixelKernel:
     """The square of the RBF kernel on the pixels: the process's kernel without the path kernel's cosine."""
 
     lengthscale: float
+    options: ComputeOptions = ComputeOptions()
 
     def rounding(self, X: Tensor) -> float:
         """Return the relative rounding error of a value."""
@@ -80,10 +82,6 @@ class PixelKernel:
     def gram(self, X: Tensor) -> Tensor:
         """Evaluate the kernel between all pairs."""
         return self.block(X, X)
-
-    def split(self, X: Tensor, _: int) -> list[Tensor]:
-        """Split inputs."""
-        return list(X.split(1000))
 
 
 def judge(name: str, seed: int) -> None:

@@ -159,7 +159,9 @@ def _parse_named(text: str, kinds: Mapping[str, Callable[..., _Made]], message: 
     try:
         number = float if name == "adaptive" else int
         return kinds[name](number(value)) if colon else kinds[name]()
-    except (KeyError, TypeError, ValueError) as error:
+    except TypeError as error:
+        raise ValueError(f"{message}: got {text[:60]!r}, with a number too many or without one.") from error
+    except (KeyError, ValueError) as error:
         raise ValueError(f"{message}: got {text[:60]!r} ({str(error)[:100]}).") from error
 
 

@@ -307,7 +307,8 @@ def functionalize(
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
         raise ValueError("the network must be initialised: it has lazy layers. Call it once on a batch before.")
     if any(p.is_meta for p in parameters.values()):
-        raise ValueError("the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty().")
+        message = "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device=...)."
+        raise ValueError(message)
     if names is None:
         names = tuple(name for name, p in parameters.items() if p.requires_grad and p.numel())
     kept = (net.named_modules(), net.named_parameters(), net.named_buffers())

@@ -99,7 +99,7 @@ def make_targets(
         return values - mean, None, mean
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
-    labels = _class_labels(trajectory, "targets='dirichlet'")
+    labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")
     return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
 
 
@@ -158,12 +158,12 @@ def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Floa
     return alpha.log() - variances / 2, variances
 
 
-def _class_labels(trajectory: Trajectory, caller: str) -> Tensor:
+def _class_labels(trajectory: Trajectory, caller: str, advice: str = "") -> Tensor:
     labels = trajectory.targets
     if labels.is_floating_point() or labels.ndim != 1:
         raise ValueError(
             f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
-            f"{tuple(labels.shape)}."
+            f"{tuple(labels.shape)}.{advice}"
         )
     return labels
 

@@ -460,7 +460,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
         findings.append(
             f"{len(diverged)} of {len(states)} networks diverged (NaN, infinity or weights beyond measure): "
-            f"{diverged[0]}{', ...' if len(diverged) > 1 else ''}"
+            f"{', '.join(map(str, diverged[:3]))}{', ...' if len(diverged) > 3 else ''}"
         )
     warn_unless_certified("the retraining", findings)
     return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)

@@ -346,8 +346,9 @@ class StepResiduals:
     def __init__(self, block: Predictions, *, keeps: bool) -> None:
         trajectory, X, model, like = block.trajectory, block.X, block.net.model, block.zeros(0)
         self.mismatches = StepMismatches()
-        recomputation, S = recomputation_of(trajectory), trajectory.num_steps
-        ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
+        recomputation = recomputation_of(trajectory)
+        ends = range(1, trajectory.num_steps + 1) if recomputation is None else recomputation.kept.numbers[1:]
+        places = {state - 1: place for place, state in enumerate(ends)}
         max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
@@ -355,12 +356,15 @@ class StepResiduals:
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
-            if keeps and (is_amplified or (keeps_all and index + 1 in ends)):
+            if keeps and (is_amplified or (keeps_all and index in places)):
                 residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
-                # those of all steps have room, which takes memory, or a temporary file, where they are written
-                rows = rows_of_weights(S, model.num_weights, like, max_rows) if rows is None else rows
-                rows[index] = residual.to(rows)
-                self._rows[index] = rows[index]
+                if index not in places:  # a rounding that is amplified
+                    self._rows[index] = residual.to(like)
+                    continue
+                # all that are kept have room, which takes memory, or a temporary file, where they are written
+                rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
+                rows[places[index]] = residual.to(rows)
+                self._rows[index] = rows[places[index]]
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None where it is zero to rounding."""

@@ -149,8 +149,14 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         if like is None:
             joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
         else:
-            numbers = (torch.as_tensor(value, dtype=like.dtype, device=like.device).detach() for value in values)
-            joined[name] = torch.cat([x.reshape(-1).expand(size) for x, size in zip(numbers, sizes, strict=True)])
+            dtype = like.dtype if like.is_floating_point() else torch.float64
+            numbers = [
+                value.detach().reshape(-1)
+                if isinstance(value, Tensor) and value.ndim
+                else like.new_full((size,), float(value), dtype=dtype)
+                for value, size in zip(values, sizes, strict=True)
+            ]
+            joined[name] = torch.cat(numbers)  # which promotes their types
     return UpdateCoefficients(**joined, left=matrices["left"], right=matrices["right"])
 
 

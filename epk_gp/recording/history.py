@@ -224,7 +224,7 @@ class CommitSchedule:
         self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
         self._num_counted = self._num_completed
         limits, waiting = self._limits, self._num_completed - self.num_committed
-        if (
+        if waiting and (
             self._num_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)

@@ -114,9 +114,10 @@ def open_regular(file: Path, where: str, size: int | None = None) -> Iterator[Bu
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"a run must have all its files: {where} does not exist.") from error
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise ValueError(f"{where} must be a plain file: it is a symbolic link.") from error
+        kind = "symbolic link" if error.errno == errno.ELOOP else "socket"
+        raise ValueError(f"{where} must be a plain file: it is a {kind}.") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")

@@ -4,6 +4,7 @@ A chunk counts as committed once its line is in the journal. Each line holds a c
 checksum of the line before it, of all earlier lines.
 """
 
+import fnmatch
 import json
 import os
 from collections.abc import Iterator
@@ -125,7 +126,9 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     """
     folder = Path(path)
     # Listed before the journal is read, so that each file listed belongs to a line that is read.
-    numbers = [int(file.stem[-6:]) for file in folder.glob(f"resume-{'[0-9]' * 6}.safetensors")]
+    # os.listdir, as Path.glob takes a folder that may not be listed for an empty one
+    names = fnmatch.filter(os.listdir(folder), f"resume-{'[0-9]' * 6}.safetensors")
+    numbers = [int(name[7:13]) for name in names]
     file = folder / FINISHED
     finished = read_record(Finished, file, f"{file} must be the closing record of a run", _FINISHED_BYTES)
     where = f"{folder / JOURNAL}"

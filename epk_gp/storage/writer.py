@@ -22,7 +22,7 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import chunk_tensors
 from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
-from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
@@ -267,7 +267,8 @@ def create_run_dir(
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
     of_data = {"data_blake2b": checksum(content), "data_bytes": len(content)}
-    full = RunHeader.model_validate(FORMAT | of_data | dict(header)).model_dump()
+    message = f"{folder / HEADER} must be the header of an epk_gp run of version 1"
+    full = validated(RunHeader, FORMAT | of_data | dict(header), message).model_dump()
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)

@@ -32,6 +32,7 @@ FUNCTIONS = {
     "power": lambda x: x.abs() ** 1.5 + x**3,
     "root": lambda x: (x.square() + 1).sqrt().log(),
     "clamp": lambda x: x.clamp(-0.3, 0.4) + x.clamp_min(0.1),
+    "clamp in place": lambda x: x.clone().clamp_(-0.3, 0.4) + torch.clamp_min_(x.clone(), 0.1),
     "quotient": lambda x: x / (1 + x.square()) + 1 / (2 + x.sin()),
     "normalised": lambda x: x / x.norm(dim=1, keepdim=True),
     "products": lambda x: x * x + x[:, :1] * x.flip(1),

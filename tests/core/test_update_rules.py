@@ -11,7 +11,7 @@ import epk_gp as epk
 import reference
 from epk_gp.core.losses import NegativeLogLikelihood
 from epk_gp.kernel_machine.baselines import single_machine
-from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
+from epk_gp.optimizers.update_rules import ClipNorm, ClipValue, LinearStep, stack_coefficients
 from helpers import assert_close
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -280,3 +280,9 @@ def test_no_single_machine_where_coefficients_move(name):
     trajectory = epk.train(net, X, y, optimizer=kind(net.parameters(), **options), steps=3)
     with pytest.raises(ValueError, match="needs steps of plain gradient descent on the loss itself: step 0 of"):
         single_machine(trajectory, X_test)
+
+
+def test_coefficients_of_several_types_lose_nothing():
+    kinds = (torch.tensor([True, False]), torch.tensor([0.5, 0.25]), torch.tensor([0.1], dtype=torch.float64), 0.5)
+    joined = stack_coefficients([LinearStep(lr=0.1, grad_scale=kind) for kind in kinds], [2, 2, 1, 1])
+    assert joined.grad_scale.tolist() == [1, 0, 0.5, 0.25, 0.1, 0.5]

@@ -290,6 +290,7 @@ KINKED: dict[str, Callable[[Tensor], Tensor]] = {
     "softshrink": lambda h: F.softshrink(h, 0.2),
     "threshold": lambda h: F.threshold(h, 0.0, 0.0),
     "clamp": lambda h: h.clamp(min=-0.2),
+    "clamp_": lambda h: torch.clamp_(h.clone(), min=-0.2),
     "clamp_min": lambda h: torch.clamp_min(h, 0.1),
     "clamp_max": lambda h: h.clamp_max(0.1),
     "abs": abs,

@@ -1,4 +1,4 @@
-"""Image recipes: MNIST as in torch's examples, a residual network, mixed images, segmentation."""
+"""Image recipes: MNIST as in torch's examples, and noisy labels."""
 
 import torch
 from torch import nn
@@ -61,25 +61,6 @@ def mnist_cnn():
     return finish(recorder, net, X_test, X, y)
 
 
-def small_cnn():
-    layers = [nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(27, C)).double()
-
-
-def mixup():
-    X, y = images(24)
-    net, criterion = small_cnn(), nn.CrossEntropyLoss()
-
-    def loss(batch):
-        inputs, targets = X[batch], y[batch]
-        lam = float(torch.distributions.Beta(1.0, 1.0).sample())
-        index = torch.randperm(len(inputs))
-        outputs = net(lam * inputs + (1 - lam) * inputs[index])
-        return lam * criterion(outputs, targets) + (1 - lam) * criterion(outputs, targets[index])
-
-    return train(net, X, y, images(25)[0][24:], loss)
-
-
 def label_noise():
     X, y = images(30)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, C)).double()
@@ -94,4 +75,4 @@ def label_noise():
     return train(net, X, y, X_test, loss, optimizer=optimizer, size=10, epochs=3, loss=criterion)
 
 
-RECIPES = [mnist_cnn, mixup, label_noise]
+RECIPES = [mnist_cnn, label_noise]

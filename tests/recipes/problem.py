@@ -61,14 +61,14 @@ def as_tuple(X):
     return X if isinstance(X, tuple) else (X,)
 
 
-def images(n, size=6, channels=1, dtype=torch.float64):
+def images(n, size=6):
     """Return n noisy images of C kinds, and their labels: a bright bar whose place says the class."""
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(n) % C
-    X = 0.5 * torch.randn(n, channels, size, size, generator=generator, dtype=torch.float64)
+    X = 0.5 * torch.randn(n, 1, size, size, generator=generator, dtype=torch.float64)
     for i in range(n):
         X[i, :, :, 2 * int(y[i]) % size] += 1.0
-    return X.to(dtype), y
+    return X, y
 
 
 def vectors(n, dim=5, dtype=torch.float64):
