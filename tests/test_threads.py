@@ -21,6 +21,7 @@ from epk_gp.autodiff import verification
 from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, quiet_checkpoints
+from epk_gp.kernel_machine.adjoint import FlopCount
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.recording.passes import draw_from
 from helpers import make_case
@@ -124,6 +125,13 @@ def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch):
     with forward_mode():
         assert torch.autograd.forward_ad.unpack_dual(torch.ones(1)).tangent is None
     assert torch.autograd.forward_ad.exit_dual_level is exit_level
+
+
+def test_operations_are_counted_without_hooks_at_the_modules_of_other_threads() -> None:
+    with FlopCount() as counter:
+        nn.Linear(4, 3)(torch.ones(2, 4))
+        assert not nn.modules.module._global_forward_pre_hooks
+    assert counter.total == 2 * 2 * 4 * 3
 
 
 LOCKS = re.compile(r"\s*with .*(\block|_lock|\b_[A-Z_]{4,})\b")

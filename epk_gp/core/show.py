@@ -28,12 +28,6 @@ def warn_uncertified(message: str) -> None:
     warn_caller(message, CertificateWarning)
 
 
-def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
-    """Emit a `CertificateWarning` with the findings of a result, if there are any."""
-    if findings:
-        warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")
-
-
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Emit a warning at the line outside the package that led to it."""
     level, frame = 2, sys._getframe(1)

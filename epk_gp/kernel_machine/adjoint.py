@@ -15,13 +15,15 @@ the samples can be written out instead; the cheaper of the two is taken by count
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.func import jvp, vmap
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
@@ -244,6 +246,23 @@ def grouped_products(
     return out
 
 
+class FlopCount(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and convolutions in this thread.
+
+    `torch.utils.flop_counter.FlopCounterMode` hooks all modules of the process, those that other threads evaluate too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 @dataclass(eq=False)
 class LossProducts:
     """The training side of an attribution; to be used by one thread.
@@ -346,9 +365,9 @@ class LossProducts:
         n, P = len(data.X), block.net.model.num_weights
         if self._flops_per_row is None:
             state, replay = flat_state(block.trajectory.trained, 0, block.X), self.run.passes
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
+            with FlopCount() as counter, torch.no_grad():
                 replay.losses(replay.params(state, data), data)
-            self._flops_per_row = counter.get_total_flops() / n
+            self._flops_per_row = counter.total / n
         flops = self._flops_per_row * n
         forward = num_directions * num_groups * (2 * flops + _PASS_OVERHEAD)
         writing = 3 * flops + (2.0 * num_directions + _WRITING) * n * P + _PASS_OVERHEAD

@@ -18,7 +18,7 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number, warn_unless_certified
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
@@ -26,7 +26,13 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
-from epk_gp.kernel_machine.certificate import Certificate, integral_facts, run_findings, sum_tolerance
+from epk_gp.kernel_machine.certificate import (
+    Certificate,
+    integral_facts,
+    run_findings,
+    sum_tolerance,
+    warn_unless_certified,
+)
 from epk_gp.kernel_machine.terms import (
     TERMS,
     AttributionWork,

@@ -11,11 +11,10 @@ from torch import Tensor
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.show import warn_unless_certified
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.certificate import sum_tolerance
+from epk_gp.kernel_machine.certificate import sum_tolerance, warn_unless_certified
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, WeightPath, adaptive, require_integrable, straight
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.show import Entry, certificate_entry, number
+from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
@@ -30,6 +30,12 @@ _TOLERANCES, _INTERVAL_ROUNDING = 8, 64
 # A sum may miss its value by so many eps of its terms' sizes, per step as steps' rounding adds up at random. In float64
 # it is more than rounding: a gradient that is off by 1e-9 is still seen.
 _SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
+
+
+def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
+    """Emit a `CertificateWarning` with the findings of a result, if there are any."""
+    if findings:
+        warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")
 
 
 def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:

@@ -16,13 +16,20 @@ from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_unless_certified
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import PointsTable
-from epk_gp.kernel_machine.certificate import Certificate, StepMismatches, integral_facts, integral_sums, sum_tolerance
+from epk_gp.kernel_machine.certificate import (
+    Certificate,
+    StepMismatches,
+    integral_facts,
+    integral_sums,
+    sum_tolerance,
+    warn_unless_certified,
+)
 from epk_gp.kernel_machine.terms import PathWork
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, require_integrable, straight, stretch_of

@@ -17,7 +17,7 @@ from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
-from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_unless_certified
+from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
 from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
@@ -30,7 +30,7 @@ from epk_gp.core.trajectory import (
     validate_trajectory,
 )
 from epk_gp.core.update_law import StepLaw, UpdateLaw
-from epk_gp.kernel_machine.certificate import run_findings, step_mismatches
+from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 

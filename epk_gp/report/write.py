@@ -21,9 +21,10 @@ from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.show import count, warn_unless_certified
+from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
 from epk_gp.quadrature import rules
