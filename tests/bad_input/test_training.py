@@ -148,7 +148,6 @@ WITHOUT_MEANING = {
     "steps must be at least 1: got 0": {"steps": 0},
     "batch_size must be at least 1: got 0": {"batch_size": 0},
     "reduction must be .* got 'none'": {"loss": nn.MSELoss(reduction="none")},
-    "reduction must be 'mean' or 'sum': got 'none'": {"loss": epk.PerSampleLoss(F.cross_entropy, "none")},
     "one class weight per": {"loss": nn.CrossEntropyLoss(weight=torch.ones(2))},
     "class weights must be finite, not negative": {"loss": epk.CrossEntropy(class_weights=(1.0, -1.0, 1.0))},
     "must lie in .0, 1.: got 1.5": {"loss": epk.CrossEntropy(label_smoothing=1.5)},
