@@ -134,9 +134,10 @@ def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajector
     kernel, data, b, q = kernel_of(trajectory, "trace", cache_bytes=0), train_copy(trajectory.inputs), 6, 2
     X = random_test_copies(b, q).requires_grad_()
     N, S, Q = len(data), trajectory.num_steps, len(list(RULE))
-    with work() as count:
-        joint = torch.cat([data.expand(b, N, D + 1), X], dim=1)
-        kernel(joint)[..., N:, :N].to_dense().sum().backward()
+    for _ in range(2):  # ways to differentiate are compared once
+        with work() as count:
+            joint = torch.cat([data.expand(b, N, D + 1), X], dim=1)
+            kernel(joint)[..., N:, :N].to_dense().sum().backward()
     assert count.rows == 2 * (S * N + S * Q * b * q)  # for the values, and once more for the derivative
     with work() as one:
         joint = torch.cat([data, X[0].detach().requires_grad_()])
