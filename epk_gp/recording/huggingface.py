@@ -1,6 +1,7 @@
 """A callback for Hugging Face's `Trainer` that records the training; it needs the extra `huggingface`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,14 +90,17 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         loader: Any = kwargs.get("train_dataloader")
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
         self._batches_per_epoch = len(loader) if hasattr(loader, "__len__") else None
+        smoothing = float(args.label_smoothing_factor)
+        if smoothing and isinstance(self._loss, CrossEntropy):
+            self._loss = replace(self._loss, label_smoothing=smoothing)
         self._recorder = Recorder(model, optimizer, *self._data, loss=self._loss, clip=clip, **self._options)
         self._recorder.__enter__()
         self._hooks = [
             model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._find_weight, with_kwargs=True),
+            model.register_load_state_dict_pre_hook(self.on_train_end),  # load_best_model_at_end
         ]
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -115,7 +115,6 @@ class PassRecords:
         # targets may be read from the gradient in the outputs only where the loss depends on these alone
         self._reads_targets = model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
-        self._index_of_row: dict[bytes, int] = {}
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
@@ -180,15 +179,16 @@ class PassRecords:
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
-        recorded = setup.X[rows.to(setup.X.device)]
-        is_same_kind = forward.inputs.shape == recorded.shape and forward.inputs.dtype == recorded.dtype
-        is_recorded = torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
-        if is_same_kind:
-            is_recorded = (forward.inputs == recorded).reshape(len(recorded), -1).all(dim=1)
+        recorded = [X[rows.to(X.device)] for X in self._recorded_like(forward.inputs)]
+        is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
+        for own in recorded:
+            is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         inputs, targets = None, None
         if not is_recorded.all():
             self._require_announced_rows(forward.inputs, rows, is_recorded)
-            other = (~is_recorded).nonzero().squeeze(1)
+        is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
+        if is_other.any():
+            other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
             y = setup.y[rows.to(setup.y.device)]
@@ -217,14 +217,12 @@ class PassRecords:
         Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
         until the loop has shown rows that are none.
         """
-        X = self._setup.X
-        if self._has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
-            self._has_other_rows = True
+        if self._has_other_rows:
             return
-        if not self._index_of_row:
-            self._index_of_row = {bytes(tensor_bytes(row)): number for number, row in enumerate(X)}
+        alike = self._recorded_like(seen)
+        index_of_row = {bytes(tensor_bytes(row)): number for X in alike for number, row in enumerate(X)}
         other = (~is_recorded).nonzero().squeeze(1).tolist()
-        wrong = [(row, self._index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
+        wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
         if any(place is None for _, place in wrong):
             self._has_other_rows = True
             return
@@ -234,6 +232,13 @@ class PassRecords:
             f"batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training points). Likely "
             "cause: the gradient is that of another batch, or the indices are in another order."
         )
+
+    def _recorded_like(self, seen: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "M ..."]]:
+        """Return the recorded inputs in the shape of what a pass saw: padded to fewer columns, at either end."""
+        X, layout = self._setup.X, self._setup.model.signature.layout
+        if layout is not None and seen.shape[1] < X.shape[1]:
+            return layout.ends(X, seen.shape[1])
+        return [X] if (seen.shape[1:], seen.dtype) == (X.shape[1:], X.dtype) else []
 
     def _differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:
         """Return whether the network computes something else in these modes than in evaluation mode."""
