@@ -246,7 +246,7 @@ def check_step(
 def _with_inferred(
     setup: TrainingSetup, observed: ObservedStep, check: StepCheck
 ) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
-    """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if none explains it."""
+    """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
     penalty, w, used = observed.penalty, observed.start, check.used
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:

@@ -100,8 +100,7 @@ class WeightPenalty:
             left = [float((d - r * v).norm()) for r in choices]
             best = next(place for place, value in enumerate(left) if value <= 2 * min(left))
             rates[k] = choices[best] if is_seen[k] else common
-        left = difference - broadcast_to_params(rates, sizes, w) * w
-        return rates if _is_like(difference, difference - left) else None
+        return rates if _is_like(difference, broadcast_to_params(rates, sizes, w) * w) else None
 
 
 def _pairs(a: Tensor, b: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
