@@ -131,11 +131,6 @@ def validate_output_scale(
 
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 
-_COMPILED = (
-    "; or random numbers of a network that torch.compile compiled, which cannot be drawn again: set "
-    "torch._inductor.config.fallback_random = True, or do not compile it"
-)
-
 
 class StepMismatchError(ValueError):
     """A recorded step is not the stated optimizer's step on the stated loss, data and network."""
@@ -210,11 +205,10 @@ def explain_mismatch(
         if bool(other.any()) and allclose(used, other):
             return cause
     known = unseen or changed_setting(net, model)
-    compiled = _COMPILED if any(not part.is_deterministic for part in check.step.passes) else ""
     return known or (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
         "inputs, further arguments of the network's call, another loss, gradients of single parameters that were "
-        f"clipped or scaled, gradients left over from an earlier backward() or of another batch{compiled}"
+        "clipped or scaled, gradients left over from an earlier backward() or of another batch"
     )
 
 

@@ -38,7 +38,7 @@ from epk_gp.optimizers.update_rules import (
     step_tolerance,
 )
 from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
-from epk_gp.recording.observer import ObservedStep
+from epk_gp.recording.observer import ObservedStep, device_random_state
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
@@ -233,6 +233,11 @@ def check_step(
                     "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
                     "drawn again: draw them with torch"
                 )
+            elif changed_setting(setup.net, setup.model) is None and _draws_otherwise(setup, observed):
+                cause = (
+                    "the network draws other random numbers than its layers do, as torch.compile lets it: set "
+                    "torch._inductor.config.fallback_random = True before the first call of the compiled network"
+                )
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
                 f"{expected} of {setup.loss} on the given batch: it differs by "
@@ -370,6 +375,22 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
         return True
     again, _ = _gradient_of(setup, check, check.state)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
+
+
+@torch.no_grad()
+def _draws_otherwise(setup: TrainingSetup, observed: ObservedStep) -> bool:
+    """Return whether a pass left torch's random numbers elsewhere than its layers do, as they were written."""
+    model, replay = setup.model, TrainingReplay(setup.model, setup.loss, setup.model.spec)
+    forwards = [forward for batch in observed.made.announced for forward in batch.forwards]
+    for data, captured in zip(passes_of(observed.step, setup.X, setup.y, setup.loss), forwards, strict=False):
+        used, states = (data.forward.random_state, data.forward.device_random_state), captured.random_states_after
+        with replay.random_numbers(data), disable_fused_attention():
+            model.signature.call(replay.module_in_modes(data), replay.rows(data), model.spec)
+            reached = torch.random.get_rng_state(), device_random_state(model.spec.device)
+        for state, own, recorded in zip(used, reached, states, strict=True):
+            if state is not None and own is not None and recorded is not None and not torch.equal(own, recorded):
+                return True
+    return False
 
 
 _NUM_ROWS = 16  # rows of the batch that are looked at

@@ -35,6 +35,7 @@ class CapturedForward:
         modes: Which modules were in training mode.
         random_state: State of the random numbers on the CPU before the pass; None if it is the same after it.
         device_random_state: The same of the accelerator.
+        random_states_after: Both after it.
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.
         autocast: The dtype of automatic mixed precision; None without it.
@@ -56,6 +57,7 @@ class CapturedForward:
     difference: str | None = None
     memory_order: Tensor | None = None
     position: int = 0
+    random_states_after: tuple[Tensor | None, Tensor | None] = None, None
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
 
@@ -203,6 +205,7 @@ class StepObserver:
         groups: tuple[OptimizerGroup, ...],
         weights: Callable[[], Tensor],
         report: Callable[[MadeStep], None],
+        called: nn.Module,
     ) -> None:
         """Prepare; nothing is watched before `start`.
 
@@ -212,8 +215,9 @@ class StepObserver:
             groups: Their parameter groups at the last recorded step.
             weights: Returns the weights before the next step.
             report: Called with each step.
+            called: What the loop calls: the network, or what `torch.compile` made of it.
         """
-        self.setup, self.num_passes = setup, 0
+        self.setup, self.num_passes, self._called = setup, 0, called
         self._weights, self._report, self._rules, self._last_groups = weights, report, rules, groups
         self._optimizers = [optimizer for _, optimizer in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
@@ -246,8 +250,8 @@ class StepObserver:
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._hooks.append(net.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(net.register_forward_hook(after, with_kwargs=True))
+        self._hooks.append(self._called.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.append(self._called.register_forward_hook(after, with_kwargs=True))
         self._statistics = self.setup.model.statistics_of(net)
 
     def stop(self) -> None:
@@ -359,7 +363,7 @@ class StepObserver:
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
             random_state=torch.random.get_rng_state(),
-            device_random_state=_device_random_state(device),
+            device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
@@ -376,9 +380,10 @@ class StepObserver:
         if forward is None:
             return
         forward.statistics_after, forward.position = self._statistics, self.num_passes
+        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
+        forward.random_states_after = torch.random.get_rng_state(), after
         if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
             forward.random_state = None
-        before, after = forward.device_random_state, _device_random_state(setup.model.spec.device)
         if before is not None and after is not None and torch.equal(before, after):
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
@@ -492,5 +497,6 @@ def _memory_order(x: Tensor) -> Tensor | None:
     return torch.tensor(order) if order != list(range(x.ndim)) else None
 
 
-def _device_random_state(device: torch.device) -> Tensor | None:
+def device_random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's random numbers; None of a CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

@@ -179,9 +179,8 @@ class PassRecords:
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
-        recorded = [X[rows.to(X.device)] for X in self._recorded_like(forward.inputs)]
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
-        for own in recorded:
+        for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
             is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         inputs, targets = None, None
         if not is_recorded.all():
@@ -219,7 +218,7 @@ class PassRecords:
         """
         if self._has_other_rows:
             return
-        alike = self._recorded_like(seen)
+        alike = self._recorded_like(seen, self._setup.X)
         index_of_row = {bytes(tensor_bytes(row)): number for X in alike for number, row in enumerate(X)}
         other = (~is_recorded).nonzero().squeeze(1).tolist()
         wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
@@ -233,9 +232,9 @@ class PassRecords:
             "cause: the gradient is that of another batch, or the indices are in another order."
         )
 
-    def _recorded_like(self, seen: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "M ..."]]:
-        """Return the recorded inputs in the shape of what a pass saw: padded to fewer columns, at either end."""
-        X, layout = self._setup.X, self._setup.model.signature.layout
+    def _recorded_like(self, seen: Shaped[Tensor, "n ..."], X: Shaped[Tensor, "m ..."]) -> list[Tensor]:
+        """Return recorded inputs in the shape of what a pass saw: padded to fewer columns, at either end."""
+        layout = self._setup.model.signature.layout
         if layout is not None and seen.shape[1] < X.shape[1]:
             return layout.ends(X, seen.shape[1])
         return [X] if (seen.shape[1:], seen.dtype) == (X.shape[1:], X.dtype) else []
