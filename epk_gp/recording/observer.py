@@ -246,12 +246,12 @@ class StepObserver:
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
-        before, after = torch.compiler.disable(self._before_forward), torch.compiler.disable(self._after_forward)
+        hidden = torch.compiler.disable  # from a compiled loop, network or step
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._hooks.append(self._called.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(self._called.register_forward_hook(after, with_kwargs=True))
+            self._hooks.append(optimizer.register_step_pre_hook(hidden(self._before_step)))
+            self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
+        self._hooks.append(self._called.register_forward_pre_hook(hidden(self._before_forward), with_kwargs=True))
+        self._hooks.append(self._called.register_forward_hook(hidden(self._after_forward), with_kwargs=True))
         self._statistics = self.setup.model.statistics_of(net)
 
     def stop(self) -> None:
