@@ -418,13 +418,13 @@ def _plain(option: Any) -> Any:
 
 
 def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    """Return one or several optimizers as a tuple.
+    """Return one or several optimizers as a tuple, without wrappers that keep no state of their own.
 
     Raises:
         TypeError: The object is neither an optimizer nor a sequence of optimizers.
         ValueError: There is none, or two of them hold the same parameter.
     """
-    several = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
+    several = tuple(map(_unwrapped, optimizers if isinstance(optimizers, list | tuple) else (optimizers,)))
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
@@ -436,6 +436,12 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
             if owners.setdefault(id(p), optimizer) is not optimizer:
                 raise ValueError(f"every parameter must belong to one optimizer: two hold one of {tuple(p.shape)}.")
     return several
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper that keeps no state of its own, such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, Optimizer) and optimizer.state is inner.state else optimizer
 
 
 def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
