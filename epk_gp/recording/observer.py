@@ -15,9 +15,15 @@ from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.optimizers.update_rules import (
+    NO_UPDATE,
+    WEIGHTS,
+    LinearStep,
+    UpdateCoefficients,
+    WeightPenalty,
+    stack_coefficients,
+)
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import TrainingSetup
 
 StatesBefore = Mapping[str, Mapping[str, Any]]
