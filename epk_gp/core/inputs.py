@@ -294,6 +294,12 @@ class Signature:
             parts[str(tensor.key)] = (part if follows_rows else part.to(tensor.dtype)).contiguous()
         return ((), parts) if self.layout.is_mapping else (tuple(parts.values()), {})
 
+    def length(self, rows: Shaped[Tensor, "n ..."]) -> int:
+        """Return the number of positions of packed inputs, that of their longest vectors; 0 where there are none."""
+        if rows.ndim != 2 or self.layout is None:
+            return rows.shape[1] if rows.ndim == 2 else 0
+        return max((t.shape[0] for t in self.layout.of_width(rows.shape[1]).tensors if len(t.shape) == 1), default=0)
+
     def structure(self, rows: Shaped[Tensor, "n ..."]) -> Inputs:
         """Return packed inputs in the structure that they had: a tensor, a tuple or a dictionary; or node numbers."""
         if self.graph is not None:

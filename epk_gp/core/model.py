@@ -340,9 +340,10 @@ def functionalize(
         part._backward_pre_hooks.clear()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same function, with gradients in the layout of its weights
+        compiled: Any = part
         if uncompiled(part) is not part:  # a compiled part of the network runs as it was written
-            part.dynamo_ctx = uncompiled
-            part._initialize()
+            compiled.dynamo_ctx = uncompiled
+            compiled._initialize()
     shapes = tuple(parameters[name].shape for name in names)
     return FunctionalModel(module, names, shapes, statistics, signature=signature, recomputes=recomputes)
 

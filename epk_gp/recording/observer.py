@@ -81,6 +81,8 @@ class CapturedForward:
         comes through others of those that the network returned too.
         """
         columns, tensors = [0], [z.detach() for z in tensors_of(returned) if has_rows(z, num_rows)]
+        # through one tensor alone everything goes that the network computed of it too, such as the loss itself
+        is_only = sum(z.requires_grad for z in tensors_of(returned) if has_rows(z, num_rows)) == 1
         self.outputs = (
             torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1) if tensors else None
         )
@@ -91,11 +93,11 @@ class CapturedForward:
                 columns.append(first + z.shape[1:].numel())
             if not z.requires_grad:
                 return z
-            alias = z.view_as(z)
+            alias = z if is_only else z.view_as(z)
 
             def add(gradient: Tensor) -> None:
                 if not is_row:
-                    self.stray = tuple(z.shape) if bool(gradient.any()) else self.stray
+                    self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
@@ -113,6 +115,20 @@ class CapturedForward:
         gradient = gradient.detach()
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
+
+    def watch_original(self, node: Any) -> None:
+        """Of outputs that are a copy in another precision, keep the gradient of the original if the copy gets none.
+
+        Accelerate returns such copies in mixed precision, after the network has computed its own loss.
+        """
+
+        def add(gradients: tuple[Tensor | None, ...]) -> None:
+            if self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
+                self.outputs = self.outputs.to(gradients[0].dtype)
+                self.add_gradient(gradients[0])
+
+        if node is not None and node.name().startswith("ToCopyBackward"):
+            node.next_functions[0][0].register_prehook(add)
 
     def of_nodes(self, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
         """Return what a pass of the whole graph holds of a batch's nodes.
@@ -298,7 +314,7 @@ class StepObserver:
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
-        hidden = torch.compiler.disable  # from a compiled loop, network or step
+        hidden: Any = torch.compiler.disable  # from a compiled loop, network or step
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(hidden(self._before_step)))
             self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
@@ -451,12 +467,14 @@ class StepObserver:
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs))
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
+        targets = setup.targets_like(forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
             source.register_hook(forward.add_gradient)
+            forward.watch_original(source.grad_fn)
         return None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from epk_gp.core.checks import is_finite
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
+    ClassLoss,
     CrossEntropy,
     Loss,
     MeanSquaredError,
@@ -158,9 +159,8 @@ class PassRecords:
                 record = ForwardPass(len(rows))
                 if forwards:
                     if batch.weight is None:
-                        used[number] *= _read_factor(
-                            self._setup.loss, forwards[number], y[rows.to(y.device)], used[number]
-                        )
+                        cuts = self._setup.targets_like(forwards[number].inputs, y[rows.to(y.device)])
+                        used[number] *= _read_factor(self._setup.loss, forwards[number], cuts, used[number])
                     record, used[number] = self._record(forwards[number], rows, used[number], statistics)
                 passes.append(record)
             weights.append(torch.cat(used))
@@ -203,7 +203,10 @@ class PassRecords:
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
             y = setup.y[rows.to(setup.y.device)]
             z, delta = forward.outputs, forward.output_gradient
-            targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+            if z.ndim == 2:
+                targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+            else:
+                targets, c = _used_positions(setup.loss, z, delta, y, setup.targets_like(forward.inputs, y), c)
         if isinstance(setup.loss, UnstatedLoss):
             cotangents = _cotangents(forward, self._setup.model.spec.dtype)
         is_random = forward.random_state is not None or forward.device_random_state is not None
@@ -325,29 +328,35 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
     return forward.output_gradient.to(dtype)
 
 
-def _read_factor(loss: Loss, forward: CapturedForward, y: Tensor, c: Float64[Tensor, " n"]) -> float:
+def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Float64[Tensor, " n"]) -> float:
     """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
+
+    Args:
+        loss: The stated loss.
+        forward: The pass.
+        cuts: The targets of its rows, or those that they may have been (`TrainingSetup.targets_like`).
+        c: The weights that the stated loss gives to the rows.
 
     Raises:
         StepMismatchError: The gradient in the outputs is no multiple of the stated loss's.
     """
     if isinstance(loss, UnstatedLoss):
         return 1.0
-    factor = None
     if forward.outputs is not None and forward.output_gradient is not None:
-        z, delta = forward.outputs.double(), forward.output_gradient.double()
-        if isinstance(loss, CrossEntropy | NegativeLogLikelihood):
-            z, delta = classes_second(z, y), classes_second(delta, y)
-        expected = c.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
-        common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
-        bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
-        factor = float(common) if bool(((delta - common * expected).abs() <= bound).all()) else None
-    if factor is None:
-        raise StepMismatchError(
-            "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
-            f"that of {loss}. State the loop's loss, or none with loss=None."
-        )
-    return factor
+        for y in _possible_labels(loss, forward.output_gradient, cuts):
+            z, delta = forward.outputs.double(), forward.output_gradient.double()
+            if isinstance(loss, CrossEntropy | NegativeLogLikelihood):
+                z, delta = classes_second(z, y), classes_second(delta, y)
+            own = c if y is cuts[0] else sample_weights(loss, y)
+            expected = own.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
+            common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
+            bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
+            if bool(((delta - common * expected).abs() <= bound).all()):
+                return float(common)
+    raise StepMismatchError(
+        "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
+        f"that of {loss}. State the loop's loss, or none with loss=None."
+    )
 
 
 _KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
@@ -368,8 +377,6 @@ def _used_targets(
         is_recorded: Which rows of the input are as recorded.
     """
     tolerance = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
-    if outputs.ndim != 2:
-        return _used_positions(loss, outputs, gradient, y, c, tolerance)
     stated, dtype = (None, c), outputs.dtype
     z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
     if not is_finite(delta) or not c.any():
@@ -397,32 +404,48 @@ def _used_targets(
     return SeenRows(index, values[index].to(dtype)), c.cpu()
 
 
-def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, c: Tensor, tolerance: float) -> _Used:
+def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
     """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
 
     A masked language model is trained on other positions each time. Only such targets are found that are the recorded
     ones with more positions ignored. Outputs are (n, V, ...) or (n, ..., V).
+
+    Raises:
+        StepMismatchError: The pass had another number of positions than y, and its labels are not found.
     """
-    stated = None, c
-    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood) or y.is_floating_point():
-        return stated
-    z, delta = classes_second(outputs, y).double(), classes_second(gradient, y).double()
-    if y.shape != (len(z), *z.shape[2:]) or not is_finite(delta):
-        return stated
+    if not isinstance(loss, ClassLoss) or y.is_floating_point():
+        return None, c
+    tolerance, factors = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION), c / sample_weights(loss, y).cpu()
+    for labels in _possible_labels(loss, gradient, cuts) if is_finite(gradient) else ():
+        z, delta = classes_second(outputs, labels).double(), classes_second(gradient, labels).double()
+        weights = c if labels is y else sample_weights(loss, labels).cpu() * factors[0]
+        expected = weights.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
+        is_one = labels is y or bool((factors == factors[0]).all())
+        if is_one and bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all()):
+            is_same = labels.shape == y.shape
+            index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
+            return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights.cpu()
+    if cuts[0].shape != y.shape:
+        raise StepMismatchError(
+            f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
+            f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and its "
+            "weight, or none with loss=None."
+        )
+    return None, c
 
-    def explains(labels: Tensor, weights: Tensor) -> bool:
-        expected = weights.view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
-        return bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all())
 
-    factors = c.to(z) / sample_weights(loss, y).to(z)
-    labels = y.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
-    if explains(y, c.to(z)) or bool((labels == ignored_class(loss)).all()):
-        return stated
-    weights = sample_weights(loss, labels).to(z) * factors[0]
-    if not torch.equal(factors, factors[:1].expand_as(factors)) or not explains(labels, weights):
-        return stated
-    index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1)
-    return SeenRows(index, labels[index]), weights.cpu()
+def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:
+    """Yield targets that a pass may have had: as stated, and labels without the positions that have no gradient."""
+    if gradient.ndim == 2 or not isinstance(loss, ClassLoss) or cuts[0].is_floating_point():
+        yield cuts[0]
+        return
+    for labels in cuts:
+        delta = classes_second(gradient, labels)
+        if labels.shape == (len(delta), *delta.shape[2:]):
+            yield labels
+            seen = labels.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
+            if not torch.all(seen == ignored_class(loss)):
+                yield seen
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:

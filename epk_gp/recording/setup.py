@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
@@ -18,9 +19,11 @@ from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
 from epk_gp.core.losses import (
+    ClassLoss,
     Loss,
     PerSampleLoss,
     UnstatedLoss,
+    ignored_class,
     loss_input,
     loss_terms,
     sample_weights,
@@ -116,6 +119,14 @@ class TrainingSetup:
     def state(self, weights: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
         """Join weights with the network's present moving statistics."""
         return torch.cat([weights, self.model.statistics_of(self.net)])
+
+    def targets_like(self, rows: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "n ..."]]:
+        """Return targets of rows as a pass had them: labels of positions end, or begin, where its inputs do."""
+        length, own = self.model.signature.length(self.X), self.model.signature.length(rows)
+        if y.ndim != 2 or y.is_floating_point() or y.shape[1] != length or own == length:
+            return [y]
+        ignored = ignored_class(self.loss) if isinstance(self.loss, ClassLoss) else 0
+        return [F.pad(y, ends, value=ignored) for ends in ((0, own - length), (own - length, 0))]
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
