@@ -129,6 +129,11 @@ def validate_output_scale(
         )
 
 
+NEXT_LABELS = (
+    "the loop's loss compares the scores of each position with the label of the next one, as causal language models "
+    "do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y"
+)
+
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 
 
@@ -243,8 +248,7 @@ def _likely_gradients(model: FunctionalModel, check: StepCheck) -> Iterator[tupl
         )
     if isinstance(stated, ClassLoss) and not y.is_floating_point() and y.ndim == 2:
         yield (
-            "the loop's loss compares the scores of each position with the label of the next one, as causal language "
-            "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y",
+            NEXT_LABELS,
             gradient(stated, torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignored_class(stated))], dim=1)),
         )
     ratio, bound = float(used @ own / (own @ own).clamp(min=1e-300)), float(used.abs().max())

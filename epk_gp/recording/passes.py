@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import is_finite
@@ -40,7 +41,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
-from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.causes import NEXT_LABELS, StepMismatchError
 from epk_gp.recording.observer import AnnouncedBatch, CapturedForward
 from epk_gp.recording.setup import TrainingSetup
 
@@ -158,10 +159,8 @@ class PassRecords:
             for number, rows in enumerate(samples.split(sizes)):
                 record = ForwardPass(len(rows))
                 if forwards:
-                    if batch.weight is None:
-                        cuts = self._setup.targets_like(forwards[number].inputs, y[rows.to(y.device)])
-                        used[number] *= _read_factor(self._setup.loss, forwards[number], cuts, used[number])
-                    record, used[number] = self._record(forwards[number], rows, used[number], statistics)
+                    is_read = batch.weight is None
+                    record, used[number] = self._record(forwards[number], rows, used[number], statistics, is_read)
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
@@ -184,7 +183,12 @@ class PassRecords:
         return forward
 
     def _record(
-        self, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor, statistics: tuple[Tensor, Tensor]
+        self,
+        forward: CapturedForward,
+        rows: Int64[Tensor, " n"],
+        c: Tensor,
+        statistics: tuple[Tensor, Tensor],
+        is_read: bool,
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
@@ -200,13 +204,16 @@ class PassRecords:
         if is_other.any():
             other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
+        y = setup.y[rows.to(setup.y.device)]
+        cuts = setup.targets_like(forward.inputs, y)
+        if is_read:
+            c = c * _read_factor(setup.loss, forward, cuts, c)
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
-            y = setup.y[rows.to(setup.y.device)]
             z, delta = forward.outputs, forward.output_gradient
             if z.ndim == 2:
                 targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
             else:
-                targets, c = _used_positions(setup.loss, z, delta, y, setup.targets_like(forward.inputs, y), c)
+                targets, c = _used_positions(setup.loss, z, delta, y, cuts, c)
         if isinstance(setup.loss, UnstatedLoss):
             cotangents = _cotangents(forward, self._setup.model.spec.dtype)
         is_random = forward.random_state is not None or forward.device_random_state is not None
@@ -342,10 +349,13 @@ def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Fl
     """
     if isinstance(loss, UnstatedLoss):
         return 1.0
-    if forward.outputs is not None and forward.output_gradient is not None:
+
+    def factor(cuts: list[Tensor]) -> float | None:
+        if forward.outputs is None or forward.output_gradient is None:
+            return None
         for y in _possible_labels(loss, forward.output_gradient, cuts):
             z, delta = forward.outputs.double(), forward.output_gradient.double()
-            if isinstance(loss, CrossEntropy | NegativeLogLikelihood):
+            if isinstance(loss, ClassLoss):
                 z, delta = classes_second(z, y), classes_second(delta, y)
             own = c if y is cuts[0] else sample_weights(loss, y)
             expected = own.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
@@ -353,6 +363,15 @@ def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Fl
             bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
             if bool(((delta - common * expected).abs() <= bound).all()):
                 return float(common)
+        return None
+
+    found = factor(cuts)
+    if found is not None:
+        return found
+    if isinstance(loss, ClassLoss) and cuts[0].ndim == 2 and not cuts[0].is_floating_point():
+        cuts = [F.pad(y[:, 1:], (0, 1), value=ignored_class(loss)) for y in cuts]
+    if factor(cuts) is not None:
+        raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
     raise StepMismatchError(
         "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
         f"that of {loss}. State the loop's loss, or none with loss=None."

@@ -69,7 +69,7 @@ class Line:
         self.net = copy.deepcopy(result.net).eval()
         self.inputs, self.output = result.X_test, result.output
         names = [name for name, _ in (*self.net.named_parameters(), *self.net.named_buffers())]
-        self.moving = [name for name in names if start[name].is_floating_point()]
+        self.moving = [n for n in names if n in start and start[n].is_floating_point()]  # not in state_dict: constant
         self.start, self.end = start, end
 
     def outputs(self, t):

@@ -163,7 +163,7 @@ def gradients_of_terms(watched, announced):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
         returned = net(*run.args, **run.kwargs)
     terms = loss_terms(watched, announced, returned)
-    parameters = dict(net.named_parameters())
+    parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
     rows = [torch.autograd.grad(t, list(parameters.values()), retain_graph=True, allow_unused=True) for t in terms]
     return {
         name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
