@@ -134,14 +134,6 @@ class TrainingReplay:
                 leaf.grad = None
         return ReplayedPass(gradient.to(state), values.detach(), after)
 
-    def returned(self, state: Float[Tensor, " PQ"], data: PassData) -> Any:
-        """Replay a forward pass in the precision of the training, and return what the network returns."""
-        module = self._module(data, exact=False)
-        weights = self.model.unflatten(self.state(state, data, exact=False))
-        named = {**{name: value.clone() for name, value in module.named_buffers()}, **weights}
-        with torch.no_grad(), disable_fused_attention(), self._conditions(module, data, exact=False):
-            return self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, False)
-
     def losses(self, params: Mapping[str, Tensor], data: PassData) -> Float[Tensor, " n"]:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
         module = self._module(data)

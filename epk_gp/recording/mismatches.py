@@ -9,10 +9,12 @@ or something was added to it, left in it or done to it afterwards.
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of, seen_losses
 from epk_gp.core.graphs import rows_of
@@ -37,6 +39,7 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.update_rules import predict_step, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, ObservedStep
@@ -49,6 +52,7 @@ _ROOM = 1e-4  # in numbers that are computed from it
 
 _MOST_TARGETS = 64  # that are tried in the place of a row's own
 _FOCAL = (0.5, 1.0, 2.0, 3.0, 5.0)  # exponents of the focal loss that are tried
+_FEW_ENTRIES = 3  # of a gradient, which are changed by hand
 _RECORDS = "State the loop's loss (loss=); loss=None records the run without one"
 
 
@@ -230,7 +234,7 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
     model, net, loss = setup.model, setup.net, setup.loss
     replay = TrainingReplay(model, loss, TensorSpec(check.state.dtype, check.state.device))
     for p in (p for p in seen if p.shown):
-        returned = replay.returned(check.state, p.data)
+        returned = _returned(replay, check.state, p.data)
         own = isinstance(loss, UnstatedLoss)
         again = rows_of(returned, len(p.data.X)) if own else loss_input(model.signature, loss, returned, p.data.y)
         if not isinstance(again, Tensor) or again.shape != p.z.shape or bool(p.is_like(again, p.z).all()):
@@ -254,7 +258,7 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
                 "torch._inductor.config.fallback_random = True, or do not compile the network"
             )
         if hooked:
-            return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before the recorder is made"
+            return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
         if p.captured.num_further:
             return f"{what}: the network was called with further arguments. Pass all that it depends on as X"
         return (
@@ -262,6 +266,17 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             "training. A number that moves must be a floating-point buffer"
         )
     return None
+
+
+def _returned(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Any:
+    """Replay a forward pass in the precision of the training, and return what the network returns."""
+    module, autocast = replay.module_in_modes(data), data.forward.autocast
+    named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
+    mixed = torch.autocast(replay.spec.device.type, autocast, enabled=autocast is not None)
+    with torch.no_grad(), disable_fused_attention(), quiet_checkpoints(), replay.random_numbers(data), mixed:
+        return replay.model.signature.call(
+            lambda *args, **kwargs: functional_call(module, named, args, kwargs), replay.rows(data), replay.spec
+        )
 
 
 def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str]:
@@ -413,8 +428,8 @@ def _other_targets(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[s
     rows = "saw X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "saw changed rows"
     order = "the batch's in another order" if is_own_set else "those of other points"
     yield (
-        f"the network {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take rows, "
-        "targets and indices from one data set, such as IndexedDataset"
+        f"the network {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take "
+        "rows, targets and indices from one data set, such as IndexedDataset"
     )
 
 
@@ -475,23 +490,27 @@ def _gradient_causes(setup: TrainingSetup, observed: ObservedStep, check: StepCh
             f"the gradients of {_named(names)} alone were clipped or scaled (by {ratios[0]:.6g}): clip all parameters "
             "together, or give groups of parameters other learning rates"
         )
-    if observed.penalty.fitted(used, check.gradient, w) is not None:
+    rates = observed.penalty.fitted(used, check.gradient, w)
+    penalty = None if rates is None else observed.penalty.gradient(w, rates)
+    if penalty is not None and allclose(used, check.gradient + penalty):
         yield (
             "the factor of the L2 penalty in the loop's loss is another one than in the checked steps before: "
             "check_every=1 records it as it moves"
         )
-    penalty = "a penalty on the weights in the loop's loss"
-    if all(allclose(u - g, (u - g).abs().mean() * v.sign()) for u, g, v in off):
-        penalty = f"an L1 penalty ({float((off[0][0] - off[0][1]).abs().mean()):.3g} times the sum of sizes)"
-    else:
-        sizes = [float((u - g).square().mean().sqrt()) for u, g, _ in off if u.numel() > 3]
-        if len(off) == len(model.names) and sizes and max(sizes) < 3 * min(sizes):
-            penalty = f"gradient noise of deviation {max(sizes):.2g}"
-        elif len(off) < len(model.names):
-            penalty = "an edit of .grad"
+    added = "something else than the loss of the outputs adds to it"
+    sizes = [float((u - g).square().mean().sqrt()) for u, g, _ in off if u.numel() > 3]
+    along = [(u - g).flatten()[v.flatten().argsort()] for u, g, v in off]  # ordered by the weights
+    if int((rest.abs() > _ROOM * rest.abs().max()).sum()) <= _FEW_ENTRIES:
+        added = "an edit of .grad"
+    elif all(allclose(u - g, (u - g).abs().mean() * v.sign()) for u, g, v in off):
+        added = f"an L1 penalty of factor {float((off[0][0] - off[0][1]).abs().mean()):.3g} in the loop's loss"
+    elif all(bool((d.diff() >= -_ROOM * d.abs().max()).all()) for d in along):
+        added = "a penalty on each weight in the loop's loss"
+    elif len(off) == len(model.names) and sizes and max(sizes) < 3 * min(sizes):
+        added = f"gradient noise of deviation {max(sizes):.2g}"
     yield (
         f"the gradient that does not come through the outputs is {float(rest.norm() / used.norm()):.2g} of the whole, "
-        f"in {_named(names)}: {penalty}. unexplained=SHARE records it as a term of its own"
+        f"in {_named(names)}: {added}. unexplained=SHARE records it as a term of its own"
     )
 
 

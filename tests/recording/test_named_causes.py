@@ -77,6 +77,10 @@ def add_noise(loop):
         p.grad += 0.01 * torch.randn_like(p)
 
 
+def edit_gradient(loop):
+    next(loop.net.parameters()).grad.view(-1)[2] += 0.1
+
+
 def hook(loop):
     [*loop.net.parameters()][-1].register_hook(lambda g: g + 0.1)
 
@@ -91,6 +95,11 @@ def l1(loop):
 
 
 def orthogonal(loop):
+    rest = (W @ W.T - torch.eye(len(W)).to(W) for W in loop.net.parameters() if W.ndim == 2)
+    return F.cross_entropy(loop.z, loop.t) + 0.1 * sum(gram.square().sum() for gram in rest)
+
+
+def fourth_powers(loop):
     return F.cross_entropy(loop.z, loop.t) + 0.1 * sum(p.pow(4).sum() for p in loop.net.parameters() if p.ndim > 1)
 
 
@@ -144,7 +153,8 @@ ALREADY = "is 2 times that of the stated loss, because backward.. went through t
 FAULTS = {
     "indices in another order": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: rows.roll(1)),
     "indices of others": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: (rows + 5) % POINTS),
-    "targets in another order": Fault("in the loop's loss are the batch's in another order", targets=lambda rows: rows.flip(0)),
+    "targets in another order": Fault("in the loop's loss are the batch's in another order",
+        targets=lambda rows: rows.flip(0)),
     "targets of others": Fault("in the loop's loss are those of other points",
         value=lambda loop: F.cross_entropy(loop.z, (loop.t + 1) % CLASSES)),
     "left over": Fault("gradient of the step before was left over: call optimizer.zero_grad", {"clear": keep}),
@@ -163,8 +173,11 @@ FAULTS = {
     "scaled loss": Fault("loop's loss is 1.5 times that of the stated loss: .*weight=1.5",
         value=lambda loop: 1.5 * F.cross_entropy(loop.z, loop.t)),
     "entropy": Fault("loop's loss is not CrossEntropy.*loss=None records the run without", value=entropy),
-    "L1 penalty": Fault("an L1 penalty .0.01 times .*unexplained=SHARE", value=l1),
-    "another penalty": Fault("does not come through the outputs is .*unexplained=SHARE", value=orthogonal),
+    "L1 penalty": Fault("an L1 penalty of factor 0.01 .*unexplained=SHARE records it", value=l1),
+    "fourth powers": Fault("a penalty on each weight .*unexplained=SHARE records it", value=fourth_powers),
+    "orthogonality": Fault("does not come .*: something else than the loss of the outputs adds to it",
+        value=orthogonal),
+    "gradient edited": Fault("an edit of .grad. unexplained=SHARE", {"announced": edit_gradient}),
     "clipped in part": Fault(r"alone were clipped or scaled \(by 0.0", {"announced": clip_last}),
     "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
     "all scaled": Fault("is 3 times that which comes through the outputs: it was scaled",
