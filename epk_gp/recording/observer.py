@@ -97,9 +97,8 @@ class CapturedForward:
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
-                    self.output_gradient[:, first : first + z.shape[1:].numel()] += (
-                        gradient.detach().flatten(1).reshape(num_rows, -1)
-                    )
+                    size = z.shape[1:].numel()
+                    self.output_gradient[:, first : first + size] += gradient.detach().reshape(num_rows, size)
 
             alias.register_hook(add)
             return alias

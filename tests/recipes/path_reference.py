@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from recipes.problem import as_tuple
-from recipes.reference import edit, step_terms, updates
+from recipes.reference import move, step_terms, updates
 
 NODES = 16
 TOLERANCE = 1e-11  # of an integral along a step; smooth steps reach rounding with the first nodes
@@ -135,35 +135,22 @@ class Line:
 
 
 def brute_force_terms(result):
-    """Return the terms of a watched run, summed over its steps and over what moved the network between them."""
+    """Return the terms of a watched run, summed over its steps, each with the move of the weights that followed it."""
     watched, M = result.recorder, result.recorder.num_samples
     n, C = (result.outputs if result.outputs.ndim > 1 else result.outputs[:, None]).shape
     shares, statistics = torch.zeros(n, C, M + 2, dtype=torch.float64), torch.zeros(n, C, dtype=torch.float64)
-    weights = {name: watched.first[name] for name, _ in watched.net.named_parameters()}
-    moved = {name: torch.zeros(M + 2, *w.shape, dtype=torch.float64) for name, w in weights.items()}
-    memory = {("slow", name): (weights[name], moved[name]) for name in weights}
-
-    def add(start, end, change_of):
-        for name, phi in Line(result, start, end).average_gradients().items():
-            if name not in weights:
-                statistics.add_(phi.flatten(2) @ (end[name] - start[name]).flatten())
-            elif (change := change_of(name)) is not None:
-                shares.add_(phi.flatten(2) @ change.flatten(1).T)
-                moved[name] = moved[name] + change
-
-    def add_edit(step, start, end):
-        add(start, end, lambda name: edit(step, name, start[name], end[name], moved[name], memory))
-
-    last = None
+    parameters = dict(watched.net.named_parameters())
+    moved, memory = dict.fromkeys(parameters, 0.0), {}
     for step in watched.steps:
-        start = step.start
-        if any((step.edited[name] - start[name]).abs().max() > 1e-13 for name in weights):
-            add_edit(last, start, step.edited)
-            start = step.edited
         terms, _ = step_terms(watched, step)
         changes = {name: updates(step, name, part, memory) for name, part in terms.items()}
-        add(start, step.end, changes.get)
-        last = step
-    if any(not torch.equal(watched.edited[name], value) for name, value in watched.last.items()):
-        add_edit(last, watched.last, watched.edited)
+        for name in changes:
+            if step.left is not step.end:
+                changes[name] += move(watched, step, name, moved[name] + changes[name], memory)
+            moved[name] = moved[name] + changes[name]
+        for name, phi in Line(result, step.start, step.left).average_gradients().items():
+            if name in changes:
+                shares += phi.flatten(2) @ changes[name].flatten(1).T
+            elif name not in parameters:
+                statistics += phi.flatten(2) @ (step.left[name] - step.start[name]).flatten()
     return Terms(shares[..., :M], shares[..., M], shares[..., M + 1], statistics)

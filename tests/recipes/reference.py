@@ -40,15 +40,15 @@ class Announced:
 class WatchedStep:
     """A step: its batches, the state around it, gradients and optimizer states.
 
-    `edited` is the state before its first pass: between steps the loop may have moved `start`.
+    `left` is the state that it left when the loop had moved its `end`, before the next step began.
     """
 
     batches: list
     start: dict
-    edited: dict
     gradients: dict
     before: dict  # optimizer states
     end: dict = field(default_factory=dict)
+    left: dict = field(default_factory=dict)
     after: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # of each parameter: optimizer class and group
 
@@ -93,7 +93,8 @@ class Watched:
     def __exit__(self, *error):
         for hook in self.hooks:
             hook.remove()
-        self.edited = snapshot(self.net)
+        if self.steps and not self._is_as(snapshot(self.net), self.last, self.last):
+            self.steps[-1].left = snapshot(self.net)
         return None if self.inner is None else self.inner.__exit__(*error)
 
     def batch(self, indices, *, weight=1.0):
@@ -138,6 +139,11 @@ class Watched:
             for p in group["params"]
         }
 
+    @staticmethod
+    def _is_as(state, other, names):
+        """Whether states are equal to rounding, as those are that schedule-free optimizers change to and fro."""
+        return all(torch.allclose(state[name], other[name], rtol=1e-13, atol=1e-14) for name in names)
+
     def _before_step(self, optimizer, args, kwargs):
         self.before, self.gradients = self._states(), self._gradients()
 
@@ -146,13 +152,16 @@ class Watched:
 
     def _after_step(self, optimizer, args, kwargs):
         gradients = self.gradients or self._gradients()  # optimizers may overwrite them; a closure makes them
-        step = WatchedStep(self.announced, self.last, self.passes[0].state, gradients, self.before)
+        seen = self.passes[0].state
+        if self.steps and not self._is_as(seen, self.last, dict(self.net.named_parameters())):
+            self.steps[-1].left = self.last = seen
+        step = WatchedStep(self.announced, self.last, gradients, self.before)
         for position in {announced.position for announced in step.batches}:
             together = [announced for announced in step.batches if announced.position == position]
             before = [one for one in self.passes[:position] if one.grads] or self.passes  # a closure's come later
             for announced, watched in zip(together, before[-len(together) :], strict=True):
                 announced.watched = watched
-        step.end = self.last = snapshot(self.net)
+        step.end = step.left = self.last = snapshot(self.net)
         step.after = self._states()
         names = {p: name for name, p in self.net.named_parameters()}
         for one in self.optimizers:
@@ -220,7 +229,7 @@ def updates(step, name, gradients, momentum):
     The optimizer's own numbers (preconditioners) are taken from its state.
     """
     kind, group = step.options[name]
-    w, lr, decay = step.edited[name], float(group["lr"]), group.get("weight_decay", 0.0)
+    w, lr, decay = step.start[name], float(group["lr"]), group.get("weight_decay", 0.0)
     before, after = step.before.get(name, {}), step.after.get(name, {})
     g = torch.cat([gradients, torch.zeros_like(w)[None]])
     if not kind.startswith("AdamW"):
@@ -254,27 +263,24 @@ def updates(step, name, gradients, momentum):
     raise NotImplementedError(kind)
 
 
-def edit(step, name, before, after, moved, memory):
-    """Return each source's share of how a parameter was moved outside of a step, (M + 2, *shape).
+def move(watched, step, name, moved, memory):
+    """Return each source's share of how a parameter was moved after a step, (M + 2, *shape).
 
     Schedule-free optimizers put the averaged weights in the place of those that they train. Lookahead puts slow weights
     there, after they went a part of the way to the fast ones.
 
     Args:
-        step: The step before.
+        watched: The run.
+        step: The step.
         name: The parameter.
-        before: Its value after that step.
-        after: Its value now.
-        moved: Each source's share of all that moved it so far.
+        moved: Each source's share of all that moved it until the step's own end.
         memory: What `updates` and this function keep.
     """
-    kind, group = step.options.get(name, (None, None))
-    if not (after - before).any():
-        return None
+    kind, group = step.options[name]
     if kind == "AdamWScheduleFree":
         return (1 - 1 / group["betas"][0]) * memory[name]
-    slow, of_slow = memory["slow", name]
-    way = (before - slow).flatten()
-    part = (after - slow).flatten() @ way / (way @ way)
-    memory["slow", name] = after, torch.lerp(of_slow, moved, part)
+    slow, of_slow = memory.get(("slow", name), (watched.first[name], torch.zeros_like(moved)))
+    way = (step.end[name] - slow).flatten()
+    part = (step.left[name] - slow).flatten() @ way / (way @ way)
+    memory["slow", name] = step.left[name], torch.lerp(of_slow, moved, part)
     return memory["slow", name][1] - moved
