@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -40,6 +40,8 @@ class Ranks:
         net: The network without its wrapper.
         rank: Number of this process among them.
         size: How many they are.
+        is_writer: Whether this process checks and writes the steps.
+        warning: The likeliest cause, as a clause, of a step that is not explained: processes without a wrapper.
     """
 
     def __init__(self, net: Any) -> None:
@@ -49,13 +51,21 @@ class Ranks:
             ValueError: The network normalises by the rows of all ranks.
         """
         self.net: Any = net.module if isinstance(net, DistributedDataParallel) else net
-        self.rank, self.size, self._first, self._group = 0, 1, 0, None
+        self.rank, self.size, self._first, self._group, self.is_writer = 0, 1, 0, None, True
+        self.warning: str | None = None
         self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
-        self._sends_states, self._loaded = False, None
+        self._sends_states, self._loaded = False, cast("list[dict[str, Tensor]] | None", None)
+        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self._wrapper is None and count > 1:  # each may train a network of its own, or it may be wrapped later
+            self.warning = (
+                f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
+                "network that DistributedDataParallel has wrapped"
+            )
         if self._wrapper is None:
             return
         members = dist.get_process_group_ranks(self._wrapper.process_group)
         self.rank, self.size, self._first = members.index(dist.get_rank()), len(members), members[0]
+        self.is_writer = self.rank == 0
         if self.size == 1:
             return
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules()):
@@ -66,15 +76,8 @@ class Ranks:
         # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
         self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process checks and writes the steps."""
-        return self.rank == 0
-
     def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on the writing rank, and none on the others."""
-        if self.size == 1:
-            return [value]
         values: list[Any] | None = [None] * self.size if self.is_writer else None
         dist.gather_object(value, values, dst=self._first, group=self._group)
         return values or []
@@ -128,14 +131,6 @@ class Ranks:
         Raises:
             StepMismatchError: A rank cannot record its part, or its weights are not those of rank 0.
         """
-        if self.size == 1:
-            count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-            if count > 1 and self._wrapper is None:  # each process may train a network of its own, or it is wrapped now
-                made.unseen = made.unseen or (
-                    f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
-                    "network that DistributedDataParallel has wrapped"
-                )
-            return record()
         own, error = None, None
         try:
             own = record()
@@ -184,10 +179,10 @@ class Ranks:
         """
         if self.size == 1 or not isinstance(self._wrapper, DistributedDataParallel):
             return
-        wrapper, make_hook = self._wrapper, type(self._wrapper).join_hook
+        wrapper: Any = self._wrapper
 
         def join_hook(**options: Any) -> SimpleNamespace:
-            hook = make_hook(wrapper, **options)
+            hook = type(wrapper).join_hook(wrapper, **options)
 
             def main_hook() -> None:
                 hook.main_hook()
@@ -223,7 +218,7 @@ class Ranks:
 
     def send_state(self, state: TrainingState) -> None:
         """Send what this rank goes on from to the writing rank: random numbers, objects and buffers."""
-        if self._sends_states and not self.is_writer:
+        if self._sends_states:
             self.gather(state.state_dict())
 
     def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
@@ -239,8 +234,8 @@ class Ranks:
         """
         state = TrainingState(optimizers, {}, torch.zeros(0))
         self._sends_states = self.size > 1
-        value = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps])
-        loaded, tensors, steps = self.share(value)
+        known = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps])
+        loaded, tensors, steps = self.share(known)
         if loaded is None:
             return list(steps)
         for tensor in (*self.net.parameters(), *self.net.buffers()):
@@ -250,8 +245,9 @@ class Ranks:
         if not self.is_writer:
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
-            for name, value in (own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}).items():
-                self.net.get_buffer(name).copy_(value)
+            buffers = own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}
+            for name, buffer in buffers.items():
+                self.net.get_buffer(name).copy_(buffer)
         return list(steps)
 
 

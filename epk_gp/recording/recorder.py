@@ -19,7 +19,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.optimizers.update_rules import Clip
+from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
@@ -157,7 +157,8 @@ class Recorder:
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
         with self._ranks.together():
-            self._ranks.require_same(self._data_digest, "X and y")
+            if self._ranks.size > 1:
+                self._ranks.require_same(self._data_digest, "X and y")
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
         if folder is not None and self._ranks.size > 1:
@@ -174,7 +175,7 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
-        self._probe = DerivativeProbe()
+        self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
@@ -345,7 +346,8 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps), self._ranks.together():
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
@@ -370,11 +372,14 @@ class Recorder:
     def _record_step(self, made: MadeStep) -> None:
         index, setup, last = self.num_steps, self._setup, self._history.last
         end = setup.weights()
-        whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
+        if self._ranks.size > 1:
+            whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
+        else:
+            whole, made.unseen = self._own_step(made, end), made.unseen or self._ranks.warning
         if whole is None:
             return
         step, before, after = whole
-        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
+        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
@@ -409,7 +414,8 @@ class Recorder:
         """Keep what a resumed run continues from, if the run is on disk."""
         if self._commits is not None:
             self._commits.complete_iteration()
-        self._ranks.send_state(self._training)
+        if not self._ranks.is_writer:
+            self._ranks.send_state(self._training)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -451,6 +457,7 @@ class Recorder:
             )
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
+            self._penalty.is_fixed = True
             try:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
