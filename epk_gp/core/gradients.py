@@ -413,9 +413,7 @@ class RunReplay:
         ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
         return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
 
-    def _unseen_move(
-        self, end: Float[Tensor, " Q"], start: Float[Tensor, " Q"], first: Float[Tensor, " Q"]
-    ) -> UnseenMove | None:
+    def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
         """Compare the statistics that one pass left with those that the next one found."""
         sizes = [shape.numel() for shape in self.model.statistic_shapes]
         moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
