@@ -11,15 +11,26 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from epk_gp.core.checks import is_finite
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_checked, read_checksummed_json
+from epk_gp.storage.files import (
+    DAMAGED,
+    MAX_JSON_BYTES,
+    checksum_file,
+    load_tensors,
+    open_tensors,
+    read_bytes,
+    read_checked,
+    read_checksummed_json,
+)
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
+_IN_MEMORY = 1 << 26  # bytes of data up to which they are read into memory, where no change of the file can reach them
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -250,17 +261,34 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read inputs, targets, frozen state and fingerprint outputs of a run, checked against the header's checksum.
 
+    A file of more than 64 MiB is mapped, after its checksum was taken block by block.
+
     Raises:
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged, or does not hold the tensors that the header describes.
     """
     file = Path(path) / DATA
-    where = str(file)
-    data = load_tensors(read_checked(file, header["data_bytes"], header["data_blake2b"], where), where)
+    where, size, blake2b = str(file), header["data_bytes"], header["data_blake2b"]
+    if size <= _IN_MEMORY:
+        data = load_tensors(read_checked(file, size, blake2b, where), where)
+    elif checksum_file(file, size, where) != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
+    else:
+        data = map_tensors(file)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")
     for name, value in data.items():
-        if value.is_floating_point() and not name.startswith("constant.") and not torch.isfinite(value).all():
+        if value.is_floating_point() and not name.startswith("constant.") and not is_finite(value):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
     return data
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """Map all tensors of a safetensors file that was checked.
+
+    Raises:
+        ValueError: It is no safetensors file.
+    """
+    with open_tensors(file, str(file)) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping

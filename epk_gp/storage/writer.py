@@ -5,6 +5,7 @@ however it ends. Readers need no lock.
 """
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,14 @@ from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
+from epk_gp.storage.files import (
+    atomic_write,
+    checksum,
+    checksummed_json,
+    open_descriptor,
+    regular_file_size,
+    tensor_file,
+)
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
@@ -265,8 +273,11 @@ def create_run_dir(
     """
     folder = Path(path)
     require_empty_dir(folder)
-    content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    of_data = {"data_blake2b": checksum(content), "data_bytes": len(content)}
+    hasher, size = hashlib.blake2b(digest_size=16), 0
+    for part in tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
+        hasher.update(part)
+        size += len(part)
+    of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
     message = f"{folder / HEADER} must be the header of an epk_gp run of version 1"
     full = validated(RunHeader, FORMAT | of_data | dict(header), message).model_dump()
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
@@ -275,7 +286,7 @@ def create_run_dir(
         with writer.closed_on_error():
             require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
             os.ftruncate(writer._journal, 0)
-            atomic_write(folder / DATA, content)
+            atomic_write(folder / DATA, tensor_file(data, {}))
     return writer, full
 
 
