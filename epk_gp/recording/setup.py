@@ -1,6 +1,7 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
-from epk_gp.core.graphs import Graph, tensors_of
-from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
+from epk_gp.core.graphs import Graph, rows_of, tensors_of
+from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
+    UnstatedLoss,
     loss_input,
     loss_terms,
     sample_weights,
@@ -46,6 +48,7 @@ from epk_gp.optimizers.torch_rules import (
 )
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
+from epk_gp.storage.rows import MappedData, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -81,6 +84,7 @@ class TrainingSetup:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        is_mapped: Whether X and y are mapped from files.
     """
 
     net: nn.Module
@@ -92,6 +96,7 @@ class TrainingSetup:
     update_rule: UpdateRule
     clip: Clip | None = None
     unexplained: float | None = None
+    is_mapped: bool = False
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -102,6 +107,11 @@ class TrainingSetup:
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
+
+    def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
+        """Return whether the network has these weights now; nothing is copied."""
+        named = self.model.unflatten(weights).items()
+        return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
         """Return a copy of the network's present moving statistics; None if it has none."""
@@ -234,8 +244,8 @@ class TrainingSetup:
 def make_setup(
     net: nn.Module,
     optimizer: Optimizers,
-    X: Inputs,
-    y: Shaped[Tensor, "M ..."],
+    X: TrainingInputs,
+    y: Targets,
     loss: Loss,
     update_rule: Rules,
     *,
@@ -243,6 +253,7 @@ def make_setup(
     unexplained: float | None,
     trained: Collection[str],
     output: Callable[[Any], Tensor] | None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
@@ -259,7 +270,11 @@ def make_setup(
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
-    X, y, signature = _parse_data(X, y, output)
+    data = map_data(X, y, folder)
+    y = y if data is None else data.y
+    if y is None and not isinstance(loss, UnstatedLoss):
+        raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
+    X, y, signature = _parse_data(X if data is None else data, y, output)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -273,7 +288,7 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, data is not None)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
@@ -309,8 +324,12 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(
+    X: Inputs | MappedData, y: Tensor | None, output: Callable[[Any], Tensor] | None
+) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
+
+    Those that are mapped from files are not copied.
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
@@ -322,8 +341,11 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
             raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
         nodes, signature = parse_graph(X, len(y), output)
         return nodes, y.detach().clone(), signature
-    inputs, signature = parse_signature(X, output)
+    validate_output(output)
+    is_mapped = isinstance(X, MappedData)
+    inputs, signature = (X.X, Signature(X.layout, output)) if is_mapped else parse_signature(X, output)
     validate_tensor(inputs, "X")
+    y = torch.empty(len(inputs), 0, device=inputs.device) if y is None and inputs.ndim else y
     validate_tensor(y, "y")
     is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
@@ -333,7 +355,7 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return inputs.detach().clone(), y.detach().clone(), signature
+    return (inputs, y, signature) if is_mapped else (inputs.detach().clone(), y.detach().clone(), signature)
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
@@ -479,6 +501,9 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
     weights, statistics = state.split([model.num_weights, model.num_statistics])
     params = model.unflatten(torch.cat([perturbed_initial(weights), statistics]))
     n, signature = NUM_FINGERPRINT_POINTS, model.signature
+    if isinstance(loss, UnstatedLoss):
+        _validate_returned_rows(model, params, X[:n])
+        return
     with torch.no_grad():
         returned = model.returned(params, X[:n])
         value = loss_input(signature, loss, returned, y[:n] if y.ndim else y)
@@ -500,3 +525,21 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
                     f"fails on one sample, with {type(error).__name__}: {error}"
                 ) from error
         validate_loss_row_independence(loss, value, y[:n], alone)
+
+
+def _validate_returned_rows(model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
+    """Raise if anything that the network returns has a first dimension that is not that of its inputs.
+
+    Raises:
+        ValueError: The rows of what it returns, evaluated together, are not those of each input alone.
+    """
+    with torch.no_grad():
+        together = rows_of(model.returned(params, X), len(X))
+        alone = [rows_of(model.returned(params, x), 1) for x in X.split(1)]
+    is_same = all(z.shape == together[:1].shape for z in alone)
+    rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+    if not is_same or not (torch.cat(alone) - together).abs().max() <= rounding:
+        raise ValueError(
+            "with loss=None, all floating-point tensors that the network returns must have one row per input, which "
+            "depends on this input alone: they do not. Leave others out of what forward() returns, or state the loss."
+        )

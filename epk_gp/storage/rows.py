@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedWriter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,9 +21,24 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from epk_gp.core.checks import as_tensor
 from epk_gp.core.graphs import Graph, tensors_of
-from epk_gp.core.inputs import InputLayout, pack_inputs
+from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 from epk_gp.core.model import random_state_kept
 from epk_gp.core.step import tensor_bytes
+
+@runtime_checkable
+class Items(Protocol):
+    """Items by index: an array, or a map-style dataset, also one of Hugging Face's `datasets`."""
+
+    def __len__(self) -> int:
+        """Count the items."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return an item."""
+
+
+# Items may hold their targets; a text is the key of an item that holds it.
+TrainingInputs = Inputs | Items | DataLoader[Any]
+Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None
 
 _ARRAY_ROWS, _ITEMS = 4096, 64  # rows of arrays, and items of a dataset, that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
