@@ -17,7 +17,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import RowIdentity, Step
+from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip
@@ -28,11 +28,14 @@ from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
-from epk_gp.storage.rows import Targets, TrainingInputs
+from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
 from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.schema import DATA, map_tensors
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
+
+
+_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -153,6 +156,7 @@ class Recorder:
         self.net, self.optimizer, self.loss = net, optimizer, loss
         header, start = setup.header() | thinning_header(storage, folder), setup.weights()
         self._data_digest: str = header["data_digest"]
+        self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
@@ -183,6 +187,9 @@ class Recorder:
             self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+            if setup.stream is not None:
+                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
+                    self._setup.number(*rows, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
@@ -190,7 +197,7 @@ class Recorder:
         if setup.is_mapped:  # the temporary files are not needed any more
             data = map_tensors(Path(folder) / DATA)
             self._setup = replace(self._setup, X=data["inputs"], y=data["targets"])
-        self._commits = CommitSchedule(writer, storage, self._history, training)
+        self._commits = CommitSchedule(writer, storage, self._history, training, self._setup)
 
     @property
     def X(self) -> Inputs:
@@ -283,7 +290,11 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] | None = 1.0
+        self,
+        indices: Int64[Tensor, " B"] | Sequence[int] | None = None,
+        *,
+        weight: float | Float[Tensor, " B"] | None = 1.0,
+        targets: Shaped[Tensor, "B ..."] | None = None,
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -296,6 +307,8 @@ class Recorder:
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
                 row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
                 loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+            targets: Of a `Stream`, whose rows are known by their content, the targets of the rows, in the place of
+                indices; None with loss=None, where the rows are those of the last backward pass.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -312,7 +325,7 @@ class Recorder:
         self._observer.complete()
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
-            self._observer.announce(indices, weight, index)
+            self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
                 if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
@@ -334,18 +347,23 @@ class Recorder:
         if commits is not None and not self._is_closed:
             commits.commit()
         states, updates, statistics, digest = (history if commits is None else commits).recorded()
+        steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
+        if setup.stream is not None:
+            count = num_seen(steps, self._num_examples)
+            X, y = X[:count], y[:count]
+            data_digest = fingerprint_data(X, y)
         trajectory = Trajectory(
             model=setup.model,
-            inputs=setup.X,
-            targets=self.y,
+            inputs=X,
+            targets=y,
             loss=self.loss,
             update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(history.steps[: len(updates)]),
+            steps=steps,
             num_outputs=setup.fingerprint.shape[1],
             digest=digest,
-            data_digest=self._data_digest,
+            data_digest=data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
@@ -378,7 +396,8 @@ class Recorder:
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
-            if is_exact or not self._identity.num_judged:  # until something is known, every step says something
+            # rows of a stream are numbered by what they are
+            if setup.stream is None and (is_exact or not self._identity.num_judged):  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -48,7 +48,7 @@ from epk_gp.optimizers.torch_rules import (
 )
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
-from epk_gp.storage.rows import MappedData, Targets, TrainingInputs, map_data
+from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -70,7 +70,7 @@ def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m .
     return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrainingSetup:
     """A training before its first step.
 
@@ -84,7 +84,8 @@ class TrainingSetup:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
-        is_mapped: Whether X and y are mapped from files.
+        is_mapped: Whether X and y are mapped from files that do not grow.
+        stream: The points of a stream; X and y hold those that were seen so far. None for other data.
     """
 
     net: nn.Module
@@ -97,6 +98,7 @@ class TrainingSetup:
     clip: Clip | None = None
     unexplained: float | None = None
     is_mapped: bool = False
+    stream: StreamRows | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -107,6 +109,15 @@ class TrainingSetup:
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
+
+    def number(
+        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."] | None, stream: StreamRows
+    ) -> Int64[Tensor, " n"]:
+        """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
+        numbers = stream.number(X, X.new_empty(len(X), 0) if y is None else y)
+        if int(numbers.max()) >= len(self.X):
+            self.X, self.y = stream.mapped()
+        return numbers
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
@@ -132,6 +143,7 @@ class TrainingSetup:
             data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
             unexplained=self.unexplained,
             clip=self.clip,
+            is_stream=self.stream is not None,
         )
 
     def data(self) -> dict[str, Tensor]:
@@ -288,7 +300,9 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, data is not None)
+    stream = None if data is None else data.stream
+    is_mapped = data is not None and stream is None
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, is_mapped, stream)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:

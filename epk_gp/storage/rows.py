@@ -7,7 +7,7 @@ them where memory is short. Datasets are read in their own order, by the workers
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedWriter
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -23,7 +23,7 @@ from epk_gp.core.checks import as_tensor
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 from epk_gp.core.model import random_state_kept
-from epk_gp.core.step import tensor_bytes
+from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 @runtime_checkable
 class Items(Protocol):
@@ -35,10 +35,6 @@ class Items(Protocol):
     def __getitem__(self, index: Any, /) -> Any:
         """Return an item."""
 
-
-# Items may hold their targets; a text is the key of an item that holds it.
-TrainingInputs = Inputs | Items | DataLoader[Any]
-Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None
 
 _ARRAY_ROWS, _ITEMS = 4096, 64  # rows of arrays, and items of a dataset, that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
@@ -59,28 +55,33 @@ class RowFile:
         """Count the rows."""
         return self._num_rows
 
-    def append(self, rows: Shaped[Tensor, "n ..."], name: str = "X") -> None:
-        """Add rows.
+    def validate(self, rows: Shaped[Tensor, "n ..."], name: str) -> None:
+        """Raise if rows have another shape or dtype than those before; `name` is that of all rows.
 
         Raises:
-            ValueError: They have another shape or dtype than those before; `name` is that of all rows.
+            ValueError: They have.
         """
-        rows = rows.detach()
         kind, before = (tuple(rows.shape[1:]), rows.dtype), (tuple(self._rows.shape[1:]), self._rows.dtype)
         if self._num_rows and kind != before:
             raise ValueError(
                 f"all rows of {name} must have one shape and dtype: row {self._num_rows} is {kind[0]}, {kind[1]}, "
                 f"those before are {before[0]}, {before[1]}. Pad them to one shape."
             )
+
+    def append(self, rows: Shaped[Tensor, "n ..."], name: str = "X") -> None:
+        """Add rows; errors as of `validate`."""
+        self.validate(rows, name)
         self._file.write(tensor_bytes(rows))
         self._num_rows += len(rows)
-        self._rows = torch.empty_like(rows[:0])
+        self._rows = torch.empty_like(rows[:0], requires_grad=False)
 
     def mapped(self) -> Shaped[Tensor, "n ..."]:
         """Return all rows so far, mapped from the file."""
         self._file.flush()
         shape, dtype = self._rows.shape[1:], self._rows.dtype
         size = self._num_rows * shape.numel() * dtype.itemsize
+        if not size:
+            return self._rows.new_empty(self._num_rows, *shape)
         content = torch.from_file(self._path, shared=False, size=size, dtype=torch.uint8)
         return content.view(dtype).view(self._num_rows, *shape)
 
@@ -92,6 +93,70 @@ def _remove(file: BufferedWriter, path: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
+class Stream:
+    """Training data that nobody knows before the training: rows are recorded as the network sees them.
+
+        with epk.Recorder(net, optimizer, epk.Stream(inputs, labels)) as recorder:
+            for inputs, labels in loader:
+                ...
+                recorder.batch(targets=labels)
+
+    A row that was seen with one target is one training point, however often it comes, numbered in the order of the
+    first time. The rows are kept in the run, each once.
+
+    Attributes:
+        X: A few inputs, as the network takes them, such as a first batch. They are the first points.
+        y: Their targets; None where no loss is stated.
+    """
+
+    X: Inputs
+    y: Shaped[Tensor, "n ..."] | None = None
+
+
+# Items may hold their targets; a text is the key of an item that holds it.
+TrainingInputs = Inputs | Items | DataLoader[Any] | Stream
+Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None
+
+
+class StreamRows:
+    """The points of a stream so far, in files that grow, numbered by their content."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        """Begin without any."""
+        self._inputs, self._targets, self._number_of = RowFile(folder), RowFile(folder), dict[str, int]()
+
+    def number(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."]) -> Int64[Tensor, " n"]:
+        """Return the numbers of rows, with their targets; those that are new get the next ones.
+
+        Raises:
+            ValueError: They have another shape or dtype than those before, or there is not one target a row.
+        """
+        X, y = X.detach().cpu(), y.detach().cpu()
+        if len(X) != len(y):
+            raise ValueError(f"there must be one target per row that the network saw: got {len(y)} for {len(X)} rows.")
+        self._inputs.validate(X, "the stream")
+        self._targets.validate(y, "its targets")
+        keys = [fingerprint_data(*row) for row in zip(X, y, strict=True)]
+        new = {key: row for row, key in reversed([*enumerate(keys)]) if key not in self._number_of}
+        rows = sorted(new.values())
+        if rows:
+            self._inputs.append(X[rows])
+            self._targets.append(y[rows])
+        for row in rows:
+            self._number_of[keys[row]] = len(self._number_of)
+        return torch.tensor([self._number_of[key] for key in keys])
+
+    def mapped(self) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
+        """Return inputs, packed, and targets of all points so far."""
+        return self._inputs.mapped(), self._targets.mapped()
+
+
+def num_seen(steps: Iterable[Step], least: int = 0) -> int:
+    """Return how many points of a stream some steps and those before have seen; `least` where they have no batch."""
+    return max([least, *(int(step.batch.max()) + 1 for step in steps if step.batch is not None)])
+
+
+@dataclass(frozen=True, eq=False)
 class MappedData:
     """Training data that lie in files.
 
@@ -99,11 +164,13 @@ class MappedData:
         X: The inputs, packed.
         y: Their targets; None if there are none.
         layout: Where the tensors of several inputs lie in X; None for one.
+        stream: The points of a stream, which become more; None for other data.
     """
 
     X: Shaped[Tensor, "M ..."]
     y: Shaped[Tensor, "M ..."] | None
     layout: InputLayout | None
+    stream: StreamRows | None = None
 
 
 def num_rows(X: Any, y: Any) -> int:
@@ -125,10 +192,16 @@ def map_data(X: Any, y: Any, folder: str | os.PathLike[str] | None) -> MappedDat
         TypeError: A dataset is an iterable one, or its items hold something else than numbers.
         ValueError: Rows differ in shape or dtype; an item is another one when it is read again.
     """
+    place = None if folder is None else os.path.dirname(os.path.abspath(folder))
+    if isinstance(X, Stream):
+        rows, layout = (X.X, None) if isinstance(X.X, Tensor) else pack_inputs(X.X)
+        stream = StreamRows(place)
+        stream.number(rows, rows.new_empty(len(rows), 0) if X.y is None else X.y)
+        inputs, targets = stream.mapped()
+        return MappedData(inputs, None if X.y is None else targets, layout, stream)
     dataset, parts = _dataset_of(X), X.values() if isinstance(X, Mapping) else X if isinstance(X, tuple | list) else [X]
     if dataset is None and not any(isinstance(part, np.ndarray) for part in [*parts, y]):
         return None
-    place = None if folder is None else os.path.dirname(os.path.abspath(folder))
     inputs, targets, layout = RowFile(place), RowFile(place), None
     blocks = _array_blocks(X, y) if dataset is None else _item_blocks(X, dataset, y)
     with random_state_kept(torch.device("cpu")):

@@ -30,6 +30,7 @@ from epk_gp.storage.files import (
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
+INPUTS, TARGETS = "rows.inputs", "rows.targets"  # the points of a stream that the steps of a chunk saw first
 _IN_MEMORY = 1 << 26  # bytes of data up to which they are read into memory, where no change of the file can reach them
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
@@ -74,6 +75,7 @@ class RunDescription(Record):
     unexplained: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     signature: Any = None  # checked by `signature_from_json`
     clip: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1, max_length=2)] | None = None
+    is_stream: bool = False
 
     @model_validator(mode="after")
     def _has_weights_and_loss(self) -> "RunDescription":
@@ -151,6 +153,7 @@ class ChunkSchema:
         scaled: Which coefficients of each parameter a preconditioner scales: where not every state is held, they are
             held for one weight.
         least_index: The smallest index of a batch: -1 where rows may be no training points.
+        is_stream: Whether chunks hold further training points.
     """
 
     sizes: tuple[int, ...]
@@ -161,6 +164,7 @@ class ChunkSchema:
     keep_every: int = 1
     scaled: tuple[frozenset[str], ...] = ()
     least_index: int = 0
+    is_stream: bool = False
 
     @property
     def thins(self) -> bool:
@@ -190,6 +194,7 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         keep_every=header["keep_every"],
         scaled=scaled_fields(groups, header["names"]) if header["keep_every"] > 1 else (),
         least_index=-1 if header["loss"]["kind"] == UnstatedLoss.__name__ else 0,
+        is_stream=header["is_stream"],
     )
 
 
@@ -203,6 +208,7 @@ def run_header(
     data_digest: str,
     unexplained: float | None = None,
     clip: Clip | None = None,
+    is_stream: bool = False,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
@@ -218,6 +224,7 @@ def run_header(
         data_digest: Digest of the training data.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         clip: The stated gradient clipping.
+        is_stream: Whether steps add training points to those of the header.
     """
     optional = {
         "statistics": list(model.statistics),
@@ -225,6 +232,7 @@ def run_header(
         "unexplained": unexplained,
         "signature": model.signature.to_json(),
         "clip": None if clip is None else [float(value) for value in astuple(clip)],
+        "is_stream": is_stream or None,
     }
     return {
         "names": list(model.names),

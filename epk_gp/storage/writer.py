@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -141,6 +142,7 @@ class RunWriter:
         digest: str,
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
+        rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
@@ -151,6 +153,7 @@ class RunWriter:
             digest: Digest of the run up to the last of the states.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
+            rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
 
         Raises:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced.
@@ -158,7 +161,7 @@ class RunWriter:
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, start = len(self.chunks), self._journal_bytes
-        content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics) | dict(rows))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
