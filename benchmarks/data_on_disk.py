@@ -99,7 +99,8 @@ def measure(rows: int, folder: Path) -> Peaks:
     with peaks.of("attribute"):
         parts = epk.attribute(trajectory, torch.from_numpy(X[:2].copy()), path=epk.layerwise())
     print(f"the result: {parts.samples.nbytes / MIB:.1f} MiB; the rows: {X.nbytes / MIB:.1f} MiB")
-    assert parts.certified
+    if not parts.certified:
+        raise SystemExit("the contributions are not certified")
     return peaks
 
 

@@ -308,18 +308,15 @@ class StepObserver:
             TypeError: The indices are not integers, or the weight is no number and no tensor.
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
-        may_be_outside = isinstance(self.setup.loss, UnstatedLoss)
-        batch = (
-            None if indices is None else _parse_batch(indices, len(self.setup.X), index, -1 if may_be_outside else 0)
-        )
-        num_points = len(self.setup.X)
-        if (self.setup.stream is None and targets is not None) or (self.setup.stream is not None and batch is not None):
+        setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
+        if (indices if setup.stream is not None else targets) is not None:
             raise ValueError(
                 "recorder.batch() must get indices into X, or, of a Stream, whose rows number themselves, the targets "
                 "of the rows: recorder.batch(targets=y)."
             )
-        if self.setup.stream is not None:
-            self._assign_forwards()
+        num_points = len(setup.X)
+        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        if setup.stream is not None:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else _parse_weight(weight, len(samples), index)
@@ -331,6 +328,7 @@ class StepObserver:
         Raises:
             ValueError: There are none, or the loss needs their targets.
         """
+        self._assign_forwards()
         count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
         if not isinstance(self.setup.loss, UnstatedLoss) or not count:
             raise ValueError(
@@ -353,11 +351,12 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
-        for batch in self._announced if self.setup.stream is not None else ():
+        if (stream := self.setup.stream) is not None:
             if unseen is not None:
                 raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
-            rows = torch.cat([forward.inputs for forward in batch.forwards])
-            batch.indices = batch.samples = self.setup.number(rows, batch.targets, self.setup.stream)
+            for batch in self._announced:
+                rows = torch.cat([forward.inputs for forward in batch.forwards])
+                batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         zeros = model.unflatten(torch.zeros_like(self._weights()))
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(

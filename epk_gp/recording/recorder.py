@@ -34,7 +34,6 @@ from epk_gp.storage.schema import DATA, map_tensors
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
 
-
 _BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
@@ -200,7 +199,7 @@ class Recorder:
         self._commits = CommitSchedule(writer, storage, self._history, training, self._setup)
 
     @property
-    def X(self) -> Inputs:
+    def X(self) -> Inputs:  # noqa: N802  # as the argument
         """A copy of the training inputs, in the structure of the network's call."""
         graph = self.signature.graph
         return self.signature.structure(self._setup.X) if graph is None else graph.graph
@@ -397,7 +396,9 @@ class Recorder:
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
             # rows of a stream are numbered by what they are
-            if setup.stream is None and (is_exact or not self._identity.num_judged):  # until something is known, every step says something
+            if setup.stream is None and (
+                is_exact or not self._identity.num_judged
+            ):  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)

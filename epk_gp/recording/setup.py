@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
-from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature, validate_output
+from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
@@ -338,9 +338,7 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(
-    X: Inputs | MappedData, y: Tensor | None, output: Callable[[Any], Tensor] | None
-) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
 
     Those that are mapped from files are not copied.

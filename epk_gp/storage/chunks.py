@@ -377,14 +377,14 @@ class StoredUpdates(_Stored):
 
 def stream_data(
     path: str | os.PathLike[str], data: Mapping[str, Tensor], chunks: Sequence[Chunk], steps: Sequence[Step]
-) -> dict[str, Tensor]:
+) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
     """Return inputs and targets of a stream: those of the header, and those in chunks; mapped from temporary files.
 
     Raises:
         ValueError: The chunks do not hold the points of their steps.
     """
-    files = {"inputs": RowFile(), "targets": RowFile()}
-    for name, file in files.items():
+    inputs, targets = RowFile(), RowFile()
+    for name, file in (("inputs", inputs), ("targets", targets)):
         file.append(data[name], name)
         for chunk in chunks:
             with opened_chunk(path, chunk) as tensors:
@@ -392,7 +392,7 @@ def stream_data(
                     file.append(tensors.get_tensor(f"rows.{name}"), name)
         if len(file) < num_seen(steps):
             raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(file)}.")
-    return {name: file.mapped() for name, file in files.items()}
+    return inputs.mapped(), targets.mapped()
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:

@@ -25,6 +25,7 @@ from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 from epk_gp.core.model import random_state_kept
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
+
 @runtime_checkable
 class Items(Protocol):
     """Items by index: an array, or a map-style dataset, also one of Hugging Face's `datasets`."""
@@ -176,7 +177,8 @@ class MappedData:
 def num_rows(X: Any, y: Any) -> int:
     """Return the number of points of data that `map_data` or the recorder takes; 0 if they are something else."""
     sized = _dataset_of(X) if y is None or isinstance(y, str) else y
-    return len(sized) if isinstance(sized, Sized) and getattr(sized, "ndim", 1) else 0
+    is_scalar = isinstance(sized, Tensor | np.ndarray) and sized.ndim == 0
+    return len(sized) if isinstance(sized, Sized) and not is_scalar else 0
 
 
 def map_data(X: Any, y: Any, folder: str | os.PathLike[str] | None) -> MappedData | None:
@@ -197,20 +199,20 @@ def map_data(X: Any, y: Any, folder: str | os.PathLike[str] | None) -> MappedDat
         rows, layout = (X.X, None) if isinstance(X.X, Tensor) else pack_inputs(X.X)
         stream = StreamRows(place)
         stream.number(rows, rows.new_empty(len(rows), 0) if X.y is None else X.y)
-        inputs, targets = stream.mapped()
-        return MappedData(inputs, None if X.y is None else targets, layout, stream)
+        mapped, targets = stream.mapped()
+        return MappedData(mapped, None if X.y is None else targets, layout, stream)
     dataset, parts = _dataset_of(X), X.values() if isinstance(X, Mapping) else X if isinstance(X, tuple | list) else [X]
     if dataset is None and not any(isinstance(part, np.ndarray) for part in [*parts, y]):
         return None
-    inputs, targets, layout = RowFile(place), RowFile(place), None
+    inputs, of_targets, layout = RowFile(place), RowFile(place), None
     blocks = _array_blocks(X, y) if dataset is None else _item_blocks(X, dataset, y)
     with random_state_kept(torch.device("cpu")):
         for x, target in blocks:
             x, layout = (x, None) if isinstance(x, Tensor) else pack_inputs(x)
             inputs.append(x)
             if target is not None:
-                targets.append(as_tensor(target), "y")
-    return MappedData(inputs.mapped(), targets.mapped() if len(targets) else None, layout)
+                of_targets.append(as_tensor(target), "y")
+    return MappedData(inputs.mapped(), of_targets.mapped() if len(of_targets) else None, layout)
 
 
 def _array_blocks(X: Any, y: Any) -> Iterator[tuple[Any, Any]]:
@@ -229,8 +231,11 @@ def _array_blocks(X: Any, y: Any) -> Iterator[tuple[Any, Any]]:
 def _dataset_of(X: Any) -> Any:
     """Return a map-style dataset, or that of a `DataLoader`, without the indices of `IndexedDataset`; else None."""
     if isinstance(X, IterableDataset) or isinstance(getattr(X, "dataset", None), IterableDataset):
-        raise TypeError("X must be a map-style dataset, with a length and items by index: got an iterable one.")
-    dataset = X.dataset if isinstance(X, DataLoader) else X
+        raise TypeError(
+            "X must be a map-style dataset, with a length and items by index: got an iterable one. Pass epk.Stream(X, y) "
+            "with a first batch, and recorder.batch(targets=y)."
+        )
+    dataset: Any = X.dataset if isinstance(X, DataLoader) else X
     while hasattr(dataset, "gives_indices"):
         dataset = dataset.dataset
     others = (Tensor, np.ndarray, Sequence, Mapping, Graph)
@@ -253,9 +258,9 @@ def _item_blocks(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
             yield x, target if y is None or isinstance(y, str) else y[start:stop]
             start = stop
     except (RuntimeError, TypeError) as error:
+        name = getattr(collate, "__name__", collate)
         raise TypeError(
-            f"items of X must be tensors, arrays or numbers of one shape, which {getattr(collate, '__name__', collate)} "
-            f"puts together: {error}"
+            f"items of X must be tensors, arrays or numbers of one shape, which {name} puts together: {error}"
         ) from error
 
 

@@ -309,8 +309,8 @@ def load_trajectory(
     )
     validate_forward_function(trajectory, data["probe"])
     if schema.is_stream:
-        points = stream_data(path, data, chunks, steps)
-        trajectory = replace(trajectory, **points, data_digest=fingerprint_data(*points.values()))
+        X, y = stream_data(path, data, chunks, steps)
+        trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
     trajectory = with_computed_states(trajectory)
