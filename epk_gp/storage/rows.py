@@ -232,8 +232,8 @@ def _dataset_of(X: Any) -> Any:
     """Return a map-style dataset, or that of a `DataLoader`, without the indices of `IndexedDataset`; else None."""
     if isinstance(X, IterableDataset) or isinstance(getattr(X, "dataset", None), IterableDataset):
         raise TypeError(
-            "X must be a map-style dataset, with a length and items by index: got an iterable one. Pass epk.Stream(X, y) "
-            "with a first batch, and recorder.batch(targets=y)."
+            "X must be a map-style dataset, with a length and items by index: got an iterable one. Pass "
+            "epk.Stream(X, y) of a first batch, and recorder.batch(targets=y)."
         )
     dataset: Any = X.dataset if isinstance(X, DataLoader) else X
     while hasattr(dataset, "gives_indices"):
