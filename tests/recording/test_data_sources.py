@@ -1,4 +1,4 @@
-"""Training data as arrays, memory maps, datasets and loaders: the run is that with tensors in memory, to the last bit."""
+"""Data in arrays, memory maps, datasets and loaders: the run is that with tensors in memory, to the last bit."""
 
 import os
 import tempfile

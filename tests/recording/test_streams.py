@@ -189,5 +189,5 @@ def test_padding_to_the_longest_is_refused_with_advice():
     net[1] = nn.AdaptiveAvgPool2d((5, 4))
     net = nn.Sequential(net[0], net[1], nn.Flatten(), net[2])
     ids = torch.ones(2, 6, dtype=torch.int64)
-    with pytest.raises(epk.StepMismatchError, match="one shape and dtype.*Pad them to one shape"):
+    with pytest.raises(ValueError, match="one shape and dtype.*Pad them to one shape"):
         one_step(ids, net, (epk.Stream(ids[:, :5], Y[:2]),), targets=Y[:2])
