@@ -196,7 +196,7 @@ class Recorder:
         if setup.is_mapped:  # the temporary files are not needed any more
             data = map_tensors(Path(folder) / DATA)
             self._setup = replace(self._setup, X=data["inputs"], y=data["targets"])
-        self._commits = CommitSchedule(writer, storage, self._history, training, self._setup)
+        self._commits = CommitSchedule(writer, storage, self._history, training, self._setup if setup.stream else None)
 
     @property
     def X(self) -> Inputs:  # noqa: N802  # as the argument

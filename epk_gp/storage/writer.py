@@ -142,6 +142,7 @@ class RunWriter:
         digest: str,
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
+        *,
         rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
