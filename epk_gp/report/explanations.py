@@ -74,9 +74,9 @@ class Terms:
         decay: (L, R).
         statistics: (R,); they belong to no layer.
         unexplained: (L, R).
-        sources: (L, R); what is no training point, all together; None where there is none.
         running: The output before training, and with the terms of each range added, (R + 1,): under momentum a batch
             acts in later steps too, and its terms count to its own range. The last one is the trained network's output.
+        sources: (L, R); what is no training point, all together; None where there is none.
     """
 
     quantum: float
@@ -84,8 +84,8 @@ class Terms:
     decay: Int64[Tensor, "L R"]
     statistics: Int64[Tensor, " R"]
     unexplained: Int64[Tensor, "L R"]
-    sources: Int64[Tensor, "L R"] | None
     running: tuple[int, ...]
+    sources: Int64[Tensor, "L R"] | None = None
 
 
 class Explained(NamedTuple):
@@ -152,7 +152,7 @@ def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Te
     ends = [initial, *running[:-1].tolist(), network]
     samples, decay, moved, unexplained, *others = (to_units(term, quantum) for term in terms)
     whole = tuple(round(value / quantum) for value in ends)
-    return Terms(quantum, samples, decay, moved, unexplained, others[0] if others else None, whole)
+    return Terms(quantum, samples, decay, moved, unexplained, whole, others[0] if others else None)
 
 
 def all_views(

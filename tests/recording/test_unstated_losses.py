@@ -215,11 +215,11 @@ def test_wrong_uses_are_refused_at_the_door():
     net = mlp()
     optimizer = sgd(net)
 
-    def run(loss, indices, net=net, y=None, **options):
+    def run(value, indices, net=net, y=None, **options):
         optimizer = sgd(net)
         with epk.Recorder(net, optimizer, X, y, **{"loss": None, **options}) as recorder:
             optimizer.zero_grad()
-            loss(net, BATCHES[0], None).backward()
+            value(net, BATCHES[0], None).backward()
             recorder.batch(indices)
             optimizer.step()
 
