@@ -1,6 +1,5 @@
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import digits
