@@ -208,8 +208,8 @@ def loss_terms(watched, announced, returned):
 def step_terms(watched, step):
     """Return each sample's share of the gradient that the optimizer was given, by parameter, (M + 1, *shape).
 
-    The last one is that of rows that are no sample's, announced as -1. The factor between the terms' sum and the gradient
-    is that of clipping or of a scaler; there must be one.
+    The last one is that of rows that are no sample's, announced as -1. The factor between the terms' sum and the
+    gradient is that of clipping or of a scaler; there must be one.
     """
     total = {}
     for announced in step.batches:
