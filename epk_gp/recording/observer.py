@@ -53,7 +53,7 @@ class CapturedForward:
             loss is stated it is all that the network returned for each row.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
         num_backwards: Number of backward passes that brought a gradient to the outputs.
-        num_further: Number of arguments of the call that are none of the inputs.
+        num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
         stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
             gradient; None if there is none.
@@ -72,7 +72,7 @@ class CapturedForward:
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
     num_backwards: int = 0
-    num_further: int = 0
+    num_arguments: int = 1
     weights: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
@@ -181,7 +181,7 @@ class MadeStep:
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
-        gradient_before: The gradient that the step before used; None of the first one.
+        gradient_before: The gradient that the step before used; of no entries for the first one.
     """
 
     lr: float
@@ -192,7 +192,7 @@ class MadeStep:
     groups: tuple[OptimizerGroup, ...] | None
     unseen: str | None
     others: Sequence[CapturedForward]
-    gradient_before: Float[Tensor, " P"] | None
+    gradient_before: Float[Tensor, " _"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +280,7 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._gradient_before: Tensor | None = None  # of the step before
-        self._lr = 0.0
+        self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
         self._before: StatesBefore = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -388,9 +387,8 @@ class StepObserver:
             others=[forward for forward in self._waiting if forward.output_gradient is not None],
             gradient_before=self._gradient_before,
         )
-        self._gradient_before = made.gradient
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients = {}, {}
+        self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
         self._report(made)
 
     def statistics(self) -> Float[Tensor, " Q"]:
@@ -464,9 +462,7 @@ class StepObserver:
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
             memory_order=_memory_order(inputs) if model.signature.layout is None else None,
-            num_further=len(args)
-            + len(kwargs)
-            - (1 if model.signature.layout is None else len(model.signature.layout.tensors)),
+            num_arguments=len(args) + len(kwargs),
             weights=weights,
         )
         self._begun.append(forward)
