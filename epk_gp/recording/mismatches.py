@@ -46,8 +46,8 @@ from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, ObservedStep
 from epk_gp.recording.setup import TrainingSetup
 
-# Differences of a gradient in the outputs that count as rounding, in units of its size, by the dtype of the outputs. The
-# outputs themselves may differ by more: a replay may sum in another order.
+# Differences of a gradient in the outputs that count as rounding, in units of its size, by the dtype of the outputs;
+# the outputs themselves may differ by more, for a replay may sum in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _LOW_PRECISION, _OF_OUTPUTS = 2e-2, 10
 _ROOM = 1e-4  # in numbers that are computed from it
@@ -221,16 +221,10 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     rate = -_ratio([rest], [made.gradient])
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
     if allclose(rest, -rate * made.gradient):
-        known += (
-            f", and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder all optimizers"
-        )
-    elif len(moved) < len(model.names):
-        known += (
-            f", and the weights of {_named(moved)} were changed between batch() and the end of the step: leave them"
-        )
-    else:
-        known += f", but all weights moved otherwise than {setup.update_rule.name} does: another optimizer or option is at work"
-    return known
+        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+    if len(moved) < len(model.names):
+        return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
+    return f"{known}, but the weights did not move by {setup.update_rule.name}'s rule: another optimizer or option"
 
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
@@ -259,8 +253,7 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             return changed
         if is_compiled and not p.data.forward.is_deterministic:
             return (
-                f"{what}: random numbers of a network that torch.compile compiled cannot be drawn again. Set "
-                "torch._inductor.config.fallback_random = True, or do not compile it"
+                f"{what}: compiled random numbers. Set torch._inductor.config.fallback_random = True, or compile no net"
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
@@ -301,15 +294,12 @@ def _scale_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass
     )
     if times > 1:
         return (
-            f"the loop's gradient in the outputs is {ratio:.6g} times that of the stated loss, because backward() went "
-            f"through the pass {times} times: call it once"
+            f"the gradient is {ratio:.6g} times that of the stated loss: backward() went through the pass {times} times"
         )
     if _explains(seen, lambda p: p.expected(other, p.data.y)):
         return _other(other, stated)
-    return (
-        f"the loop's loss is {ratio:.6g} times that of the stated loss: tell the recorder by "
-        f"recorder.batch(indices, weight={ratio:.6g}), or let it read the factor with weight=None"
-    )
+    advice = f"tell it to recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
+    return f"the loop's loss is {ratio:.6g} times that of the stated loss: {advice}"
 
 
 def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str]:
@@ -324,10 +314,7 @@ def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str
     if isinstance(stated, CrossEntropy) and first.z.ndim == 2 and first.z.shape[1] > 1:
         q = torch.cat([p.z.softmax(dim=1) - p.delta / p.weights(stated, p.data.y)[:, None] for p in seen])
         if bool((q >= -_ROOM).all()) and bool(((q.sum(dim=1) - 1).abs() <= _ROOM).all()):
-            yield (
-                "the loop's loss compares the outputs with probabilities that are not those of y, such as a teacher's "
-                f"(distillation): pass them as y if they stay. {_RECORDS}"
-            )
+            yield f"the loop's loss takes probabilities that are not y, such as a teacher's (distillation). {_RECORDS}"
     expected = first.expected(stated, first.data.y)
     row = int((~first.rows_like(expected)).long().argmax())
     got, must = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in (first.delta, expected))
@@ -416,90 +403,54 @@ def _other_targets(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[s
     order = "the batch's in another order" if all(map(torch.equal, *counted)) else "those of other points"
     row = int((used != y).reshape(len(y), -1).any(dim=1).long().argmax())
     rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
-    yield (
-        f"the network saw {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take "
-        "rows, targets and indices from one data set, such as IndexedDataset"
-    )
+    advice = "Take rows, targets and indices from one data set, such as IndexedDataset"
+    yield f"the network saw {rows}, but the loop's targets are {order}, from row {row} of the batch on. {advice}"
 
 
 def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepCheck) -> str:
     """Say what happened to the gradient after it came through the outputs."""
-    model, net, made, others = setup.model, setup.net, observed.made, observed.made.others
+    model, net, others, before = setup.model, setup.net, observed.made.others, observed.made.gradient_before
     used, whole = check.used, check.expected / check.clip_factor
-    rest, bound, ratio = used - whole, float(used.abs().max()), _ratio([used], [whole])
+    rest, bound, ratio, through = used - whole, float(used.abs().max()), _ratio([used], [whole]), "through the outputs"
+    if setup.clip is not None and _is_same(used, whole):
+        return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
+    if _is_same(used, ratio * whole):
+        advice = (
+            f"tell the recorder its bound, clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else "scale the loss"
+        )
+        return f"the gradient is {ratio:.6g} times what came {through}, clipped or scaled after backward(): {advice}"
+    if _is_same(used, whole.clamp(-bound, bound)):
+        return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
+    for passes in (others, *([p] for p in others)):
+        if passes and _is_same(rest, _sent(setup, check, passes)):
+            rows = sum(len(p.inputs) for p in passes)
+            return f"a backward() of {rows} other rows was added, which recorder.batch() did not get: announce it too"
+    if len(before) and _is_same(rest, before):
+        return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1:
+            return f"the gradient was averaged over {world} processes, and the rows of this one alone were announced"
     split = [model.unflatten(value) for value in (used, whole, observed.start)]
     triples = {n: (split[0][n], split[1][n], split[2][n]) for n in model.names}
     off = {n: (u, g, w) for n, (u, g, w) in triples.items() if u.numel() and not _is_same(u, g)} or triples
     names, shares = _named([*off]), [_ratio([u], [g]) for u, g, _ in off.values()]
-    extra = [
-        passes for passes in (others, *([p] for p in others)) if passes and _is_same(rest, _sent(setup, check, passes))
-    ]
+    if all(not bool(u.any()) for u, _, _ in off.values()):
+        return f"no gradient came to {names}: freeze by requires_grad_(False), and leave .grad as it is"
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world, through = torch.distributed.get_world_size() if has_group else 1, "that which comes through the outputs"
+    if hooked:
+        return f"a backward hook at {_named(hooked)} changes gradients; unexplained=SHARE records that as a term"
+    if all(_is_same(u, r * g) for r, (u, g, _) in zip(shares, off.values(), strict=True)):
+        return f"the gradients of {names} alone were clipped or scaled (by {shares[0]:.6g}): clip all together"
     rates = observed.penalty.fitted(used, check.gradient, observed.start)
     penalty = None if rates is None else observed.penalty.gradient(observed.start, rates)
-    causes = (
-        (
-            setup.clip is not None and _is_same(used, whole),
-            "the gradient is that of the stated loss before clipping: state the loop's clipping, or none",
-        ),
-        (
-            0 < ratio < 1 and _is_same(used, ratio * whole),
-            f"the gradient is {ratio:.6g} times {through}: it was clipped or scaled after backward(). Tell the "
-            f"recorder, clip=ClipNorm({float(used.norm()):.6g}) if that is its bound",
-        ),
-        (
-            _is_same(used, ratio * whole),
-            f"the gradient is {ratio:.6g} times {through}: it was scaled after backward(). Scale the loss instead, and "
-            "tell the recorder, recorder.batch(indices, weight=...)",
-        ),
-        (
-            _is_same(used, whole.clamp(-bound, bound)),
-            f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)",
-        ),
-        (
-            bool(extra),
-            f"the gradient holds that of a backward() of {sum(len(p.inputs) for p in (extra or [[]])[0])} other rows, "
-            "which recorder.batch() did not get: call it for each batch whose gradients add up, or zero_grad()",
-        ),
-        (
-            len(made.gradient_before) > 0 and _is_same(rest, made.gradient_before),
-            "the gradient of the step before was left over: call optimizer.zero_grad() before backward()",
-        ),
-        (
-            world > 1,
-            f"the gradient was averaged over the {world} processes, and the rows of this one alone were announced",
-        ),
-        (
-            all(not bool(u.any()) for u, _, _ in off.values()),
-            f"no gradient reached {names}, on which the outputs depend: leave .grad as backward() left it, or freeze "
-            "with requires_grad_(False)",
-        ),
-        (
-            bool(hooked),
-            f"a backward hook at {_named(hooked)} changes gradients: remove it, or accept what it adds as a term of "
-            "its own with unexplained=SHARE",
-        ),
-        (
-            all(_is_same(u, r * g) for r, (u, g, _) in zip(shares, off.values(), strict=True)),
-            f"the gradients of {names} alone were clipped or scaled (by {shares[0]:.6g}): clip all parameters "
-            "together, or give groups of parameters other learning rates",
-        ),
-        (
-            penalty is not None and _is_same(used, check.gradient + (rest if penalty is None else penalty)),
-            "the factor of the L2 penalty in the loop's loss is another one than in the checked steps before: "
-            "check_every=1 records it as it moves",
-        ),
-        (
-            True,
-            f"the gradient that does not come through the outputs is {float(rest.norm() / used.norm()):.2g} of the "
-            f"whole, in {names}: {_added([*off.values()], len(model.names))}. unexplained=SHARE records it as a term "
-            "of its own",
-        ),
+    if penalty is not None and _is_same(used, check.gradient + penalty):
+        return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
+    return (
+        f"the gradient that does not come {through} is {float(rest.norm() / used.norm()):.2g} of the whole, in {names}: "
+        f"{_added([*off.values()], len(model.names))}. unexplained=SHARE records it as a term of its own"
     )
-    return next(clause for holds, clause in causes if holds)
 
 
 def _added(off: Sequence[tuple[Tensor, Tensor, Tensor]], num_parameters: int) -> str:
@@ -528,14 +479,11 @@ def _sent(setup: TrainingSetup, check: StepCheck, passes: Sequence[CapturedForwa
             return (z if delta is None else delta.to(z) * z).flatten(1).sum(dim=1)
 
         n, ones = len(f.inputs), torch.ones(len(f.inputs), device=check.used.device)
-        draws = {"random_state": f.random_state, "device_random_state": f.device_random_state}
-        forward = ForwardPass(n, f.modes, statistics=f.statistics, autocast=f.autocast, weights=f.weights, **draws)
+        random = f.random_state, f.device_random_state, f.statistics
+        forward = ForwardPass(n, f.modes, None, None, *random, autocast=f.autocast, weights=f.weights)
         with suppress(RuntimeError, TypeError, ValueError):  # the loss took something else than the outputs
-            replay, data = (
-                TrainingReplay(setup.model, PerSampleLoss(product), spec),
-                PassData(forward, ones.long(), f.inputs, ones, ones),
-            )
-            total += replay.gradient(check.state, data).gradient
+            data, replay = PassData(forward, ones.long(), f.inputs, ones, ones), TrainingReplay
+            total += replay(setup.model, PerSampleLoss(product), spec).gradient(check.state, data).gradient
     return total
 
 
