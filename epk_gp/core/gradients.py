@@ -480,12 +480,18 @@ def mismatch_ratio(
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
-    """Move the weights that passes of a step saw by their own rounding, where they are others than w_s."""
-    moved = [
-        p if p.weights is None else replace(p, weights=move_by_rounding(p.weights, torch.finfo(dtype).eps))
-        for p in step.passes
-    ]
-    return replace(step, passes=tuple(moved))
+    """Move the weights that passes of a step saw, and their recorded gradients in the outputs, by their rounding.
+
+    Sums of the latter alone, as in the last bias, do not depend on the weights: their terms are moved by some eps, or
+    the sums may come out the same.
+    """
+
+    def moved(value: Tensor | None, eps: float) -> Tensor | None:
+        return None if value is None else move_by_rounding(value.flatten(), eps).view_as(value)
+
+    eps = torch.finfo(dtype).eps
+    passes = (replace(p, weights=moved(p.weights, eps), cotangents=moved(p.cotangents, 8 * eps)) for p in step.passes)
+    return replace(step, passes=tuple(passes))
 
 
 def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
