@@ -150,6 +150,7 @@ class AnnouncedBatch:
         weight: Factor that the loop puts in front of the batch's loss, or of each row's; None: it is read.
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
+        targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -157,6 +158,7 @@ class AnnouncedBatch:
     weight: float | Tensor | None
     position: int = 0
     forwards: list[CapturedForward] = field(default_factory=list)
+    targets: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -306,20 +308,40 @@ class StepObserver:
             hook.remove()
         self._hooks = []
 
-    def announce(self, indices: object, weight: object, index: int) -> None:
+    def announce(self, indices: object, weight: object, index: int, targets: Tensor | None = None) -> None:
         """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
 
         Raises:
             TypeError: The indices are not integers, or the weight is no number and no tensor.
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
-        may_be_outside = isinstance(self.setup.loss, UnstatedLoss)
-        batch = (
-            None if indices is None else _parse_batch(indices, len(self.setup.X), index, -1 if may_be_outside else 0)
-        )
-        samples = torch.arange(len(self.setup.X)) if batch is None else batch.cpu()
+        setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
+        if (indices if setup.stream is not None else targets) is not None:
+            raise ValueError(
+                "recorder.batch() must get indices into X, or, of a Stream, whose rows number themselves, the targets "
+                "of the rows: recorder.batch(targets=y)."
+            )
+        num_points = len(setup.X)
+        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        if setup.stream is not None:
+            num_points = self._num_waiting_rows() if targets is None else len(targets)
+        samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else _parse_weight(weight, len(samples), index)
-        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes))
+        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+
+    def _num_waiting_rows(self) -> int:
+        """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
+
+        Raises:
+            ValueError: There are none, or the loss needs their targets.
+        """
+        self._assign_forwards()
+        count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
+        if not isinstance(self.setup.loss, UnstatedLoss) or not count:
+            raise ValueError(
+                "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
+            )
+        return count
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
@@ -336,6 +358,12 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
+        if (stream := self.setup.stream) is not None:
+            if unseen is not None:
+                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
+            for batch in self._announced:
+                rows = torch.cat([forward.inputs for forward in batch.forwards])
+                batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         zeros = model.unflatten(torch.zeros_like(self._weights()))
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(
