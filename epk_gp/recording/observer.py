@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
-from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
+from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
@@ -82,18 +82,16 @@ class CapturedForward:
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that the network returned too.
         """
-        columns, tensors = [0], [z.detach() for z in tensors_of(returned) if has_rows(z, num_rows)]
-        self.outputs = (
-            torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1) if tensors else None
-        )
+        columns = [0]
+        if any(has_rows(z, num_rows) for z in tensors_of(returned)):
+            self.outputs = rows_of(returned, num_rows).detach()
 
         def watched(z: Tensor) -> Tensor:
-            is_row, first = has_rows(z, num_rows), columns[-1]
-            if is_row:
+            first = columns[-1]
+            if is_row := has_rows(z, num_rows):
                 columns.append(first + z.shape[1:].numel())
             if not z.requires_grad:
                 return z
-            alias = z.view_as(z)
 
             def add(gradient: Tensor) -> None:
                 if not is_row:
@@ -101,9 +99,10 @@ class CapturedForward:
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
-                    size = z.shape[1:].numel()
-                    self.output_gradient[:, first : first + size] += gradient.detach().reshape(num_rows, size)
+                    own = gradient.detach().reshape(num_rows, -1)
+                    self.output_gradient[:, first : first + own.shape[1]] += own
 
+            alias = z.clone()  # no view: hooks of a view are lost where the loop changes it in place
             alias.register_hook(add)
             return alias
 
