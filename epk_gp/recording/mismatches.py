@@ -162,8 +162,11 @@ def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
     if not all(captured):
         return []
     step = observed.step
-    step = step if step.passes else replace(step, passes=tuple(ForwardPass(n) for n in counts))
-    passes, seen = iter(passes_of(step, setup.X, setup.y, setup.loss)), list[SeenPass]()
+    if not step.passes:  # rows of other processes come before
+        rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
+        step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
+    passes = iter(passes_of(step, setup.X, setup.y, setup.loss)[-len(counts) :])
+    seen = list[SeenPass]()
     for batch, of_batch in zip(announced, captured, strict=True):
         weight = torch.as_tensor(1.0 if batch.weight is None else batch.weight, dtype=torch.float64)
         factors = weight.expand(len(batch.samples)).split([len(f.inputs) for f in of_batch])
@@ -202,7 +205,7 @@ def explain_mismatch(setup: TrainingSetup, observed: ObservedStep, check: StepCh
         return "the gradient holds NaN or infinity: training diverged"
     if not follows_rule and allclose(check.used, check.expected):
         return _move_cause(setup, observed)
-    if observed.made.unseen is not None:
+    if observed.made.unseen is not None and not all(batch.forwards for batch in observed.made.announced):
         return observed.made.unseen
     seen = [p for p in seen_passes(setup, observed) if p.shown]
     cause = _network_cause(setup, check, seen)
@@ -427,10 +430,8 @@ def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepChe
             return f"a backward() of {rows} other rows was added, which recorder.batch() did not get: announce it too"
     if len(before) and _is_same(rest, before):
         return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            return f"the gradient was averaged over {world} processes, and the rows of this one alone were announced"
+    if observed.made.unseen is not None:  # of other processes
+        return observed.made.unseen
     split = [model.unflatten(value) for value in (used, whole, observed.start)]
     triples = {n: (split[0][n], split[1][n], split[2][n]) for n in model.names}
     off = {n: (u, g, w) for n, (u, g, w) in triples.items() if u.numel() and not _is_same(u, g)} or triples
@@ -447,10 +448,9 @@ def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepChe
     penalty = None if rates is None else observed.penalty.gradient(observed.start, rates)
     if penalty is not None and _is_same(used, check.gradient + penalty):
         return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
-    return (
-        f"the gradient that does not come {through} is {float(rest.norm() / used.norm()):.2g} of the whole, in {names}: "
-        f"{_added([*off.values()], len(model.names))}. unexplained=SHARE records it as a term of its own"
-    )
+    added, share = _added([*off.values()], len(model.names)), float(rest.norm() / used.norm())
+    text = f"the gradient that does not come {through} is {share:.2g} of the whole, in {names}: {added}"
+    return f"{text}. unexplained=SHARE records it as a term of its own"
 
 
 def _added(off: Sequence[tuple[Tensor, Tensor, Tensor]], num_parameters: int) -> str:

@@ -182,7 +182,7 @@ FAULTS = {
     "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
     "all scaled": Fault("is 3 times what came through the outputs, clipped or scaled .*: scale the loss",
         {"announced": lambda loop: [p.grad.mul_(3) for p in loop.net.parameters()]}),
-    "clipped otherwise": Fault("times what came through the outputs, clipped or scaled after .* its bound, clip=ClipNorm.0.002",
+    "clipped otherwise": Fault("what came through the outputs, clipped or scaled .* its bound, clip=ClipNorm.0.002",
         {"announced": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 2e-3)},
         options={"clip": ClipNorm(1e-3)}),
     "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
