@@ -22,6 +22,7 @@ from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
     CLIP_ROUNDING,
     EPSILON,
@@ -198,7 +199,13 @@ def check_step(
     predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
     residual = (observed.end - start).sub_(predicted)
     difference = float(largest_entry(residual))
-    follows_rule = difference <= step_tolerance(start, predicted)
+    follows_rule = difference <= step_tolerance(start, predicted) or _is_cancellation(setup, observed, residual)
+    if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
+        raise StepMismatchError(
+            "weights that no optimizer moves must move by -lr * gradient, with one lr for all of them and the gradient "
+            f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
+            "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
+        )
     if not exact:
         if not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(
@@ -240,6 +247,18 @@ def check_step(
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
     return scale_gradient(made.update, check.clip_factor, sizes), momentum
+
+
+def _is_cancellation(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
+    """Return whether a step misses its rule's, weight by weight, by the rounding of terms that cancel.
+
+    The step of a sign, v / |v|, is the sum of two terms that are as much larger than it as v is a small difference.
+    """
+    update, eps = observed.made.update.map(torch.abs), torch.finfo(residual.dtype).eps
+    vectors = (observed.start.abs(), observed.made.gradient.abs(), observed.momentum.abs())
+    sizes, _ = predict_step(update, setup.model.sizes, *vectors)
+    allowed = 64 * eps * sizes.abs() + 4 * eps * largest_entry(observed.start)
+    return bool((residual.abs() <= allowed).all())
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:

@@ -13,8 +13,16 @@ from epk_gp.core.checks import as_tensor, is_finite, validate_number
 from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import loss_input
 from epk_gp.core.step import Step
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.optimizers.torch_rules import GivenRules, NoOptimizer, OptimizerGroup, groups_of, learning_rate, state_of
+from epk_gp.optimizers.update_rules import (
+    GRADIENT,
+    NO_UPDATE,
+    OPTIONS,
+    WEIGHTS,
+    LinearStep,
+    UpdateCoefficients,
+    stack_coefficients,
+)
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
@@ -175,11 +183,16 @@ def states_before(
         where the optimizer has no state of the parameter yet.
     """
     result: dict[str, dict[str, Any]] = {}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
+        state = state_of(optimizer, parameter)
         needed = {key: value if key in needs_before else None for key, value in state.items()}
         copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
         result[name] = copied if any(value is not None for value in state.values()) else {}
+        if GRADIENT in needs_before and parameter.grad is not None:
+            result[name][GRADIENT] = parameter.grad.detach().clone()
+        if OPTIONS in needs_before:
+            result[name][OPTIONS] = dict(groups[id(parameter)])
     return result
 
 
@@ -264,9 +277,13 @@ class StepObserver:
         samples = torch.arange(len(self.setup.X)) if batch is None else batch.cpu()
         factor = _parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes))
+        if isinstance(self._optimizers[0], NoOptimizer):
+            self._before = states_before(self._optimizers[0], dict(self.setup.net.named_parameters()), (GRADIENT,))
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
+        if not self._stepped:
+            self._see_plain_step()
         if not self._stepped:
             return
         self._assign_forwards()
@@ -291,6 +308,16 @@ class StepObserver:
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
         self._coefficients, self._gradients = {}, {}
         self._report(made)
+
+    def _see_plain_step(self) -> None:
+        """Make a step of weights that moved since a batch was announced, where no optimizer says that it did."""
+        optimizer, start, end = self._optimizers[0], self._weights(), self.setup.weights()
+        if not isinstance(optimizer, NoOptimizer) or not self._announced or torch.equal(start, end):
+            return
+        gradients = {name: own[GRADIENT] for name, own in self._before.items() if GRADIENT in own}
+        zeros = self.setup.model.unflatten(torch.zeros_like(start))
+        optimizer.find_rate(end - start, self.setup.model.flatten({**zeros, **gradients}))
+        self._after_step(optimizer, (), {})
 
     def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.
@@ -404,7 +431,8 @@ class StepObserver:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
         for name, parameter in self.setup.net.named_parameters():
-            g = parameter.grad
+            before = dict(self._before.get(name, {}))
+            g = before.get(GRADIENT, parameter.grad)
             if id(parameter) not in groups or g is None:
                 continue
             if name not in model.names:
@@ -415,10 +443,9 @@ class StepObserver:
                     )
                 continue
             g = g.to_dense() if g.is_sparse else g
-            before = dict(self._before.get(name, {}))
             if WEIGHTS in rule.needs_before:
                 before[WEIGHTS] = weights[name]
-            state = optimizer.state.get(parameter, {})
+            state = state_of(optimizer, parameter)
             linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
             if parameter.requires_grad or bool(g.any()):
                 self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g

@@ -18,7 +18,15 @@ from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.torch_rules import (
+    NoOptimizer,
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
@@ -66,7 +74,7 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         X: Inputs,
         y: Shaped[Tensor, "M ..."],
         *,
@@ -86,7 +94,8 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
+                moves the weights itself, p -= lr * p.grad: call `batch` right before.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
             y: Their targets.
@@ -121,7 +130,7 @@ class Recorder:
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
         """
-        loss = as_loss(loss)
+        loss, optimizer = as_loss(loss), NoOptimizer(net) if optimizer is None else optimizer
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")

@@ -41,7 +41,7 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
         d, m = predict_step(u, sizes, torch.zeros(P).double(), g[s], m)
         forward += Phi[s, 0, 0] @ d
     for s in reversed(range(len(updates))):
-        H, carried = propagate(updates[s], sizes, Phi[s], carried)
+        H, _, carried = propagate(updates[s], sizes, Phi[s], carried)
         backward -= H[0, 0] @ g[s]
     return forward, backward
 
