@@ -158,6 +158,7 @@ class StepCheck:
         statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
             of what rounding explains.
         without_gradient: Names of the parameters that have no gradient in this step; theirs is zero here.
+        penalty: Gradient of an L2 penalty in the loop's loss, (P,); None where none is known.
     """
 
     state: Float[Tensor, " PQ"]
@@ -171,6 +172,17 @@ class StepCheck:
     loss: Loss
     statistics_error: float = 0.0
     without_gradient: Set[str] = frozenset()
+    penalty: Float[Tensor, " P"] | None = None
+
+    @property
+    def unclipped(self) -> Float[Tensor, " P"]:
+        """The gradient of stated loss and penalty before clipping."""
+        return self.gradient if self.penalty is None else self.gradient + self.penalty
+
+    @property
+    def expected(self) -> Float[Tensor, " P"]:
+        """The gradient that the optimizer must have used."""
+        return self.unclipped * self.clip_factor
 
 
 def explain_mismatch(
@@ -188,7 +200,7 @@ def explain_mismatch(
     used = check.used
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if not follows_rule and allclose(used, check.gradient * check.clip_factor):
+    if not follows_rule and allclose(used, check.expected):
         return (
             "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "

@@ -24,6 +24,7 @@ from epk_gp.optimizers.update_rules import (
     stack_coefficients,
 )
 from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import TrainingSetup
 
 StatesBefore = Mapping[str, Mapping[str, Any]]
@@ -157,6 +158,7 @@ class ObservedStep:
         momentum: The momentum buffer before it, as the recorder follows it.
         start_statistics: The moving statistics before it; of no entries for a network without them.
         end_statistics: Those after it.
+        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
     """
 
     made: MadeStep
@@ -166,6 +168,7 @@ class ObservedStep:
     momentum: Float[Tensor, " P"]
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
+    penalty: WeightPenalty
 
 
 def states_before(

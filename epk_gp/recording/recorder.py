@@ -33,6 +33,7 @@ from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, n
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import create_run, is_run, resume_run
@@ -166,7 +167,7 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
-        self._probe = DerivativeProbe()
+        self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
@@ -348,7 +349,7 @@ class Recorder:
         after = self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
-        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
+        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
@@ -401,6 +402,7 @@ class Recorder:
             )
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
+            self._penalty.is_fixed = True
             try:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
