@@ -24,12 +24,14 @@ so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` exp
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from epk_gp.optimizers.update_rules import (
     GRADIENT,
@@ -187,6 +189,22 @@ def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Opti
     )
 
 
+def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]) -> dict[int, Tensor] | None:
+    """Return weights, by the `id` of their parameter, as schedule-free optimizers have them while they train.
+
+    None where no optimizer is schedule-free.
+    """
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    if not any("train_mode" in group for _, group in groups):
+        return None
+    for optimizer, group in groups:
+        beta = float(group["betas"][0] if "betas" in group else group["momentum"])
+        for p in () if group.get("train_mode", True) else group["params"]:
+            if "z" in optimizer.state.get(p, {}) and id(p) in weights:
+                weights[id(p)] = weights[id(p)].lerp(optimizer.state[p]["z"].to(p), 1 - beta)
+    return weights
+
+
 def _factored(row: Tensor, column: Tensor) -> Tensor:
     return (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
 
@@ -207,10 +225,11 @@ def _came(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
 def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     """The moving average of differences of gradients is linear in h and in the sum n' = beta2 n + h.
 
-    It is (1 - beta2) / beta2 (h - (1 - beta2) n'), where n begins so that the first difference is 0.
+    It is (1 - beta2) / beta2 (h - (1 - beta2) n'), where n begins so that the first difference is 0; or 2 h where the
+    loss is maximised, as the class keeps the first gradient with the other sign.
     """
     (beta1, beta2, beta3), count, lr = map(float, group["betas"]), group["step"], float(group["lr"])
-    decay = lr * float(group["weight_decay"])
+    decay, first = lr * float(group["weight_decay"]), (1 - 2 * beta2 * group.get("maximize", False)) / (1 - beta2)
     shrunk = decay if group["weight_decouple"] else decay / (1 + decay)
     scale = lr / (after["exp_avg_sq"].sqrt() / math.sqrt(_debiased(beta3, count)) + float(group["eps"]))
     scale = scale * (1.0 if group["weight_decouple"] else 1 - shrunk)
@@ -220,7 +239,7 @@ def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
         momentum_lr=scale / _debiased(beta1, count),
         grad_scale=_scale_in_place(p, group, before),
         decoupled_decay=shrunk,
-        second=SecondBuffer((beta2 - 1) * of_difference, beta2, 1.0 if "previous_grad" in before else 1 / (1 - beta2)),
+        second=SecondBuffer((beta2 - 1) * of_difference, beta2, 1.0 if "previous_grad" in before else first),
         **_mean(beta1),
     )
 
@@ -243,13 +262,13 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     """Adam in the basis of eigenvectors Q = Q_L, Q_R of the step: Q_L ((Q_L^T m' Q_R) / d) Q_R^T."""
     beta1, beta2 = map(float, group["betas"])
     count, lr = group["step"] - 1, float(group["lr"])
-    if count == 0:  # the first gradient only makes the basis
-        return LinearStep(beta=1.0)
     if p.ndim > 2 or group["merge_dims"]:
         raise ValueError(
             f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got a "
             f"parameter of shape {tuple(p.shape)}. Give other parameters another optimizer."
         )
+    if count == 0:  # the first gradient only makes the basis
+        return LinearStep(beta=1.0)
     h = -before[GRADIENT] if group.get("maximize", False) else before[GRADIENT]
     left, right, *_ = *(Q if len(Q) else None for Q in before["Q"]), None
     turned = h if left is None else left.T @ h

@@ -201,12 +201,10 @@ def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Op
         adam = {**group, "amsgrad": False, "decoupled_weight_decay": True}
         return _adam(p, adam, before, {**after, "step": group["step"]})
     shape, buffer = (p.shape[0], p.numel() // p.shape[0]), after["momentum_buffer"]
-    own = {"ns_coefficients": group["ns_coeffs"][0], "eps": 1e-7}
+    own: dict[str, Any] = {"ns_coefficients": group["ns_coeffs"][0], "eps": 1e-7}
     own |= {"adjust_lr_fn": "match_rms_adamw" if group["use_adjusted_lr"] else None}
     seen: Any = SimpleNamespace(grad=before[GRADIENT].reshape(shape), shape=shape)
-    return _muon(
-        seen, {**group, **own, **adjusted}, before, {"momentum_buffer": after["momentum_buffer"].reshape(shape)}
-    )
+    return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
 
 
 def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -234,7 +232,8 @@ class NoOptimizer(Optimizer):
 
     def find_rate(self, change: Float[Tensor, " P"], g: Float[Tensor, " P"]) -> None:
         """Set the learning rate to the one that comes nearest to a change of the weights."""
-        self.param_groups[0]["lr"] = -float((change.double() @ g.double()) / g.double().square().sum().clamp(min=1e-300))
+        rate = -float((change.double() @ g.double()) / g.double().square().sum().clamp(min=1e-300))
+        self.param_groups[0]["lr"] = max(0.0, rate)
 
 
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))

@@ -233,6 +233,7 @@ class StepObserver:
         self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
         self._hooks: list[Any] = []
         self._announced: list[AnnouncedBatch] = []
+        self._inside: list[Optimizer] = []  # whose step() the loop is in
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
@@ -418,6 +419,9 @@ class StepObserver:
             source.register_hook(forward.add_gradient)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        self._inside.append(optimizer)
+        if sum(each is optimizer for each in self._inside) > 1:
+            return  # a class that calls its parent's step()
         if any(stepped is optimizer for stepped in self._stepped):
             self.complete()
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -429,6 +433,10 @@ class StepObserver:
 
         Its groups are read now, for its options may change before others step.
         """
+        if self._inside:
+            self._inside.pop()
+        if any(each is optimizer for each in self._inside):
+            return
         model, rule = self.setup.model, self.setup.update_rule
         self._groups[id(optimizer)] = self._groups_of(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -131,7 +131,9 @@ class Recorder:
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
         """
-        loss, optimizer = as_loss(loss), NoOptimizer(net) if optimizer is None else optimizer
+        loss = as_loss(loss)
+        if optimizer is None and isinstance(net, nn.Module):
+            optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
@@ -291,7 +293,7 @@ class Recorder:
             self._observer.announce(indices, weight, index)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not torch.equal(self._setup.weights(), last):
+                if not self._setup.is_at(last):
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left: they were changed in between (an "
                         "optimizer.step() outside the recorder's sight, or an edit)."

@@ -12,6 +12,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import Optimizer
 
 from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
@@ -35,6 +36,7 @@ from epk_gp.core.model import (
 )
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
@@ -79,6 +81,7 @@ class TrainingSetup:
         loss: The stated loss.
         fingerprint: Outputs of the network near its initial weights, (n, C).
         update_rule: How the optimizer's step follows from the gradient.
+        optimizers: The optimizers.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
@@ -90,6 +93,7 @@ class TrainingSetup:
     loss: Loss
     fingerprint: Float[Tensor, "n C"]
     update_rule: UpdateRule
+    optimizers: tuple[Optimizer, ...] = ()
     clip: Clip | None = None
     unexplained: float | None = None
 
@@ -102,6 +106,20 @@ class TrainingSetup:
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
+
+    def is_at(self, w: Float[Tensor, " P"]) -> bool:
+        """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
+
+        A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
+        """
+        if torch.equal(self.weights(), w):
+            return True
+        parameters = {name: p for name, p in self.net.named_parameters() if name in self.model.names}
+        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in parameters.values()})
+        if values is None:
+            return False
+        present = self.model.flatten({name: values[id(p)] for name, p in parameters.items()})
+        return bool((present - w).abs().max() <= 4 * torch.finfo(w.dtype).eps * w.abs().max())
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
         """Return a copy of the network's present moving statistics; None if it has none."""
@@ -179,7 +197,7 @@ class TrainingSetup:
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
                 f"{present.dtype} on {present.device}. Convert it after the {kept}"
             )
-        if present is None or not torch.equal(present, end):
+        if present is None or not self.is_at(end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
                 "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
@@ -273,7 +291,7 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, as_optimizers(optimizer), clip, unexplained)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
