@@ -1,7 +1,7 @@
 """Update rules of optimizers that are not torch's, as `schedulefree` and `pytorch_optimizer` write them.
 
-They are candidates, found by the name of a class: every step of a recording is compared with its rule's, so that a class
-of the same name that does something else is an error and no wrong result. timm's and other copies of the same algorithm
+They are candidates, found by the name of a class. Every step of a recording is compared with its rule's: a class of the
+same name that does something else is an error and no wrong result. timm's and other copies of the same algorithm
 have the same rule where options and state have these names.
 
 Some of them write into gradients, so that all rules here read the gradient as it was before the step. Options that are
@@ -24,6 +24,7 @@ so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` exp
 
 import json
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,22 +46,26 @@ from epk_gp.optimizers.update_rules import (
 
 
 def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
-    """Add the sign of the gradient, and the decay of the weights: decoupled, at a rate, unless an option says coupled."""
-    decay, sign = float(group.get("weight_decay", 0.0)), -1.0 if group.get("maximize", False) else 1.0
+    """Add the sign of the gradient, and the decay of the weights: decoupled, at a rate, unless it is coupled."""
+    decay, sign = float(group.get("weight_decay", 0.0)), _sign(group)
     if group.get("weight_decouple", True):
         coefficients = {"decoupled_decay": decay * (1.0 if group.get("fixed_decay") else float(rate))} | coefficients
     else:
         coefficients = {"weight_decay": decay} | coefficients
-    return LinearStep(**{"grad_scale": sign} | coefficients)
+    return LinearStep(**coefficients | {"grad_scale": sign})
 
 
-def _mean(beta: float) -> dict[str, float]:
+def _sign(group: Options) -> float:
+    return -1.0 if group.get("maximize", False) else 1.0
+
+
+def _mean(beta: float) -> dict[str, Any]:
     return {"beta": beta, "one_minus_dampening": 1 - beta}
 
 
 def _h(group: Options, before: Options) -> Tensor:
     """Return the gradient as the optimizer uses it, with its sign and the coupled decay."""
-    g: Tensor = -before[GRADIENT] if group.get("maximize", False) else before[GRADIENT]
+    g: Tensor = _sign(group) * before[GRADIENT]
     is_coupled = not group.get("weight_decouple", True) and group["weight_decay"]
     return g.add(before[WEIGHTS], alpha=group["weight_decay"]) if is_coupled else g
 
@@ -70,7 +75,7 @@ def _root_mean_square(value: Tensor) -> Tensor:
 
 
 def _debiased(beta: float, count: float) -> float:
-    return 1 - beta**count
+    return float(1 - beta**count)
 
 
 def _rate_of_mean(group: Options) -> float:
@@ -129,7 +134,7 @@ def _stable_adamw(p: nn.Parameter, group: Options, before: Options, after: Optio
 
 def _scale_in_place(p: nn.Parameter, group: Options, before: Options) -> float:
     """Return the factor of the gradient where the optimizer clips the norm of all gradients in place."""
-    g, sign = before[GRADIENT], -1.0 if group.get("maximize", False) else 1.0
+    g, sign = before[GRADIENT], _sign(group)
     is_clipped = group["max_grad_norm"] and p.grad is not None and bool(g.any())
     return sign * abs(float((p.grad * g).sum() / g.square().sum())) if is_clipped else sign
 
@@ -184,7 +189,7 @@ def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Opti
         momentum_lr=-of_u,
         beta=1 - c,
         one_minus_dampening=-(rate + k) * scale,
-        grad_scale=-1.0 if group.get("maximize", False) else 1.0,
+        grad_scale=_sign(group),
         weight_decay=float(group["weight_decay"]) / scale,
     )
 
@@ -269,7 +274,7 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
         )
     if count == 0:  # the first gradient only makes the basis
         return LinearStep(beta=1.0)
-    h = -before[GRADIENT] if group.get("maximize", False) else before[GRADIENT]
+    h = _sign(group) * before[GRADIENT]
     left, right, *_ = *(Q if len(Q) else None for Q in before["Q"]), None
     turned = h if left is None else left.T @ h
     turned = turned if right is None else turned @ right
@@ -326,7 +331,44 @@ LIBRARY_RULES = {
     for name in names.split()
 }
 # Options with which such a class makes other steps than its rule's.
-OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
+_OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
+
+# What the refusal of an unknown class shows.
+TEMPLATE = """
+    from epk_gp.optimizers.update_rules import LinearStep, UpdateRule
+
+    def coefficients(p, group, before, after):
+        # h = grad + weight_decay * w;  m' = beta * m + one_minus_dampening * h
+        # step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
+        scale = 1 / (after["exp_avg_sq"].sqrt() + group["eps"])  # or 1.0
+        return LinearStep(
+            beta=group["beta"],
+            one_minus_dampening=1 - group["beta"],
+            momentum_lr=group["lr"] * scale,
+        )
+
+    rule = UpdateRule("mine", coefficients)
+    recorder = epk.Recorder(net, optimizer, X, y, update_rule=rule)
+"""
+
+
+def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
+    """Return a library's rule for a class of its name, whose attributes stand among its options."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    for option in _OTHER_STEPS:
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"{kind} must make the plain steps of {rule.name}: got {option}, which makes others.")
+
+    def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+        try:
+            return rule.coefficients(p, ChainMap(dict(group), vars(optimizer)), before, after)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{kind} must have the options and the state of {rule.name}, which its name stands for: it lacks "
+                f"{error}. State its rule: update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
+            ) from error
+
+    return replace(rule, coefficients=coefficients)
 
 
 def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:

@@ -15,9 +15,8 @@ schedules are common factors and drop out.
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.library_rules import LIBRARY_RULES, OTHER_STEPS, lookahead
+from epk_gp.optimizers.library_rules import LIBRARY_RULES, TEMPLATE, lookahead, of_class
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
@@ -225,7 +224,7 @@ def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], 
 
 
 class NoOptimizer(Optimizer):
-    """Stands for the optimizer of a loop that writes p -= lr * p.grad itself; each step's lr is read off the weights."""
+    """The optimizer of a loop that writes p -= lr * p.grad itself; each step's lr is read off the weights."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
@@ -260,22 +259,6 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
 
 
 _OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
-_TEMPLATE = """
-    from epk_gp.optimizers.update_rules import LinearStep, UpdateRule
-
-    def coefficients(p, group, before, after):
-        # h = grad + weight_decay * w;  m' = beta * m + one_minus_dampening * h
-        # step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
-        scale = 1 / (after["exp_avg_sq"].sqrt() + group["eps"])  # or 1.0
-        return LinearStep(
-            beta=group["beta"],
-            one_minus_dampening=1 - group["beta"],
-            momentum_lr=group["lr"] * scale,
-        )
-
-    rule = UpdateRule("mine", coefficients)
-    recorder = epk.Recorder(net, optimizer, X, y, update_rule=rule)
-"""
 
 
 @dataclass(frozen=True)
@@ -535,9 +518,9 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
         if kind in RULES:
             return RULES[kind]
         if kind.__name__ == "Lookahead" and isinstance(inner, Optimizer):
-            return _of_class(lookahead(_known_rule(inner)), optimizer)
+            return of_class(lookahead(_known_rule(inner)), optimizer)
         if kind.__name__ in _OF_LIBRARIES:
-            return _of_class(_OF_LIBRARIES[kind.__name__], optimizer)
+            return of_class(_OF_LIBRARIES[kind.__name__], optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise ValueError(
             "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, and "
@@ -547,27 +530,8 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
     kind = type(optimizer)
     raise ValueError(
         f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Known are "
-        f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{_TEMPLATE}"
+        f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
     )
-
-
-def _of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
-    """Return a library's rule for a class of its name, whose attributes stand among its options."""
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    for option in OTHER_STEPS:
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise ValueError(f"{kind} must make the plain steps of {rule.name}: got {option}, which makes others.")
-
-    def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-        try:
-            return rule.coefficients(p, ChainMap(dict(group), vars(optimizer)), before, after)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{kind} must have the options and the state of {rule.name}, which its name stands for: it lacks "
-                f"{error}. State its rule: update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
-            ) from error
-
-    return replace(rule, coefficients=coefficients)
 
 
 def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:

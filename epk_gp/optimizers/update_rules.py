@@ -157,7 +157,8 @@ class UpdateCoefficients:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        others = {name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER}
+        held = ((name, getattr(self, name).items()) for name in BY_PARAMETER)
+        others: dict[str, Any] = {name: {k: function(Q) for k, Q in items} for name, items in held}
         return UpdateCoefficients(*map(function, self), **others, places=self.places)
 
 
@@ -193,7 +194,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
                 for value, size in zip(values, sizes, strict=True)
             ]
             joined[name] = torch.cat(numbers)  # which promotes their types
-    return UpdateCoefficients(**joined, **matrices)
+    return UpdateCoefficients(**joined | matrices)
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
@@ -263,6 +264,18 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """
     weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
     return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+
+
+def rounding_of_terms(
+    update: UpdateCoefficients, sizes: Sequence[int], w: Tensor, g: Tensor, m: Tensor
+) -> Float[Tensor, " P"]:
+    """Return by how much rounding may change each weight's step, where terms of `predict_step` cancel.
+
+    The step of a sign, v / |v|, is the sum of two terms that are as much larger than it as v is a small difference.
+    """
+    eps = torch.finfo(w.dtype).eps
+    step, _ = predict_step(update.map(torch.abs), sizes, w.abs(), g.abs(), m.abs())
+    return 64 * eps * step.abs() + 4 * eps * largest_entry(w)
 
 
 def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:

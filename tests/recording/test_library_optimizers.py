@@ -16,6 +16,7 @@ from epk_gp.core.states import averaged_trajectory
 from epk_gp.optimizers.library_rules import LIBRARY_RULES, schedule_free_coefficients
 from epk_gp.optimizers.torch_rules import as_optimizers, rule_for
 from epk_gp.recording.causes import StepMismatchError
+from loops import record
 
 TORCH_DTYPES = (torch.float64, torch.float32)
 
@@ -134,15 +135,17 @@ def test_schedule_free_training_with_evaluations_and_its_average():
 def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
     net, X, y, (batch, *_) = problem()
     optimizer = train(schedulefree.SGDScheduleFree(net.parameters(), lr=0.1))
-    with (
-        pytest.raises(StepMismatchError, match="must be those that the last step left"),
-        epk.Recorder(net, optimizer, X, y) as recorder,
-    ):
-        F.cross_entropy(net(X[batch]), y[batch]).backward()
-        recorder.batch(batch)
-        optimizer.step()
-        optimizer.eval()
-        net[0].weight.data[0, 0] += 1e-9
+
+    def loop() -> None:
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+            optimizer.eval()
+            net[0].weight.data[0, 0] += 1e-9
+
+    with pytest.raises(StepMismatchError, match="must be those that the last step left"):
+        loop()
 
 
 def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
@@ -186,15 +189,8 @@ def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message)
 def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
     net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 3)).double()
     X, y, optimizer = torch.randn(6, 1, 4).double(), torch.arange(6) % 3, po.SOAP(net.parameters())
-    with (
-        pytest.raises(ValueError, match=r"SOAP must have matrices and vectors.* of shape \(2, 1, 3\)"),
-        epk.Recorder(net, optimizer, X, y) as recorder,
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch(None)
-            optimizer.step()
+    with pytest.raises(ValueError, match=r"SOAP must have matrices and vectors.* of shape \(2, 1, 3\)"):
+        record(net, optimizer, X, y, [None])
 
 
 class Mine(torch.optim.Optimizer):
@@ -223,7 +219,7 @@ def test_the_lines_that_the_refusal_shows_record_a_home_made_optimizer():
     lines = [line[4:] for line in shown.splitlines()]
     assert len(lines) <= 15
     names = {"epk": epk, "net": net, "optimizer": optimizer, "X": X, "y": y}
-    exec("\n".join(lines), names)  # noqa: S102
+    exec("\n".join(lines), names)
     with names["recorder"] as recorder:
         for batch in steps:
             optimizer.zero_grad()
