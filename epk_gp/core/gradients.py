@@ -306,17 +306,19 @@ class ReplayedStep:
 
 @dataclass(frozen=True, eq=False)
 class UnseenMove:
-    """A move of moving statistics between recorded passes: by passes without a loss, or by a reset.
+    """A move of moving statistics between recorded passes: by passes without a loss, a reset, or to another process.
 
     Attributes:
         moved: Which statistics moved, by whole tensors.
         values: All of them after the move.
         is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
+        returns: Whether all are those at the start of the step again, with which each process begins.
     """
 
     moved: Bool[Tensor, " Q"]
     values: Float[Tensor, " Q"]
     is_reset: bool
+    returns: bool
 
 
 def replayed_steps(
@@ -409,9 +411,9 @@ class RunReplay:
         forwards = [data.forward for data in passes]
         starts = [start if forward.statistics is None else forward.statistics for forward in forwards]
         ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
-        return [self._unseen_move(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True)]
+        return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
 
-    def _unseen_move(self, end: Float[Tensor, " Q"], start: Float[Tensor, " Q"]) -> UnseenMove | None:
+    def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
         """Compare the statistics that one pass left with those that the next one found."""
         sizes = [shape.numel() for shape in self.model.statistic_shapes]
         moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
@@ -420,7 +422,7 @@ class RunReplay:
             if not torch.equal(before, after.to(before)):
                 is_moved.fill_(True)
                 is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
-        return UnseenMove(moved, start, is_reset) if bool(moved.any()) else None
+        return UnseenMove(moved, start, is_reset, torch.equal(start, first)) if bool(moved.any()) else None
 
 
 def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:

@@ -413,14 +413,15 @@ def propagate(
     if u.inner_left or u.inner_right:
         own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
         M = own_m if M is None else M.add_(own_m)
-        return (one_minus_dampening * M).add_(own_h), None, M.mul_(beta)
-    if momentum_lr.any():
-        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
-    if M is None:
-        return lr * Phi, None, None
-    H = one_minus_dampening * M
-    if lr.any():
-        H.addcmul_(Phi, lr)
+        H = (one_minus_dampening * M).add_(own_h)
+    else:
+        if momentum_lr.any():
+            M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
+        if M is None:
+            return lr * Phi, None, None
+        H = one_minus_dampening * M
+        if lr.any():
+            H.addcmul_(Phi, lr)
     if N is not None and second_beta is not None:
         return H.addcmul_(N, of_h), N, torch.cat([M.mul_(beta), second_beta * N], dim=-1)
     return H, None, M.mul_(beta) if beta.any() else None

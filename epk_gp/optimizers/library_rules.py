@@ -25,7 +25,7 @@ so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` exp
 import json
 import math
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,8 @@ from epk_gp.optimizers.update_rules import (
     SecondBuffer,
     UpdateRule,
 )
+
+StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
 def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
@@ -369,6 +371,40 @@ def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
             ) from error
 
     return replace(rule, coefficients=coefficients)
+
+
+def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
+    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
+    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
+    return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
+
+
+def states_before(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
+) -> StatesBefore:
+    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+
+    Args:
+        optimizer: The optimizer that will make the step.
+        parameters: The parameters by name.
+        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
+
+    Returns:
+        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
+        where the optimizer has no state of the parameter yet.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        state = state_of(optimizer, parameter)
+        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
+        result[name] = copied if any(value is not None for value in state.values()) else {}
+        if GRADIENT in needs_before and parameter.grad is not None:
+            result[name][GRADIENT] = parameter.grad.detach().clone()
+        if OPTIONS in needs_before:
+            result[name][OPTIONS] = dict(groups[id(parameter)])
+    return result
 
 
 def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:

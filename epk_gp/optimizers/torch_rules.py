@@ -21,11 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.library_rules import LIBRARY_RULES, TEMPLATE, lookahead, of_class
+from epk_gp.optimizers.library_rules import LIBRARY_RULES, TEMPLATE, StatesBefore, lookahead, of_class, states_before
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
@@ -229,10 +228,19 @@ class NoOptimizer(Optimizer):
     def __init__(self, net: nn.Module) -> None:
         super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
 
-    def find_rate(self, change: Float[Tensor, " P"], g: Float[Tensor, " P"]) -> None:
-        """Set the learning rate to the one that comes nearest to a change of the weights."""
-        rate = -float((change.double() @ g.double()) / g.double().square().sum().clamp(min=1e-300))
-        self.param_groups[0]["lr"] = max(0.0, rate)
+    def keep(self, parameters: Mapping[str, nn.Parameter]) -> StatesBefore:
+        """Copy weights and gradients as they are before a step, and return them by name."""
+        kept = states_before(self, parameters, (GRADIENT,))
+        self._before = [(p, p.detach().clone(), kept[name].get(GRADIENT)) for name, p in parameters.items()]
+        return kept
+
+    def has_moved(self) -> bool:
+        """Return whether the weights moved since; set the learning rate to the one that comes nearest to how."""
+        moves = [(w.double() - p.detach(), g) for p, w, g in self._before]
+        pairs = [(move, g.double()) for move, g in moves if g is not None]
+        along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
+        self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
+        return any(bool(move.any()) for move, _ in moves)
 
 
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
@@ -532,12 +540,6 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
         f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Known are "
         f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
     )
-
-
-def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
-    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
-    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
-    return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
