@@ -35,15 +35,12 @@ from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficie
 from epk_gp.optimizers.torch_rules import LINEAR_RULES, PRECONDITIONERS, Memory, OptimizerGroup, Preconditioner
 from epk_gp.optimizers.update_rules import (
     FIELDS,
-    INNER,
     Clip,
     Options,
     UpdateCoefficients,
-    apply_matrices,
     broadcast_to_params,
     is_clipped,
     predict_step,
-    second_coefficients,
     step_clip,
 )
 
@@ -380,48 +377,3 @@ class UpdateLaw:
         if bool(is_still.any()):
             moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still
         return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip)
-
-
-def propagate(
-    u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"] | None, Float[Tensor, "K N B"] | None]:
-    """Go one step back: return the adjoints of h and of the second buffer, and what the step before receives.
-
-    The adjoint of the momentum buffer is M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, and that of h is H_s =
-    one_minus_dampening_s M_s + lr_s Phi_s. Under a matrix preconditioner left_s^T Phi_s right_s^T takes the place of
-    Phi_s. That of a second buffer is N_s = rate_s Phi_s + second_beta_{s+1} N_{s+1}; M_s has of_m_s N_s more, and H_s
-    has of_h_s N_s more.
-
-    Args:
-        u: The coefficients of step s.
-        sizes: Number of weights of each of the L parameters.
-        Phi: The adjoint of the weights after the step.
-        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten, and the same of N; None if it is zero. The next one is
-            beta_s M_s.
-    """
-    P, N, second_beta = Phi.shape[-1], None, None
-    M = None if adjoint_state is None else adjoint_state[..., :P]
-    if u.second or (adjoint_state is not None and adjoint_state.shape[-1] > P):
-        rate, second_beta, of_h, of_m, _ = second_coefficients(u, sizes, Phi)
-        N = rate * Phi
-        if adjoint_state is not None and adjoint_state.shape[-1] > P:
-            N += adjoint_state[..., P:]
-        M = of_m * N if M is None else M.addcmul_(N, of_m)
-    coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
-    momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
-    Phi = apply_matrices(u, sizes, Phi, transposed=True)
-    if u.inner_left or u.inner_right:
-        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
-        M = own_m if M is None else M.add_(own_m)
-        H = (one_minus_dampening * M).add_(own_h)
-    else:
-        if momentum_lr.any():
-            M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
-        if M is None:
-            return lr * Phi, None, None
-        H = one_minus_dampening * M
-        if lr.any():
-            H.addcmul_(Phi, lr)
-    if N is not None and second_beta is not None:
-        return H.addcmul_(N, of_h), N, torch.cat([M.mul_(beta), second_beta * N], dim=-1)
-    return H, None, M.mul_(beta) if beta.any() else None

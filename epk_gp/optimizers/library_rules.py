@@ -25,7 +25,7 @@ so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` exp
 import json
 import math
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +43,6 @@ from epk_gp.optimizers.update_rules import (
     SecondBuffer,
     UpdateRule,
 )
-
-StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
 def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
@@ -373,38 +371,42 @@ def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
     return replace(rule, coefficients=coefficients)
 
 
-def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
-    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
-    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
-    return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
+def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
 
-
-def states_before(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
-) -> StatesBefore:
-    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
-
-    Args:
-        optimizer: The optimizer that will make the step.
-        parameters: The parameters by name.
-        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
-
-    Returns:
-        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
-        where the optimizer has no state of the parameter yet.
+    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
     """
-    result: dict[str, dict[str, Any]] = {}
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in parameters.items():
-        state = state_of(optimizer, parameter)
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
-        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
-        if GRADIENT in needs_before and parameter.grad is not None:
-            result[name][GRADIENT] = parameter.grad.detach().clone()
-        if OPTIONS in needs_before:
-            result[name][OPTIONS] = dict(groups[id(parameter)])
-    return result
+    a, b, c = coefficients
+    X = U.T if U.shape[0] > U.shape[1] else U
+    norm = X.norm().clamp(min=eps)
+    X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
+    Q: Tensor = identity / norm
+    for _ in range(steps):
+        A = X @ X.T
+        polynomial = a * identity + b * A + c * A @ A
+        X, Q = polynomial @ X, polynomial @ Q
+    return Q.T if U.shape[0] > U.shape[1] else Q
+
+
+class NoOptimizer(Optimizer):
+    """The optimizer of a loop that writes p -= lr * p.grad itself; each step's lr is read off the weights."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
+
+    def keep(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Options]:
+        """Copy weights and gradients as they are before a step, and return them by name."""
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        self._before = [(p, p.detach().clone(), gradients.get(name)) for name, p in parameters.items()]
+        return {name: {GRADIENT: g} for name, g in gradients.items()}
+
+    def has_moved(self) -> bool:
+        """Return whether the weights moved since; set the learning rate to the one that comes nearest to how."""
+        moves = [(w.double() - p.detach(), g) for p, w, g in self._before]
+        pairs = [(move, g.double()) for move, g in moves if g is not None]
+        along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
+        self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
+        return any(bool(move.any()) for move, _ in moves)
 
 
 def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:

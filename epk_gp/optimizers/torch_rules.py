@@ -15,7 +15,7 @@ schedules are common factors and drop out.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,18 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.library_rules import LIBRARY_RULES, TEMPLATE, StatesBefore, lookahead, of_class, states_before
+from epk_gp.optimizers.library_rules import (
+    LIBRARY_RULES,
+    TEMPLATE,
+    NoOptimizer,
+    lookahead,
+    of_class,
+    orthogonalising_matrix,
+)
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
+StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
 def _count(group: Options, state: Options) -> Any:
@@ -203,44 +211,6 @@ def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Op
     own |= {"adjust_lr_fn": "match_rms_adamw" if group["use_adjusted_lr"] else None}
     seen: Any = SimpleNamespace(grad=before[GRADIENT].reshape(shape), shape=shape)
     return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
-
-
-def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
-
-    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
-    """
-    a, b, c = coefficients
-    X = U.T if U.shape[0] > U.shape[1] else U
-    norm = X.norm().clamp(min=eps)
-    X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
-    Q: Tensor = identity / norm
-    for _ in range(steps):
-        A = X @ X.T
-        polynomial = a * identity + b * A + c * A @ A
-        X, Q = polynomial @ X, polynomial @ Q
-    return Q.T if U.shape[0] > U.shape[1] else Q
-
-
-class NoOptimizer(Optimizer):
-    """The optimizer of a loop that writes p -= lr * p.grad itself; each step's lr is read off the weights."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
-
-    def keep(self, parameters: Mapping[str, nn.Parameter]) -> StatesBefore:
-        """Copy weights and gradients as they are before a step, and return them by name."""
-        kept = states_before(self, parameters, (GRADIENT,))
-        self._before = [(p, p.detach().clone(), kept[name].get(GRADIENT)) for name, p in parameters.items()]
-        return kept
-
-    def has_moved(self) -> bool:
-        """Return whether the weights moved since; set the learning rate to the one that comes nearest to how."""
-        moves = [(w.double() - p.detach(), g) for p, w, g in self._before]
-        pairs = [(move, g.double()) for move, g in moves if g is not None]
-        along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
-        self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
-        return any(bool(move.any()) for move, _ in moves)
 
 
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
@@ -542,18 +512,38 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
     )
 
 
-def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
-    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
+    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
+    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
+    return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
 
-    Raises:
-        ValueError: The rule leaves more than rounding, and no share is given.
+
+def states_before(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
+) -> StatesBefore:
+    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+
+    Args:
+        optimizer: The optimizer that will make the step.
+        parameters: The parameters by name.
+        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
+
+    Returns:
+        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
+        where the optimizer has no state of the parameter yet.
     """
-    if rule.unexplained > 0 and unexplained is None:
-        raise ValueError(
-            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
-            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
-            "be left: what is left becomes a term of its own in every result, with its size."
-        )
+    result: dict[str, dict[str, Any]] = {}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        state = state_of(optimizer, parameter)
+        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
+        result[name] = copied if any(value is not None for value in state.values()) else {}
+        if GRADIENT in needs_before and parameter.grad is not None:
+            result[name][GRADIENT] = parameter.grad.detach().clone()
+        if OPTIONS in needs_before:
+            result[name][OPTIONS] = dict(groups[id(parameter)])
+    return result
 
 
 def validate_fresh_optimizer(optimizers: Optimizers) -> None:

@@ -114,6 +114,20 @@ class UpdateRule:
     unexplained: float = 0.0
 
 
+def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
+    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+
+    Raises:
+        ValueError: The rule leaves more than rounding, and no share is given.
+    """
+    if rule.unexplained > 0 and unexplained is None:
+        raise ValueError(
+            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
+            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
+            "be left: what is left becomes a term of its own in every result, with its size."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class UpdateCoefficients:
     """The coefficients of one step of all L parameters.

@@ -1,6 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
 from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
-from epk_gp.optimizers.library_rules import StatesBefore, state_of, states_before
-from epk_gp.optimizers.torch_rules import GivenRules, NoOptimizer, OptimizerGroup, groups_of, learning_rate
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     GRADIENT,
     NO_UPDATE,
@@ -260,7 +260,7 @@ class StepObserver:
         self._gradients: dict[str, Tensor] = {}
         self._gradient_before: Tensor | None = None  # of the step before
         self._lr = 0.0
-        self._before: StatesBefore = {}
+        self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with

@@ -19,8 +19,8 @@ from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import (
-    NoOptimizer,
     Optimizers,
     Rules,
     as_optimizers,

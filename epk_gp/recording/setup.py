@@ -46,9 +46,16 @@ from epk_gp.optimizers.torch_rules import (
     learning_rate,
     rule_for,
     validate_fresh_optimizer,
+)
+from epk_gp.optimizers.update_rules import (
+    Clip,
+    ClipNorm,
+    ClipValue,
+    UpdateRule,
+    move_by_rounding,
+    relative_rounding,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header

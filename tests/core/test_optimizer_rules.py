@@ -16,9 +16,15 @@ from epk_gp.optimizers.torch_rules import (
     orthogonalising_matrix,
     rule_for,
     validate_fresh_optimizer,
+)
+from epk_gp.optimizers.update_rules import (
+    LinearStep,
+    UpdateRule,
+    apply_matrices,
+    predict_step,
+    stack_coefficients,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import LinearStep, UpdateRule, apply_matrices, predict_step, stack_coefficients
 from epk_gp.recording.observer import states_before
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"

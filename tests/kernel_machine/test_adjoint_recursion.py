@@ -7,7 +7,7 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.core.update_law import propagate
+from epk_gp.kernel_machine.adjoint import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     SecondBuffer,
@@ -54,7 +54,7 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
 
 
 def test_the_recursion_is_the_transpose_of_the_steps(monkeypatch):
-    sizes, module = (9, 6, 5), "epk_gp.core.update_law.apply_matrices"
+    sizes, module = (9, 6, 5), "epk_gp.kernel_machine.adjoint.apply_matrices"
     forward, backward = inner_products(random_steps(6, sizes), sizes)
     torch.testing.assert_close(forward, backward, rtol=1e-13, atol=1e-13)
     monkeypatch.setattr(module, lambda u, sizes, v, **_: apply_matrices(u, sizes, v))  # the control: not transposed
