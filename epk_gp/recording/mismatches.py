@@ -231,7 +231,7 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say why the outputs of a pass are not those of the recorded network; None where they are."""
-    model, net, loss = setup.model, setup.net, setup.loss
+    model, net, loss, layout = setup.model, setup.net, setup.loss, setup.model.signature.layout
     replay = TrainingReplay(model, loss, TensorSpec(check.state.dtype, check.state.device))
     for p in (p for p in seen if p.shown):
         returned = _returned(replay, check.state, p.data)
@@ -259,7 +259,7 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
-        if p.captured.num_further:
+        if p.captured.num_arguments > (1 if layout is None else len(layout.tensors)):
             return f"{what}: the network was called with further arguments. Pass all that it depends on as X"
         return (
             f"{what}, at the same weights, rows and random numbers: it computes with something else that changes in "
@@ -404,31 +404,23 @@ def _weighted_rows(stated: Loss, seen: Sequence[SeenPass]) -> Iterator[str]:
 
 def _other_targets(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str]:
     """Yield whose targets the loop's loss took, if they are those of other rows."""
-    loss, used, own = setup.loss, list[Tensor](), list[Tensor]()
+    loss, pairs = setup.loss, list[tuple[Tensor, Tensor]]()
     for p in seen:
         y, c = p.data.y, p.by_row(p.weights(loss, p.data.y))
-        of_all = setup.y[: 2 * _MOST_TARGETS].unique(dim=0)
-        found = torch.where(p.rows_like(p.expected(loss, y)), torch.arange(len(y), device=y.device), -1)
-        candidates = torch.cat([y, of_all])
-        for number, target in enumerate(torch.cat([y[:_MOST_TARGETS], of_all[:_MOST_TARGETS]])):
-            place = number if number < min(len(y), _MOST_TARGETS) else number - min(len(y), _MOST_TARGETS) + len(y)
-            like = p.rows_like(c * loss_derivatives(loss, p.z, target.expand(y.shape)))
-            found = torch.where((found < 0) & like, place, found)
-        if bool((found < 0).any()):
+        used, is_found = y.clone(), p.rows_like(p.expected(loss, y))
+        for target in torch.cat([y, setup.y[:_MOST_TARGETS]]).unique(dim=0)[: 2 * _MOST_TARGETS]:
+            like = ~is_found & p.rows_like(c * loss_derivatives(loss, p.z, target.expand(y.shape)))
+            used[like], is_found = target, is_found | like
+        if not bool(is_found.all()):
             return
-        used.append(candidates[found])
-        own.append(y)
-    taken, stated = (
-        torch.cat(values).flatten(1) if values[0].ndim > 1 else torch.cat(values) for values in (used, own)
-    )
-    is_own_set = all(
-        map(torch.equal, taken.unique(dim=0, return_counts=True), stated.unique(dim=0, return_counts=True))
-    )
-    row = int((taken != stated).reshape(len(taken), -1).any(dim=1).long().argmax())
-    rows = "saw X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "saw changed rows"
-    order = "the batch's in another order" if is_own_set else "those of other points"
+        pairs.append((used, y))
+    used, y = (torch.cat(values) for values in zip(*pairs, strict=True))
+    counted = [values.unique(dim=0, return_counts=True) for values in (used, y)]
+    order = "the batch's in another order" if all(map(torch.equal, *counted)) else "those of other points"
+    row = int((used != y).reshape(len(y), -1).any(dim=1).long().argmax())
+    rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
     yield (
-        f"the network {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take "
+        f"the network saw {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take "
         "rows, targets and indices from one data set, such as IndexedDataset"
     )
 
@@ -458,7 +450,7 @@ def _gradient_causes(setup: TrainingSetup, observed: ObservedStep, check: StepCh
                 f"the gradient holds that of a backward() of {sum(len(p.inputs) for p in passes)} other rows, which "
                 "recorder.batch() did not get: call it for each batch whose gradients add up, or optimizer.zero_grad()"
             )
-    if made.gradient_before is not None and allclose(rest, made.gradient_before):
+    if len(made.gradient_before) and allclose(rest, made.gradient_before):
         yield "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()

@@ -1,7 +1,6 @@
 """The programs of docs/recipes/, as they stand there: what a page shows is what the tests run."""
 
 import runpy
-import warnings
 from pathlib import Path
 
 from recipes.problem import finish, itself
@@ -13,9 +12,7 @@ def program(name):
     """Return the program as a recipe."""
 
     def recipe():
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft's use of it
-            names = runpy.run_path(str(FOLDER / f"{name}.py"))
+        names = runpy.run_path(str(FOLDER / f"{name}.py"))
         recorder = names["recorder"]
         output = recorder.options.get("output", itself)
         return finish(recorder, names["net"], names["X_test"], recorder.X, recorder.y, output)
@@ -24,5 +21,6 @@ def program(name):
     return recipe
 
 
-RECIPES = [program(name) for name in ("accelerated", "distillation", "lora", "sam", "simclr")]
+NAMES = ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")
+RECIPES = [program(name) for name in NAMES]
 MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan", "schedule_free")]
