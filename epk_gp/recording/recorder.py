@@ -19,7 +19,15 @@ from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import (
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
@@ -70,7 +78,7 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         X: TrainingInputs,
         y: Targets = None,
         *,
@@ -90,7 +98,8 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
+                moves the weights itself, p -= lr * p.grad: call `batch` right before.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
@@ -130,6 +139,8 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
+        if optimizer is None and isinstance(net, nn.Module):
+            optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
@@ -346,7 +357,7 @@ class Recorder:
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
+                if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left: they were changed in between (an "
                         "optimizer.step() outside the recorder's sight, or an edit)."
