@@ -22,6 +22,7 @@ from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
     CLIP_ROUNDING,
     EPSILON,
@@ -34,11 +35,13 @@ from epk_gp.optimizers.update_rules import (
     predict_step,
     relative_rounding,
     rounded_bound,
+    rounding_of_terms,
     scale_gradient,
     step_tolerance,
 )
-from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
-from epk_gp.recording.observer import ObservedStep, device_random_state
+from epk_gp.recording.causes import StepMismatchError, changed_setting
+from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
+from epk_gp.recording.observer import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
@@ -200,6 +203,15 @@ def check_step(
     residual = (observed.end - start).sub_(predicted)
     difference = float(largest_entry(residual))
     follows_rule = difference <= step_tolerance(start, predicted)
+    if not follows_rule:
+        terms = rounding_of_terms(made.update, sizes, start, made.gradient, observed.momentum)
+        follows_rule = bool((residual.abs() <= terms).all())
+    if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
+        raise StepMismatchError(
+            "weights that no optimizer moves must move by -lr * gradient, with one lr for all of them and the gradient "
+            f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
+            "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
+        )
     if not exact:
         if not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(
@@ -227,16 +239,11 @@ def check_step(
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
-            cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=made.unseen)
+            cause = explain_mismatch(setup, observed, check, follows_rule=follows_rule)
             if not _is_repeatable(setup, check):
                 cause = (
                     "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
                     "drawn again: draw them with torch"
-                )
-            elif changed_setting(setup.net, setup.model) is None and _draws_otherwise(setup, observed):
-                cause = (
-                    "the network draws other random numbers than its layers do, as torch.compile lets it: set "
-                    "torch._inductor.config.fallback_random = True before the first call of the compiled network"
                 )
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
@@ -256,7 +263,7 @@ def _with_inferred(
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed:
+        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed)):
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)
@@ -311,7 +318,6 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         X=torch.cat([data.X for data in passes]),
         y=torch.cat([data.y for data in passes]),
         c=torch.cat([data.c for data in passes]),
-        loss=setup.loss,
         without_gradient=observed.made.without_gradient,
     )
     gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)
@@ -380,22 +386,6 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
         return True
     again, _ = _gradient_of(setup, check, check.state)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
-
-
-@torch.no_grad()
-def _draws_otherwise(setup: TrainingSetup, observed: ObservedStep) -> bool:
-    """Return whether a pass left torch's random numbers elsewhere than its layers do, as they were written."""
-    model, replay = setup.model, TrainingReplay(setup.model, setup.loss, setup.model.spec)
-    forwards = [forward for batch in observed.made.announced for forward in batch.forwards]
-    for data, captured in zip(passes_of(observed.step, setup.X, setup.y, setup.loss), forwards, strict=False):
-        used, states = (data.forward.random_state, data.forward.device_random_state), captured.random_states_after
-        with replay.random_numbers(data), disable_fused_attention():
-            model.signature.call(replay.module_in_modes(data), replay.rows(data), model.spec)
-            reached = torch.random.get_rng_state(), device_random_state(model.spec.device)
-        for state, own, recorded in zip(used, reached, states, strict=True):
-            if state is not None and own is not None and recorded is not None and not torch.equal(own, recorded):
-                return True
-    return False
 
 
 _NUM_ROWS = 16  # rows of the batch that are looked at

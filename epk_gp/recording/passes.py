@@ -48,6 +48,7 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
+_BLOCK_ROWS = 4096  # rows of X that are read at a time
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -243,10 +244,9 @@ class PassRecords:
         """
         if self._has_other_rows:
             return
-        alike = self._recorded_like(seen, self._setup.X)
-        index_of_row = {bytes(tensor_bytes(row)): number for X in alike for number, row in enumerate(X)}
-        other = (~is_recorded).nonzero().squeeze(1).tolist()
-        wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
+        other = (~is_recorded).nonzero().squeeze(1)
+        index_of_row = _places(self._setup.X, seen[other], self._recorded_like)
+        wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other.tolist()]
         if any(place is None for _, place in wrong):
             self._has_other_rows = True
             return
@@ -298,6 +298,20 @@ class PassRecords:
         named = {**dict(module.named_buffers()), **self._setup.model.unflatten(state)}
         named = {name: value.clone() for name, value in named.items()}
         return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
+
+
+def _places(
+    X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."], like: Callable[[Tensor, Tensor], list[Tensor]]
+) -> dict[bytes, int]:
+    """Return where X, in the shape of the rows, holds some rows, by their bytes; X is read block by block."""
+    wanted, found = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int]()
+    for start in range(0, len(X), _BLOCK_ROWS):
+        for alike in like(rows, X[start : start + _BLOCK_ROWS]):
+            block = bytes(tensor_bytes(alike))
+            size = len(block) // len(alike)
+            contents = {block[at : at + size]: start + at // size for at in range(0, len(block), size)}
+            found |= {content: contents[content] for content in wanted & contents.keys()}
+    return found
 
 
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
