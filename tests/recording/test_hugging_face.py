@@ -149,7 +149,7 @@ def assert_exact(result, *, has_brute_force=True, tolerance=1e-10):
     if not has_brute_force:
         return
     expected = brute_force_terms(result)
-    assert all(step_terms(result.recorder, step, M)[1] < 1e-12 for step in result.recorder.steps)
+    assert all(step_terms(result.recorder, step)[1] < 1e-12 for step in result.recorder.steps)
     scale = expected.samples.norm()
     assert float((parts.samples - expected.samples).norm()) < 1e-8 * scale
     assert float((parts.decay - expected.decay).norm()) < 1e-8 * scale
@@ -240,14 +240,12 @@ def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("default::epk_gp.core.show.CertificateWarning")
 @pytest.mark.parametrize("count", [1, 2])
 def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_path, count):
+    """The trainer leaves the division by their number to models that take it, and this one does not divide."""
     result = fit(
         monkeypatch, tmp_path, bert().float(), sentences(), collator(), bf16=True, optim="sgd",
         gradient_accumulation_steps=count,
     )  # fmt: skip
-    parts = epk.attribute(result.trajectory, result.X_test, head="logits")
-    change = (parts.network - parts.initial).norm()
-    assert parts.unexplained.norm() < 0.05 * change
-    assert (parts.total - parts.network).norm() < 1e-2 * change
+    assert all(abs(float(step.sample_weights.sum()) - count) < 0.02 for step in result.trajectory.steps)
 
 
 @pytest.mark.slow
