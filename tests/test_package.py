@@ -15,8 +15,8 @@ import epk_gp
 PUBLIC = set(
     """CertificateWarning ComputeOptions CrossEntropy EPKKernel Graph LogitGP MeanSquaredError PathKernel PerSampleLoss
     Points Ragged Recorder Smoothing StepMismatchError Storage Stream Trajectory UncertainClassifier adaptive attribute
-    chords gauss_legendre gram_block influence label_errors layerwise left_endpoint left_riemann load_trajectory midpoint
-    network_outputs next_to_label path_features reconstruct retrain self_influence softmax_uncertainty straight
+    chords gauss_legendre gram_block influence label_errors layerwise left_endpoint left_riemann load_trajectory
+    midpoint network_outputs next_to_label path_features reconstruct retrain self_influence softmax_uncertainty straight
     test_copy train train_copy write_report""".split()  # noqa: SIM905
 )
 

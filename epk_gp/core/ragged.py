@@ -41,8 +41,8 @@ class Ragged:
         kinds = {(row.shape[1:], row.dtype) if isinstance(row, Tensor) and row.ndim else None for row in self.rows}
         if len(kinds) != 1 or None in kinds or self.call not in get_args(RaggedCall):
             raise ValueError(
-                "Ragged(rows, call) must hold tensors (length, ...) of one dtype that differ in their length alone, and "
-                f"a call among {', '.join(get_args(RaggedCall))}: got {self.call!r} and rows of {len(kinds)} kinds."
+                "Ragged(rows, call) must hold tensors (length, ...) of one dtype that differ in their length alone, "
+                f"and a call among {', '.join(get_args(RaggedCall))}: got {self.call!r} and rows of {len(kinds)} kinds."
             )
         X = pad_sequence(list(self.rows), batch_first=True)
         lengths = torch.tensor([len(row) for row in self.rows], device=X.device)
