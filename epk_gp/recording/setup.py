@@ -110,9 +110,7 @@ class TrainingSetup:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
 
-    def number(
-        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."] | None, stream: Rows
-    ) -> Int64[Tensor, " n"]:
+    def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
         numbers = stream.number(X, torch.empty(len(X), 0) if y is None else y)
         self.X, self.y = (self.X, self.y) if len(stream) == len(self.X) else stream.mapped()

@@ -201,13 +201,13 @@ class Generated(IterableDataset):
 
 REFUSED = {
     "augmentation": (Augmented(), None, ValueError, "the same each time it is read: item 0 is another one.*without"),
-    "ragged": (Ragged(), None, TypeError, "of one shape, which default_collate puts together"),
-    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(4,\).* those before are \(5,\)"),
+    "ragged": (Ragged(), None, TypeError, "arrays or numbers of one shape: stack expects"),
+    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(\(4,\).* those before are \[\(\(5,\)"),
     "texts": (Texts(), None, TypeError, "X must be a torch.Tensor: got tuple"),
     "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
     "no targets": (Inputs(), None, TypeError, "y must be the targets that the stated loss takes"),
     "unknown key": (Dicts(), "label", ValueError, "y must be a key of the dataset's items"),
-    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "one entry per point"),
+    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "and a target.* got 150 rows and 149 targets"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
 }
 
