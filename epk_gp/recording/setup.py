@@ -113,7 +113,8 @@ class TrainingSetup:
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
         numbers = stream.number(X, torch.empty(len(X), 0) if y is None else y)
-        self.X, self.y = (self.X, self.y) if len(stream) == len(self.X) else stream.mapped()
+        if len(stream) > len(self.X):
+            self.X, self.y = (column.to(self.X.device) for column in stream.mapped())
         return numbers
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
@@ -281,7 +282,8 @@ def make_setup(
     names = trained_names(net, optimizer, trained)
     rows = map_data(X, y, folder)
     if rows is not None:
-        X, y = rows.mapped()
+        device = next(net.parameters(), torch.empty(0)).device
+        X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
@@ -300,7 +302,7 @@ def make_setup(
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
     stream = rows if rows is not None and rows.is_stream else None
-    is_mapped = rows is not None and stream is None
+    is_mapped = rows is not None and stream is None and X.device.type == "cpu"
     return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, is_mapped, stream)
 
 

@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | Non
         blocks = _slices(X, parts)
     elif dataset is None and not isinstance(X, Stream):
         return None
-    place = None if folder is None else os.path.dirname(os.path.abspath(folder))
+    place = None if folder is None else next(p for p in Path(folder).absolute().parents if p.is_dir())
     rows = Rows(place, is_stream=isinstance(X, Stream))
     with random_state_kept(torch.device("cpu")):
         for x, target in blocks:
@@ -177,7 +178,7 @@ def _dataset_of(X: Any) -> Any:
         dataset = dataset.dataset
     others = (Tensor, np.ndarray, Sequence, Mapping, Graph)
     is_dataset = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not isinstance(dataset, others)
-    return dataset if is_dataset else None
+    return dataset if is_dataset or dataset is not X else None
 
 
 def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
@@ -186,8 +187,8 @@ def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
     collate = options.get("collate_fn", default_collate)
     try:
         for number in torch.linspace(0, len(dataset) - 1, min(_READ_TWICE, len(dataset))).long().tolist():
-            pairs = zip(*(tensors_of(collate([dataset[number]])) for _ in range(2)), strict=True)
-            if not all(a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs):
+            first, again = (fingerprint_data(*tensors_of(collate([dataset[number]]))) for _ in range(2))
+            if first != again:
                 raise ValueError(
                     f"an item of X must be the same each time it is read: item {number} is another one when it is read "
                     "again (augmentation in __getitem__, noise). Pass the data set without augmentation as X, and "
@@ -196,7 +197,7 @@ def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
         # a generator of its own: a loader draws a seed
         for items in DataLoader(dataset, _ITEMS, generator=torch.Generator(), **options):
             yield _inputs_and_targets(items, y)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, LookupError) as error:
         raise TypeError(f"items of X must be tensors, arrays or numbers of one shape: {error}") from error
 
 
