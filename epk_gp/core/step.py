@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.moves import Move
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 
@@ -114,6 +115,8 @@ class Step:
             if the network in evaluation mode, on X and y as recorded, computes the same.
         groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
             None where they are those of the step before.
+        move: How the loop moved the weights after the optimizer's step, without a gradient (Lookahead, a checkpoint
+            that is restored); w_{s+1} are the weights after it. None if it did not.
     """
 
     index: int
@@ -122,6 +125,7 @@ class Step:
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Sequence[ForwardPass] = ()
     groups: tuple[OptimizerGroup, ...] | None = None
+    move: Move | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
@@ -221,6 +225,8 @@ def fingerprint_step(
         _hash_pass(hasher, forward)
     if step.groups is not None:
         hasher.update(repr([group.to_json() for group in step.groups]).encode())
+    if step.move is not None:
+        hasher.update(repr(step.move).encode())
     return hasher.hexdigest()
 
 

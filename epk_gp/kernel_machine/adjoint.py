@@ -44,11 +44,14 @@ from epk_gp.work.run import Sums
 
 def propagate_step(
     trajectory: Trajectory, s: int, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step of a run back: return the adjoints of the step and of h, and what the step before receives.
+) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None]:
+    """Go one step of a run back: return the adjoints of its change of the weights, of the optimizer's part, and of h.
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
     adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
+
+    A move in step m towards the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ...
+    + d_{m-1}): it adds -share E_m to the adjoint of each step from the anchor up to m.
 
     Args:
         trajectory: The run.
@@ -56,16 +59,31 @@ def propagate_step(
         sizes: Number of weights of each of the L parameters.
         Phi: The averaged gradients of the outputs along the path, which are overwritten.
         adjoint_state: What the step after left, which is overwritten; None after the last step.
+
+    Returns:
+        The adjoints, and what the step before receives.
     """
-    u, average = step_coefficients(trajectory, s, Phi), trajectory.average
-    if average is None:
-        return Phi, *propagate(u, sizes, Phi, adjoint_state)
-    a = float(average.coefficients[s])
-    E, of_momentum = Phi.mul_(a), None
-    if adjoint_state is not None:
-        of_momentum, E = adjoint_state[0], E.add_(adjoint_state[1], alpha=1 - a)
-    H, of_momentum = propagate(u, sizes, E, of_momentum)
-    return E, H, torch.stack([torch.zeros_like(E) if of_momentum is None else of_momentum, E])
+    u, average, moves = step_coefficients(trajectory, s, Phi), trajectory.average, trajectory.moves
+    if average is None and not moves:
+        return Phi, Phi, *propagate(u, sizes, Phi, adjoint_state)
+    # of the momentum, of the average, and of each move that reaches back over this step, from the last one
+    of_momentum, *rest = [None] if adjoint_state is None else list(adjoint_state)
+    E, averages = Phi, list[Tensor]()
+    if average is not None:
+        a = float(average.coefficients[s])
+        E = Phi.mul_(a) if not rest else Phi.mul_(a).add_(rest.pop(0), alpha=1 - a)
+        averages = [E]
+    for pull in rest:
+        E = E - pull
+    open_moves = [m for m in reversed(moves) if m > s >= moves[m].anchor]
+    pulls = [pull for m, pull in zip(open_moves, rest, strict=True) if moves[m].anchor < s]
+    of_optimizer = E
+    if (move := moves.get(s)) is not None:
+        of_optimizer = (1 - move.share) * E
+        pulls += [move.share * E] if move.anchor < s else []
+    H, of_momentum = propagate(u, sizes, of_optimizer, of_momentum)
+    carried = [torch.zeros_like(E) if of_momentum is None else of_momentum, *averages, *pulls]
+    return E, of_optimizer, H, torch.stack(carried) if len(carried) > 1 or of_momentum is not None else None
 
 
 def propagate(
@@ -546,10 +564,10 @@ class AdjointTerms(AttributionWork):
             totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
-            E, H, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
+            E, of_optimizer, H, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
             w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
-            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):
+            for of_pull, factor in ((H, u.weight_decay), (of_optimizer, u.decoupled_decay)):
                 if factor.any():
                     pull = broadcast_to_params(factor, sizes, w) * w
                     found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G

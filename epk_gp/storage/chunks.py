@@ -19,9 +19,9 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.states import recomputation_of, recomputed_run
+from epk_gp.core.states import RecomputedStates, recomputation_of, recomputed_run
 from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import FirstOf, Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
@@ -388,6 +388,8 @@ def require_same_run(trajectory: Trajectory) -> None:
     """
     recomputation = recomputation_of(trajectory)
     states = trajectory.trained.states if recomputation is None else recomputation.kept
+    while isinstance(states, FirstOf | RecomputedStates):  # of a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.recomputation.kept
     if not isinstance(states, StoredStates):
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
