@@ -11,14 +11,20 @@ A few weights of every state say which states can be the anchor; all weights the
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from epk_gp.core.show import warn_caller
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.update_rules import relative_rounding
+
 _NUM_SAMPLES = 64  # weights of a state that are kept to find it by
 _NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
 _CANDIDATES = 4  # anchors that are compared by all weights
+_NUM_COMPARED = 16  # training points whose outputs are compared
 _ROUNDING = 16  # eps of a parameter's largest weight by which a move may miss the line
 
 
@@ -104,3 +110,38 @@ class LiveNetwork:
 
     network: "weakref.ref[nn.Module]"
     samples: StateSamples
+
+    def warn_of_difference(
+        self, trajectory: Any, explained: Float[Tensor, " PQ"], present: Float[Tensor, " PQ"]
+    ) -> None:
+        """Warn that the user's network is another one than that which results explain, if its outputs are.
+
+        Results of averages, and of a run up to a state, are asked for by name: nothing is said while the network is the
+        one that the recording left.
+
+        Args:
+            trajectory: The `Trajectory`.
+            explained: Weights and moving statistics of the network that is explained.
+            present: Those of the user's network.
+        """
+        model, S = trajectory.model, trajectory.num_steps
+        states = self.samples.equal_to(present[: model.num_weights])
+        is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
+        is_computed = hasattr(trajectory.states, "at")  # up to rounding
+        if (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states):
+            return
+        rows = trajectory.inputs[:_NUM_COMPARED]
+        with torch.no_grad(), disable_fused_attention():
+            z, yours = (model(model.unflatten(state.to(explained)), rows) for state in (explained, present))
+        difference = float((z - yours).abs().max())
+        if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
+            return
+        advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
+        if states:
+            call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
+            advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
+        warn_caller(
+            f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its "
+            f"weights were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. "
+            f"{advice}."
+        )

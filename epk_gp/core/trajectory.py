@@ -17,11 +17,11 @@ from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input,
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
-from epk_gp.core.step import Step, identity_finding
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.step import NOT_OF_DATA, Step, identity_finding
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients, relative_rounding
+from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
 
 BYTES = 64  # a cache line, and the widest register; torch allocates at multiples of it
 
@@ -164,7 +164,7 @@ class Trajectory(Displayed):
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
         state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
-        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "moves"):  # found out again
+        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
             state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
@@ -290,6 +290,12 @@ class Trajectory(Displayed):
         Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
         """
         return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """What else than training points, decay and statistics adds to predictions, by name."""
+        batches = (step.batch for step in self.trained.steps if step.batch is not None)
+        return (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
@@ -466,45 +472,19 @@ def with_move(
     return torch.lerp(d, flat_weights(trajectory, step.move.anchor, w) - w, step.move.share)
 
 
-_NUM_COMPARED = 16  # training points whose outputs are compared
-
-
 def warn_unless_live(trajectory: Trajectory) -> None:
-    """Warn if the user's network is another one than that which results explain, and say which where it is known.
-
-    Results of averages, and of a run up to a state, are asked for by name: nothing is said while the network is the one
-    that the recording left.
-    """
-    live, model, S = trajectory.live, trajectory.model, trajectory.num_steps
+    """Warn if the user's network is another one than that which results explain."""
+    live, model = trajectory.live, trajectory.model
     net = None if live is None else live.network()
     if live is None or net is None:
         return
-    expected = _joined(trajectory, S, model.spec).to(model.spec.device)
+    explained = _joined(trajectory, trajectory.num_steps, model.spec).to(model.spec.device)
     try:
         present = torch.cat([model.weights_of(net), model.statistics_of(net)])
     except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
         return
-    if present.shape != expected.shape or torch.equal(expected.to(present), present):
-        return
-    states = live.samples.equal_to(present[: model.num_weights])
-    is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
-    is_computed = hasattr(trajectory.states, "at")  # up to rounding
-    if (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states):
-        return
-    rows = trajectory.inputs[:_NUM_COMPARED]
-    with torch.no_grad(), disable_fused_attention():
-        z, yours = (model(model.unflatten(state.to(expected)), rows) for state in (expected, present))
-    difference = float((z - yours).abs().max())
-    if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
-        return
-    advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
-    if states:
-        call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
-        advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
-    warn_caller(
-        f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its weights "
-        f"were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. {advice}."
-    )
+    if present.shape == explained.shape and not torch.equal(explained.to(present), present):
+        live.warn_of_difference(trajectory, explained, present)
 
 
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:

@@ -35,7 +35,7 @@ from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
-from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
+from epk_gp.optimizers.update_rules import broadcast_to_params, propagate
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
@@ -84,35 +84,6 @@ def propagate_step(
     H, of_momentum = propagate(u, sizes, of_optimizer, of_momentum)
     carried = [torch.zeros_like(E) if of_momentum is None else of_momentum, *averages, *pulls]
     return E, of_optimizer, H, torch.stack(carried) if len(carried) > 1 or of_momentum is not None else None
-
-
-def propagate(
-    u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step back: return the adjoint of h, and what the step before receives.
-
-    The adjoint of the momentum buffer is M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, and that of h is H_s =
-    one_minus_dampening_s M_s + lr_s Phi_s. Under a matrix preconditioner left_s^T Phi_s right_s^T takes the place of
-    Phi_s.
-
-    Args:
-        u: The coefficients of step s.
-        sizes: Number of weights of each of the L parameters.
-        Phi: The adjoint of the weights after the step.
-        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten; None if it is zero. The next one is beta_s M_s.
-    """
-    coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
-    momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
-    Phi = apply_matrices(u, sizes, Phi, transposed=True)
-    M = adjoint_state
-    if momentum_lr.any():
-        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
-    if M is None:
-        return lr * Phi, None
-    H = one_minus_dampening * M
-    if lr.any():
-        H.addcmul_(Phi, lr)
-    return H, M.mul_(beta) if beta.any() else None
 
 
 @contextmanager
@@ -410,9 +381,8 @@ class LossProducts:
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=block.cost.all_dense)
         values = []
         if data.forward.is_deterministic:
-            if data.forward.statistics is not None:
-                state = torch.cat([state[: block.net.model.num_weights], data.forward.statistics.to(state)])
-            X, at = block.net.model.spec.cast(data.X), WeightLocation(state)
+            replay = self.run.passes
+            X, at = block.net.model.spec.cast(data.X), WeightLocation(replay.state(state, data).to(state))
             for rows in blocks:
                 jacobians = layer_jacobians(block.net, at, X[rows], _loss_cotangents(block, data, rows), cost)
                 values.append(grouped_products(H, to_flat_order(jacobians, block.columns)[0], groups, sizes))
@@ -519,7 +489,9 @@ def _loss_cotangents(block: Predictions, data: PassData, part: Tensor) -> Cotang
         index = seen.index.to(part.device) - part[0]
         is_own = (index >= 0) & (index < len(part))
         seen = type(seen)(index[is_own], seen.values.to(part.device)[is_own])
-    own = PassData(type(forward)(len(part), targets=seen), data.samples[part], data.X[part], data.y[part], c)
+    cotangents = None if forward.cotangents is None else forward.cotangents[part.to(forward.cotangents.device)]
+    own_pass = type(forward)(len(part), targets=seen, cotangents=cotangents)
+    own = PassData(own_pass, data.samples[part], data.X[part], data.y[part], c)
     loss = block.trajectory.loss
 
     def derivative(z: Tensor) -> Tensor:

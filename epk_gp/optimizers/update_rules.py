@@ -203,6 +203,35 @@ def predict_step(
     return sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w)), after
 
 
+def propagate(
+    u: UpdateCoefficients, sizes: Sequence[int], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
+) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
+    """Go one step back: return the adjoint of h, and what the step before receives.
+
+    The adjoint of the momentum buffer is M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, and that of h is H_s =
+    one_minus_dampening_s M_s + lr_s Phi_s. Under a matrix preconditioner left_s^T Phi_s right_s^T takes the place of
+    Phi_s.
+
+    Args:
+        u: The coefficients of step s.
+        sizes: Number of weights of each of the L parameters.
+        Phi: The adjoint of the weights after the step.
+        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten; None if it is zero. The next one is beta_s M_s.
+    """
+    coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
+    momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
+    Phi = apply_matrices(u, sizes, Phi, transposed=True)
+    M = adjoint_state
+    if momentum_lr.any():
+        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
+    if M is None:
+        return lr * Phi, None
+    H = one_minus_dampening * M
+    if lr.any():
+        H.addcmul_(Phi, lr)
+    return H, M.mul_(beta) if beta.any() else None
+
+
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """Return the largest difference between a recorded and a predicted step that rounding can explain.
 

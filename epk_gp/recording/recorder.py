@@ -68,9 +68,9 @@ class Recorder:
         net: nn.Module,
         optimizer: Optimizers,
         X: Inputs,
-        y: Shaped[Tensor, "M ..."],
+        y: Shaped[Tensor, "M ..."] | None,
         *,
-        loss: Loss | nn.Module = CrossEntropy(),
+        loss: Loss | nn.Module | None = CrossEntropy(),
         update_rule: Rules = None,
         clip: Clip | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -89,8 +89,10 @@ class Recorder:
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
-            y: Their targets.
-            loss: The loss that will be minimised.
+            y: Their targets; None where no loss is stated and nothing else needs them.
+            loss: The loss that will be minimised. None states none: what the loop's own backward pass sends into each
+                row of what the network returns is recorded, which is all that contributions need, whatever the loss is
+                (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
             clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
@@ -251,7 +253,7 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] = 1.0
+        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] | None = 1.0
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -259,9 +261,11 @@ class Recorder:
         saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
 
         Args:
-            indices: Rows of X that the batch held, each as often as it occurred; None for all of X.
+            indices: Rows of X that the batch held, each as often as it occurred; None for all of X. With loss=None, -1
+                stands for a row that is no training point, such as a generated one.
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
-                row's loss.
+                row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
+                loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -281,7 +285,7 @@ class Recorder:
             self._observer.announce(indices, weight, index)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not torch.equal(self._setup.weights(), last):
+                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left: they were changed in between (an "
                         "optimizer.step() outside the recorder's sight, or an edit)."

@@ -249,7 +249,7 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
         and int(counts.sum()) == len(batches)
         and int(counts[is_weighted].sum()) == len(weights)
         and not bool((is_weighted & (lengths < 0)).any())
-        and (not len(batches) or 0 <= int(batches.min()) <= int(batches.max()) < schema.num_points)
+        and (not len(batches) or schema.least_index <= int(batches.min()) <= int(batches.max()) < schema.num_points)
     )
     if not is_sound:
         raise ValueError(f"{where} must hold steps on batches of the {schema.num_points} training points: it does not.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core import losses
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
 from epk_gp.core.inputs import signature_from_json
-from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
+from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
@@ -29,7 +29,7 @@ from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 _KNOWN_LOSSES: dict[str, Any] = {
-    kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
+    kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError, UnstatedLoss)
 }
 # What a run that is resumed may have otherwise: what its files hold of themselves.
 _OF_FILES = ("format", "version", "data_blake2b", "data_bytes")

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from epk_gp.core.losses import Loss
+from epk_gp.core.losses import Loss, UnstatedLoss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
@@ -139,6 +139,7 @@ class ChunkSchema:
         keep_every: Every so many-th state is held.
         scaled: Which coefficients of each parameter a preconditioner scales: where not every state is held, they are
             held for one weight.
+        least_index: The smallest index of a batch: -1 where rows may be no training points.
     """
 
     sizes: tuple[int, ...]
@@ -148,6 +149,7 @@ class ChunkSchema:
     num_modules: int = 0
     keep_every: int = 1
     scaled: tuple[frozenset[str], ...] = ()
+    least_index: int = 0
 
     @property
     def thins(self) -> bool:
@@ -176,6 +178,7 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         num_modules=len(header["modules"]),
         keep_every=header["keep_every"],
         scaled=scaled_fields(groups, header["names"]) if header["keep_every"] > 1 else (),
+        least_index=-1 if header["loss"]["kind"] == UnstatedLoss.__name__ else 0,
     )
 
 

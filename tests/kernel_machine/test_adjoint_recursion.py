@@ -7,7 +7,7 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.kernel_machine.adjoint import propagate
+from epk_gp.optimizers.update_rules import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
