@@ -374,7 +374,8 @@ class _Computation:
         number = bisect_right(self.numbers, state) - 1
         if self.numbers[number] == state:
             return _kept_state(self.kept, state, self.spec)
-        return self.stretch(number).states[state - self.numbers[number]]
+        made: Tensor = self.stretch(number).states[state - self.numbers[number]]
+        return made
 
 
 def _kept_state(kept: Any, state: int, spec: TensorSpec) -> Tensor:

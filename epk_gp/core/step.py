@@ -141,7 +141,7 @@ class Step:
 
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
-_DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
+DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
 def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
@@ -155,7 +155,7 @@ def fingerprint(*parts: object) -> str:
     The number of threads is hashed too, because torch splits sums by it: results of another number of threads agree up
     to rounding only.
     """
-    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, Tensor):
             hasher.update(repr((tuple(part.shape), part.dtype)).encode())
@@ -176,7 +176,7 @@ def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
 
 def fingerprint_data(*tensors: Shaped[Tensor, "..."]) -> str:
     """Hash the shapes, dtypes and entries of tensors, such as those of the training data."""
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for tensor in tensors:
         _hash_tensor(hasher, tensor)
     return hasher.hexdigest()
@@ -198,7 +198,7 @@ def fingerprint_start(
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
     """
-    hasher = hashlib.blake2b(repr(header).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
     if statistics is not None:
@@ -218,7 +218,7 @@ def fingerprint_step(
         end: The weights after the step.
         statistics: The moving statistics after the step; None for a network without them.
     """
-    hasher = hashlib.blake2b(start.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(start.encode(), digest_size=DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:

@@ -67,15 +67,15 @@ def propagate_step(
     if average is None and not moves:
         return Phi, Phi, *propagate(u, sizes, Phi, adjoint_state)
     # of the momentum, of the average, and of each move that reaches back over this step, from the last one
-    of_momentum, *rest = [None] if adjoint_state is None else list(adjoint_state)
-    E, averages = Phi, list[Tensor]()
+    rest = [] if adjoint_state is None else list(adjoint_state)
+    of_momentum, E, averages = rest.pop(0) if rest else None, Phi, list[Tensor]()
     if average is not None:
         a = float(average.coefficients[s])
         E = Phi.mul_(a) if not rest else Phi.mul_(a).add_(rest.pop(0), alpha=1 - a)
         averages = [E]
     for pull in rest:
         E = E - pull
-    open_moves = [m for m in reversed(moves) if m > s >= moves[m].anchor]
+    open_moves = [m for m in sorted(moves, reverse=True) if m > s >= moves[m].anchor]
     pulls = [pull for m, pull in zip(open_moves, rest, strict=True) if moves[m].anchor < s]
     of_optimizer = E
     if (move := moves.get(s)) is not None:

@@ -10,17 +10,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.moves import Move, StateSamples
 from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.chunks import StoredStates, StoredUpdates
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
-Recorded = tuple[States, Updates, States | None, str]
+Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
+Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # the last: digests of the runs up to each state
 _BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
 
 
@@ -84,6 +86,7 @@ class RunHistory:
 
     Attributes:
         steps: Learning rate, batch and forward passes of each step; the passes lie in memory or on disk.
+        samples: A few weights of each state.
     """
 
     def __init__(
@@ -96,6 +99,11 @@ class RunHistory:
         """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
         self.steps = list(steps)
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
+        self.samples = StateSamples.of(weights)
+        self.samples.rows[len(self.steps)] = weights[self.samples.places]
+        self._moved_to: dict[int, Held] = {
+            len(self.steps): (weights, statistics)
+        }  # where the last move led
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -143,19 +151,49 @@ class RunHistory:
         else:
             digest = partial(str, hashing())
         self._results[index] = StepResult(digest, end, update, after)
+        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
+
+    def move(self, move: Move, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Let the last step, whose result is not on disk, end where the loop moved the weights without a gradient.
+
+        Args:
+            move: The move.
+            end: The weights after it.
+            statistics: The moving statistics after it.
+        """
+        index, copy_in = self.num_steps - 1, self._arena.copy_in
+        step, left = self.steps[index], self._results[index]
+        if left.update is None:
+            raise ValueError("a move must come after a step: none led to these weights.")
+        if statistics is not None and left.statistics is not None and not torch.equal(statistics, left.statistics):
+            ends = [left.statistics if p.statistics_after is None else p.statistics_after for p in step.passes]
+            passes = zip(step.passes, ends, strict=True)
+            step = replace(step, passes=tuple(replace(p, statistics_after=after.cpu()) for p, after in passes))
+        step, end = replace(step, move=move), copy_in(end)
+        after = None if statistics is None else copy_in(statistics)
+        digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, after)
+        self._results[index] = StepResult(partial(str, digest), end, left.update, after)
+        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
+        self.steps[index], self._moved_to = step, {index + 1: (end, after)}
+
+    def state(self, number: int) -> Held | None:
+        """Return weights and moving statistics of a state, if they are in memory."""
+        result = self._results.get(number - 1)
+        held = None if result is None or not len(result.end) else (result.end, result.statistics)
+        return self._moved_to.get(number, held)
 
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""
         return [self._results[index] for index in range(first, end)]
 
     def recorded(self) -> Recorded:
-        """Return the states, coefficients and moving statistics of a run in memory, and its digest."""
+        """Return the states, coefficients and moving statistics of a run in memory, and its digests."""
         results = self.results(-1, self.num_steps)
         updates = tuple(r.update for r in results if isinstance(r.update, UpdateCoefficients))
         statistics = tuple(r.statistics for r in results if r.statistics is not None)
-        return tuple(r.end for r in results), updates, statistics or None, self.last.digest()
+        return tuple(r.end for r in results), updates, statistics or None, tuple(r.digest() for r in results)
 
     def thin(self, count: int, schema: ChunkSchema) -> None:
         """Free what a run that keeps every k-th state does not keep of its first `count` steps.
@@ -201,6 +239,7 @@ class CommitSchedule:
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
         self._num_bytes = 0.0  # of the completed steps that are not on disk
+        self._digests = read_digests(writer.path, writer.chunks)
 
     @property
     def num_committed(self) -> int:
@@ -208,14 +247,23 @@ class CommitSchedule:
         return self.writer.chunks[-1].last
 
     def recorded(self) -> Recorded:
-        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digest."""
+        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digests."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
         statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
-        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, chunks[-1].digest
+        digests = self._digests or (chunks[-1].digest,)
+        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
+        self.keep_training_state()
+        self.commit_if_due()
+
+    def keep_training_state(self) -> None:
+        """Keep the training state after the steps so far: they are complete."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
+
+    def commit_if_due(self) -> None:
+        """Commit the completed steps if a limit of the storage is reached."""
         if self.writer.schema.thins:
             self._history.thin(self._num_completed, self.writer.schema)
         steps = self._history.steps[self._num_counted :]
@@ -240,7 +288,9 @@ class CommitSchedule:
             schema, steps = self.writer.schema, self._history.steps[first:count]
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self.writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            digests = tuple(result.digest() for result in results)
+            self.writer.append(states, steps, updates, digests, self._training_state, statistics)
+            self._digests = (*self._digests, *digests) if self._digests else ()
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
         self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.

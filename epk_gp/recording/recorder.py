@@ -1,6 +1,7 @@
 """The recorder: records each step of the user's own training loop."""
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,14 +16,15 @@ from epk_gp.core.checks import is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
+from epk_gp.core.moves import LiveNetwork, Move, share_of_way
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.optimizers.update_rules import Clip
+from epk_gp.optimizers.update_rules import Clip, relative_rounding
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
-from epk_gp.recording.history import CommitSchedule, RunHistory
+from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import make_setup
@@ -146,6 +148,7 @@ class Recorder:
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        self._restored: tuple[int, Held] | None = None  # the earlier state whose weights the network has at the end
         self._setup = setup
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
@@ -172,6 +175,9 @@ class Recorder:
             self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+            samples = self._history.samples
+            for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
+                samples.rows[state] = recorded.states[state].to(end)[samples.places]
         else:
             last = history.last
             digest = history.digest(0)
@@ -215,6 +221,8 @@ class Recorder:
         try:
             if kind is None:
                 self._observer.complete()
+                if not self._has_refused:
+                    self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=True)
                 if self._commits is not None:
                     self._commits.complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
@@ -249,6 +257,8 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
+                if not self._setup.has_weights(self._history.last.end):
+                    self._follow_move(self._setup.weights(), self._setup.statistics())
         finally:
             self._in_until = False
 
@@ -285,12 +295,54 @@ class Recorder:
             self._observer.announce(indices, weight, index)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
+                if not self._setup.has_weights(last):
+                    self._follow_move(*self._observer.first_state())
+                    last = self._history.last.end
                 if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
-                        "the weights must be those the last recorded step left: they were changed in between (an "
-                        "optimizer.step() outside the recorder's sight, or an edit)."
+                        "the weights must be those the last recorded step left, or on the way from there to an earlier "
+                        "recorded state (Lookahead, a checkpoint that is restored): they were changed in another way "
+                        "(an optimizer.step() outside the recorder's sight, or an edit)."
                     )
                 self._setup.validate_frozen_state(last)
+            if self._commits is not None and not self._in_until:
+                self._commits.commit_if_due()  # not before: the loop might have moved the weights after the last step
+
+    def _follow_move(
+        self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
+    ) -> None:
+        """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
+
+        At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
+        """
+        history, sizes = self._history, self._setup.model.sizes
+        last, index = history.last, history.num_steps - 1
+        if index < self.num_committed or torch.equal(w, last.end):
+            return
+        for state in history.samples.anchors(last.end, w, index):
+            held = self._state(state)
+            share = None if held is None else share_of_way(last.end, w, held[0], sizes)
+            if held is None or share is None:
+                continue
+            if is_end and share == 1.0:
+                self._restored = state, held
+                return
+            b, anchor = last.statistics, held[1]
+            if b is not None and anchor is not None and statistics is not None:
+                is_moved = torch.allclose(statistics, torch.lerp(b, anchor, share), rtol=relative_rounding(w.dtype))
+                b = statistics if is_moved else b
+            history.move(Move(state, share), w, b)
+            self._observer.take_up(w, b)
+            return
+
+    def _state(self, number: int) -> Held | None:
+        """Return weights and moving statistics of a recorded state; None of one that neither memory nor disk holds."""
+        held, end = self._history.state(number), self._history.last.end
+        if held is not None or number > self.num_committed:
+            return held
+        run = self._recorded()
+        statistics = None if run.statistics is None else run.statistics[number].to(end)
+        return run.states[number].to(end), statistics
 
     @property
     def trajectory(self) -> Trajectory:
@@ -298,12 +350,16 @@ class Recorder:
 
         Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
         """
-        setup, history, commits = self._setup, self._history, self._commits
         if self._is_recording:
             self._observer.complete()
-        if commits is not None and not self._is_closed:
-            commits.commit()
-        states, updates, statistics, digest = (history if commits is None else commits).recorded()
+        if self._commits is not None and not self._is_closed:
+            self._commits.commit()
+        return self._recorded()
+
+    def _recorded(self) -> Trajectory:
+        """Return the run in memory, or as far as it is on disk."""
+        setup, history, commits = self._setup, self._history, self._commits
+        states, updates, statistics, digests = (history if commits is None else commits).recorded()
         trajectory = Trajectory(
             model=setup.model,
             inputs=setup.X,
@@ -314,12 +370,14 @@ class Recorder:
             updates=updates,
             steps=tuple(history.steps[: len(updates)]),
             num_outputs=setup.fingerprint.shape[1],
-            digest=digest,
+            digest=digests[-1],
             data_digest=self._data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            digests=digests if len(digests) > len(updates) else (),
+            live=LiveNetwork(weakref.ref(self.net), history.samples),
         )
         return with_computed_states(trajectory)
 
@@ -356,7 +414,7 @@ class Recorder:
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
         if self._commits is not None and not self._in_until:
-            self._commits.complete_iteration()
+            self._commits.keep_training_state()
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -387,7 +445,14 @@ class Recorder:
             )
         if not self._has_refused:
             last = self._history.last
-            self._setup.validate_end(last.end, last.statistics, self.num_steps)
+            end, statistics = last.end, last.statistics
+            if self._restored is not None:
+                number, (end, statistics) = self._restored
+                warn_caller(
+                    f"the weights at the end of the recording are those after step {number} of {self.num_steps}: "
+                    f"recorder.trajectory.until({number}) explains them."
+                )
+            self._setup.validate_end(end, statistics, self.num_steps)
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
         if self._identity.doubt is not None:
             warn_uncertified(

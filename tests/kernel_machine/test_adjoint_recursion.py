@@ -7,12 +7,12 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.optimizers.update_rules import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
     apply_matrices,
     predict_step,
+    propagate,
     stack_coefficients,
 )
 
