@@ -150,6 +150,7 @@ class StepCheck:
         step: The step.
         used: The gradient that the optimizer used, (P,).
         gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped.
+        expected: The gradient that the optimizer must have used: the stated loss's and an L2 penalty's, clipped, (P,).
         clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
         X: The stated batch.
         y: Its targets.
@@ -164,6 +165,7 @@ class StepCheck:
     step: Step
     used: Float[Tensor, " P"]
     gradient: Float[Tensor, " P"]
+    expected: Float[Tensor, " P"]
     clip_factor: float | Float[Tensor, " P"]
     X: Shaped[Tensor, "B ..."]
     y: Shaped[Tensor, "B ..."]
@@ -188,7 +190,7 @@ def explain_mismatch(
     used = check.used
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if not follows_rule and allclose(used, check.gradient * check.clip_factor):
+    if not follows_rule and allclose(used, check.expected):
         return (
             "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "

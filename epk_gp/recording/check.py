@@ -151,7 +151,8 @@ def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
     for size, short in ((norm, EPSILON + rounding * norm), (largest, rounding * largest)):
         if 0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size:
             return True
-    return clip is not None and clip.may_have_clipped(used)
+    is_clipped = clip is not None and clip.may_have_clipped(used)
+    return is_clipped or observed.penalty.needs_check(observed.start, used)
 
 
 def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
@@ -205,7 +206,7 @@ def check_step(
                 f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
                 "work, or the weights were changed."
             )
-        return made.update, momentum
+        return observed.penalty.added_to(made.update), momentum
     check = _recompute(setup, observed)
     if not check.statistics_error <= 1:
         cause = changed_setting(setup.net, setup.model) or (
@@ -216,13 +217,13 @@ def check_step(
             f"{check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
         )
     is_consistent = _is_consistent(setup, check)
-    if not is_consistent and setup.clip is None:
-        clip = inferred_clip(check.used, check.gradient)
-        if clip is not None:
-            check = replace(check, clip_factor=clip.factor(check.gradient))
-            is_consistent = _is_consistent(setup, check)
+    penalty, rates = observed.penalty, observed.penalty.rates
+    if not is_consistent and (inferred := _with_inferred(setup, observed, check)) is not None:
+        (check, rates), is_consistent = inferred, True
+    if is_consistent:
+        penalty.learn(rates, start, check.used)
     if not (follows_rule and is_consistent):
-        clipped = check.gradient * check.clip_factor
+        clipped = check.expected
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
@@ -239,7 +240,48 @@ def check_step(
                 f"gradient by {float((check.used - clipped).abs().max()):.2e} (largest entry "
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
-    return scale_gradient(made.update, check.clip_factor, sizes), momentum
+    return penalty.added_to(scale_gradient(made.update, check.clip_factor, sizes)), momentum
+
+
+def _with_inferred(
+    setup: TrainingSetup, observed: ObservedStep, check: StepCheck
+) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
+    """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
+    penalty, w, used = observed.penalty, observed.start, check.used
+
+    def candidates() -> Iterator[Float[Tensor, " L"] | None]:
+        yield penalty.rates
+        if not penalty.is_fixed:
+            yield torch.zeros_like(penalty.rates)
+            yield penalty.fitted(used, check.gradient, w)
+            yield penalty.fitted(used, check.gradient, w, is_scaled=True)
+            is_within = used.abs() < (1 - CLIP_ROUNDING[0]) * used.abs().max()  # not clipped entry by entry
+            yield penalty.fitted(*(is_within * value for value in (used, check.gradient, w)))
+
+    for rates in candidates():
+        if rates is None:
+            continue
+        other = _with_penalty(setup, check, penalty.gradient(w, rates))
+        clip = inferred_clip(used, other.expected) if setup.clip is None else None
+        other = other if clip is None else _with_penalty(setup, check, penalty.gradient(w, rates), clip)
+        is_same = clip is None and torch.equal(rates, penalty.rates)
+        if not is_same and _is_consistent(setup, other):
+            return other, rates
+    return None
+
+
+def _with_penalty(
+    setup: TrainingSetup, check: StepCheck, penalty: Float[Tensor, " P"] | None, clip: Clip | None = None
+) -> StepCheck:
+    """Return the check with the gradient of a penalty, and a clipping of the sum: the stated one if there is one."""
+    expected = check.gradient
+    if penalty is not None:
+        for name in check.without_gradient:
+            setup.model.unflatten(penalty)[name].zero_()
+        expected = expected + penalty
+    clip = setup.clip or clip
+    factor = 1.0 if clip is None else clip.factor(expected)
+    return replace(check, expected=expected * factor, clip_factor=factor)
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
@@ -259,6 +301,7 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         step=step,
         used=observed.made.gradient,
         gradient=observed.made.gradient,
+        expected=observed.made.gradient,
         clip_factor=1.0,
         X=torch.cat([data.X for data in passes]),
         y=torch.cat([data.y for data in passes]),
@@ -267,8 +310,8 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         without_gradient=observed.made.without_gradient,
     )
     gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)
-    clip_factor = 1.0 if setup.clip is None else setup.clip.factor(gradient)
-    return replace(check, gradient=gradient, clip_factor=clip_factor, statistics_error=error)
+    check = replace(check, gradient=gradient, statistics_error=error)
+    return _with_penalty(setup, check, observed.penalty.gradient(observed.start))
 
 
 def _gradient_of(
@@ -313,9 +356,8 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    clipped = check.gradient * check.clip_factor
-    difference, state, P = (check.used - clipped).abs().max(), check.state, setup.model.num_weights
-    if difference <= relative_rounding(state.dtype) * clipped.abs().max():
+    difference, state, P = (check.used - check.expected).abs().max(), check.state, setup.model.num_weights
+    if difference <= relative_rounding(state.dtype) * check.expected.abs().max():
         return True
     if not _is_repeatable(setup, check):
         return False

@@ -15,7 +15,14 @@ from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.optimizers.update_rules import (
+    NO_UPDATE,
+    WEIGHTS,
+    LinearStep,
+    UpdateCoefficients,
+    WeightPenalty,
+    stack_coefficients,
+)
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
@@ -190,6 +197,7 @@ class ObservedStep:
         momentum: The momentum buffer before it, as the recorder follows it.
         start_statistics: The moving statistics before it; of no entries for a network without them.
         end_statistics: Those after it.
+        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
     """
 
     made: MadeStep
@@ -199,6 +207,7 @@ class ObservedStep:
     momentum: Float[Tensor, " P"]
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
+    penalty: WeightPenalty
 
 
 def states_before(

@@ -21,7 +21,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.optimizers.update_rules import Clip, relative_rounding
+from epk_gp.optimizers.update_rules import Clip, WeightPenalty, relative_rounding
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
@@ -162,7 +162,7 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
-        self._probe = DerivativeProbe()
+        self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
@@ -401,7 +401,7 @@ class Recorder:
         after = self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
-        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after)
+        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
@@ -448,6 +448,13 @@ class Recorder:
             end, statistics = last.end, last.statistics
             if self._restored is not None:
                 number, (end, statistics) = self._restored
+                present = self._setup.statistics()
+                if present is not None and statistics is not None and not torch.equal(present, statistics):
+                    raise StepMismatchError(
+                        f"weights that are restored must come with their moving statistics: those at the end are of "
+                        f"step {number}, the statistics are not. Restore both (load_state_dict), or neither, inside "
+                        f"the 'with' statement. The {self.num_steps} recorded steps are kept."
+                    )
                 warn_caller(
                     f"the weights at the end of the recording are those after step {number} of {self.num_steps}: "
                     f"recorder.trajectory.until({number}) explains them."
@@ -461,6 +468,7 @@ class Recorder:
             )
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
+            self._penalty.is_fixed = True
             try:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1

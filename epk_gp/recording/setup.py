@@ -188,8 +188,8 @@ class TrainingSetup:
         if present is None or not torch.equal(present, end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
-                f"after the {kept}"
+                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
+                f"them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
