@@ -125,7 +125,12 @@ class LiveNetwork:
             present: Those of the user's network.
         """
         model, S = trajectory.model, trajectory.num_steps
-        states = self.samples.equal_to(present[: model.num_weights])
+        P, statistics = model.num_weights, trajectory.statistics
+        states = [
+            state
+            for state in self.samples.equal_to(present[:P])
+            if statistics is None or state > S or torch.equal(statistics[state].to(present), present[P:])
+        ]
         is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
         is_computed = hasattr(trajectory.states, "at")  # up to rounding
         if (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states):

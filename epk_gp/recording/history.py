@@ -101,9 +101,7 @@ class RunHistory:
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
         self.samples = StateSamples.of(weights)
         self.samples.rows[len(self.steps)] = weights[self.samples.places]
-        self._moved_to: dict[int, Held] = {
-            len(self.steps): (weights, statistics)
-        }  # where the last move led
+        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last move led
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
 

@@ -221,7 +221,7 @@ class Recorder:
         try:
             if kind is None:
                 self._observer.complete()
-                if not self._has_refused:
+                if not self._has_refused and self._setup.has_all_weights():
                     self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=True)
                 if self._commits is not None:
                     self._commits.complete_iteration()
@@ -301,12 +301,18 @@ class Recorder:
                 if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left, or on the way from there to an earlier "
-                        "recorded state (Lookahead, a checkpoint that is restored): they were changed in another way "
-                        "(an optimizer.step() outside the recorder's sight, or an edit)."
+                        "recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
+                        f"optimizer.step() outside the recorder's sight, or an edit).{self._hint_of_commit}"
                     )
                 self._setup.validate_frozen_state(last)
             if self._commits is not None and not self._in_until:
                 self._commits.commit_if_due()  # not before: the loop might have moved the weights after the last step
+
+    @property
+    def _hint_of_commit(self) -> str:
+        """What to do where a move cannot be added to the last step any more."""
+        is_on_disk = 0 < self.num_steps == self.num_committed
+        return " The last step is on disk: read recorder.trajectory after such a move." if is_on_disk else ""
 
     def _follow_move(
         self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
@@ -317,7 +323,8 @@ class Recorder:
         """
         history, sizes = self._history, self._setup.model.sizes
         last, index = history.last, history.num_steps - 1
-        if index < self.num_committed or torch.equal(w, last.end):
+        is_like = (w.dtype, w.device) == (last.end.dtype, last.end.device)
+        if index < self.num_committed or not is_like or torch.equal(w, last.end):
             return
         for state in history.samples.anchors(last.end, w, index):
             held = self._state(state)

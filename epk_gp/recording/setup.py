@@ -104,6 +104,10 @@ class TrainingSetup:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
 
+    def has_all_weights(self) -> bool:
+        """Return whether the network has all parameters that are recorded."""
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
         named = self.model.unflatten(weights).items()
@@ -178,8 +182,7 @@ class TrainingSetup:
             StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
         """
         kept = f"'with' statement. The {num_steps} recorded steps are kept."
-        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
-        present = self.weights() if has_all else None
+        present = self.weights() if self.has_all_weights() else None
         if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
             raise StepMismatchError(
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "

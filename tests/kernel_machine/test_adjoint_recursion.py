@@ -47,7 +47,7 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
 
 
 def test_the_recursion_is_the_transpose_of_the_steps(monkeypatch):
-    sizes, module = (9, 6, 5), "epk_gp.kernel_machine.adjoint.apply_matrices"
+    sizes, module = (9, 6, 5), "epk_gp.optimizers.update_rules.apply_matrices"
     forward, backward = inner_products(random_steps(6, sizes), sizes)
     torch.testing.assert_close(forward, backward, rtol=1e-13, atol=1e-13)
     monkeypatch.setattr(module, lambda u, sizes, v, **_: apply_matrices(u, sizes, v))  # the control: not transposed

@@ -242,7 +242,7 @@ def record_eight(path, fault):
     """Record five steps, make the fault, and record three more; each step is a commit."""
     own = recorder(path)
     with own:
-        for number in range(8):
+        for number in own.until(8):
             if number == 5:
                 fault(path)
             step(own)
