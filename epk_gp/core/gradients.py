@@ -35,7 +35,15 @@ from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights, step_coefficients, with_move
+from epk_gp.core.trajectory import (
+    Trajectory,
+    aligned,
+    batch_of,
+    flat_state,
+    flat_weights,
+    step_coefficients,
+    with_move,
+)
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -99,7 +107,7 @@ def _seen_inputs(X: Tensor, rows: Tensor, seen: SeenRows | None) -> Shaped[Tenso
     if seen is None:
         return X[rows]
     if len(seen.index) == len(rows):
-        return seen.values.to(X.device)
+        return aligned(seen.values.to(X.device))  # those of a file may lie anywhere
     values = X[rows]
     return values.index_copy(0, seen.index.to(X.device), seen.values.to(values))
 
@@ -242,7 +250,7 @@ def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> 
     loss that is not stated is linear in the outputs, (n, D).
     """
     if data.forward.cotangents is not None:
-        return (data.forward.cotangents.to(outputs) * outputs).sum(dim=1)
+        return (aligned(data.forward.cotangents.to(outputs)) * outputs).sum(dim=1)
     seen, y = data.forward.targets, data.y.to(outputs.device)
     if seen is None:
         return per_sample_losses(loss, outputs, y)

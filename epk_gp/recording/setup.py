@@ -331,13 +331,14 @@ def _parse_data(
     """
     if isinstance(X, Graph):
         validate_tensor(y, "y")
-        if y.ndim == 0 or len(y) == 0:
-            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
-        nodes, signature = parse_graph(X, len(y), output)
-        return nodes, y.detach().clone(), signature
+        labels = torch.as_tensor(y)
+        if labels.ndim == 0 or len(labels) == 0:
+            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
+        nodes, signature = parse_graph(X, len(labels), output)
+        return nodes, labels.detach().clone(), signature
     inputs, signature = parse_signature(X, output)
     validate_tensor(inputs, "X")
-    y = torch.empty(len(inputs), 0, device=inputs.device) if y is None and inputs.ndim else y
+    y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
     validate_tensor(y, "y")
     is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
