@@ -35,15 +35,7 @@ from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import (
-    Trajectory,
-    aligned,
-    batch_of,
-    flat_state,
-    flat_weights,
-    step_coefficients,
-    with_move,
-)
+from epk_gp.core.trajectory import Trajectory, aligned, batch_of, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -361,7 +353,7 @@ def replayed_steps(
         if law is not None and memory is not None:
             memory = replace(memory, momentum=before_trained)
             by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
-        d, as_trained = (with_move(trajectory, step, w, own) for own in (d, as_trained))
+        d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
         yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
 
 
@@ -482,7 +474,7 @@ def mismatch_ratio(
             with disable_fused_attention():
                 g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
         again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
-        rounding = _largest_by_parameter(model, with_move(run, step, w, again) - d)
+        rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
     return float(torch.where(differences == 0, 0.0, differences / allowed).max())

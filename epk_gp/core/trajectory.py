@@ -256,6 +256,12 @@ class Trajectory(Displayed):
         """The moves without a gradient by the steps after whose optimizer they came, ascending."""
         return {step.index: step.move for step in self.steps if step.move is not None}
 
+    def with_move(self, step: Step, w: Float[Tensor, " P"], d: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """Return the whole change of the weights w in a step, whose optimizer changes them by d: with its move."""
+        if step.move is None:
+            return d
+        return torch.lerp(d, flat_weights(self, step.move.anchor, w) - w, step.move.share)
+
     @cached_property
     def is_vanilla_gd(self) -> bool:
         """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights.
@@ -463,15 +469,6 @@ def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
     return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
 
 
-def with_move(
-    trajectory: Trajectory, step: Step, w: Float[Tensor, " P"], d: Float[Tensor, " P"]
-) -> Float[Tensor, " P"]:
-    """Return the change of the weights in a step: the optimizer's own, d, and the move after it, if there was one."""
-    if step.move is None:
-        return d
-    return torch.lerp(d, flat_weights(trajectory, step.move.anchor, w) - w, step.move.share)
-
-
 def warn_unless_live(trajectory: Trajectory) -> None:
     """Warn if the user's network is another one than that which results explain."""
     live, model = trajectory.live, trajectory.model
@@ -480,7 +477,8 @@ def warn_unless_live(trajectory: Trajectory) -> None:
         return
     explained = _joined(trajectory, trajectory.num_steps, model.spec).to(model.spec.device)
     try:
-        present = torch.cat([model.weights_of(net), model.statistics_of(net)])
+        w = model.weights_of(net)
+        present = torch.cat([w, model.statistics_of(net).to(w)])
     except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
         return
     if present.shape == explained.shape and not torch.equal(explained.to(present), present):

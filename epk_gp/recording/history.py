@@ -23,6 +23,7 @@ from epk_gp.storage.writer import RunWriter, Storage
 
 Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
 Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # the last: digests of the runs up to each state
+_ANCHORS = 4  # results of moves that stay in memory, from which the slow weights of Lookahead go on
 _BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
 
 
@@ -101,7 +102,7 @@ class RunHistory:
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
         self.samples = StateSamples.of(weights)
         self.samples.rows[len(self.steps)] = weights[self.samples.places]
-        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last move led
+        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last moves led
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -174,13 +175,13 @@ class RunHistory:
         digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, after)
         self._results[index] = StepResult(partial(str, digest), end, left.update, after)
         self.samples.rows[index + 1] = copy_in(end[self.samples.places])
-        self.steps[index], self._moved_to = step, {index + 1: (end, after)}
+        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {index + 1: (end, after)}
+        self.steps[index] = step
 
     def state(self, number: int) -> Held | None:
-        """Return weights and moving statistics of a state, if they are in memory."""
+        """Return weights and moving statistics of a state in memory; no weights where they were freed (`thin`)."""
         result = self._results.get(number - 1)
-        held = None if result is None or not len(result.end) else (result.end, result.statistics)
-        return self._moved_to.get(number, held)
+        return self._moved_to.get(number, None if result is None else (result.end, result.statistics))
 
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""

@@ -18,6 +18,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
 from epk_gp.core.moves import LiveNetwork, Move, share_of_way
 from epk_gp.core.show import warn_caller, warn_uncertified
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import RowIdentity, Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
@@ -327,7 +328,7 @@ class Recorder:
         if index < self.num_committed or not is_like or torch.equal(w, last.end):
             return
         for state in history.samples.anchors(last.end, w, index):
-            held = self._state(state)
+            held = self._state(state, w)
             share = None if held is None else share_of_way(last.end, w, held[0], sizes)
             if held is None or share is None:
                 continue
@@ -342,14 +343,21 @@ class Recorder:
             self._observer.take_up(w, b)
             return
 
-    def _state(self, number: int) -> Held | None:
-        """Return weights and moving statistics of a recorded state; None of one that neither memory nor disk holds."""
-        held, end = self._history.state(number), self._history.last.end
-        if held is not None or number > self.num_committed:
-            return held
-        run = self._recorded()
-        statistics = None if run.statistics is None else run.statistics[number].to(end)
-        return run.states[number].to(end), statistics
+    def _state(self, number: int, w: Float[Tensor, " P"]) -> Held | None:
+        """Return weights and moving statistics of a recorded state.
+
+        Weights that the run does not keep are w, where the samples are the same; None where they are not.
+        """
+        held, end, samples = self._history.state(number), self._history.last.end, self._history.samples
+        if held is None:
+            run = self._recorded()
+            recomputation, statistics = recomputation_of(run), run.statistics
+            is_kept = recomputation is None or recomputation.is_kept(number)
+            weights = run.states[number].to(end) if is_kept else end.new_empty(0)
+            held = weights, None if statistics is None else statistics[number].to(end)
+        if not len(held[0]) and torch.equal(samples.rows[number], w[samples.places]):
+            held = w, held[1]
+        return held if len(held[0]) else None
 
     @property
     def trajectory(self) -> Trajectory:
