@@ -15,13 +15,14 @@ matrices of a matrix preconditioner; for nearly all optimizers there are none. `
 coefficients of torch's optimizers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Number = float | Tensor
 Options = Mapping[str, Any]
@@ -85,6 +86,32 @@ class UpdateRule:
     coefficients: Coefficients
     needs_before: tuple[str, ...] = ()
     unexplained: float = 0.0
+
+
+StatesBefore = Mapping[str, Mapping[str, Any]]
+
+
+def states_before(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
+) -> StatesBefore:
+    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+
+    Args:
+        optimizer: The optimizer that will make the step.
+        parameters: The parameters by name.
+        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
+
+    Returns:
+        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
+        where the optimizer has no state of the parameter yet.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
+        result[name] = copied if any(value is not None for value in state.values()) else {}
+    return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,8 @@ from epk_gp.optimizers.update_rules import (
     scale_gradient,
     step_tolerance,
 )
-from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
+from epk_gp.recording.causes import StepMismatchError, changed_setting
+from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
 from epk_gp.recording.observer import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
@@ -227,7 +228,7 @@ def check_step(
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
-            cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=made.unseen)
+            cause = explain_mismatch(setup, observed, check, follows_rule=follows_rule)
             if not _is_repeatable(setup, check):
                 cause = (
                     "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
@@ -251,7 +252,7 @@ def _with_inferred(
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed:
+        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed)):
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)
@@ -306,7 +307,6 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         X=torch.cat([data.X for data in passes]),
         y=torch.cat([data.y for data in passes]),
         c=torch.cat([data.c for data in passes]),
-        loss=setup.loss,
         without_gradient=observed.made.without_gradient,
     )
     gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)

@@ -10,14 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.moves import Move, StateSamples
+from epk_gp.core.moves import Move, StateSamples, share_of_way
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import Step, fingerprint_step
-from epk_gp.core.trajectory import States, Updates
+from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
-from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
+from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.passes import stored_steps, validate_pass
-from epk_gp.storage.schema import ChunkSchema
+from epk_gp.storage.rows import num_seen
+from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
@@ -154,34 +157,75 @@ class RunHistory:
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
 
-    def move(self, move: Move, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+    def find_move(
+        self, w: Float[Tensor, " P"], sizes: tuple[int, ...], recorded: Callable[[], Trajectory]
+    ) -> tuple[Move, Held] | None:
+        """Return how the loop moved the weights, from where the last step left them, and the state they went towards.
+
+        Args:
+            w: The weights after the move.
+            sizes: Number of weights of each parameter.
+            recorded: Returns the run as far as it is on disk, for states that are not in memory.
+
+        Returns:
+            None where the weights did not move, or in another way.
+        """
+        u, places = self.last.end, self.samples.places
+        if (w.dtype, w.device) != (u.dtype, u.device) or torch.equal(w, u):
+            return None
+        for number in self.samples.anchors(u, w, self.num_steps - 1):
+            result = self._results.get(number - 1)
+            held = self._moved_to.get(number, None if result is None else (result.end, result.statistics))
+            if held is None:
+                run = recorded()
+                recomputation, statistics = recomputation_of(run), run.statistics
+                is_kept = recomputation is None or recomputation.is_kept(number)
+                anchor = run.states[number].to(u) if is_kept else u.new_empty(0)
+                held = anchor, None if statistics is None else statistics[number].to(u)
+            if not len(held[0]) and torch.equal(self.samples.rows[number], w[places]):  # a state that is not kept
+                held = w, held[1]
+            share = share_of_way(u, w, held[0], sizes) if len(held[0]) else None
+            if share is not None:
+                return Move(number, share), held
+        return None
+
+    def move(
+        self, move: Move, anchor: Held, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None
+    ) -> Float[Tensor, " Q"] | None:
         """Let the last step, whose result is not on disk, end where the loop moved the weights without a gradient.
 
         Args:
             move: The move.
-            end: The weights after it.
+            anchor: The state that it goes towards.
+            w: The weights after it.
             statistics: The moving statistics after it.
+
+        Returns:
+            The moving statistics that the step ends with: those it left, if they moved otherwise than the weights.
         """
         index, copy_in = self.num_steps - 1, self._arena.copy_in
         step, left = self.steps[index], self._results[index]
-        if left.update is None:
-            raise ValueError("a move must come after a step: none led to these weights.")
-        if statistics is not None and left.statistics is not None and not torch.equal(statistics, left.statistics):
-            ends = [left.statistics if p.statistics_after is None else p.statistics_after for p in step.passes]
-            passes = zip(step.passes, ends, strict=True)
-            step = replace(step, passes=tuple(replace(p, statistics_after=after.cpu()) for p, after in passes))
-        step, end = replace(step, move=move), copy_in(end)
-        after = None if statistics is None else copy_in(statistics)
-        digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, after)
-        self._results[index] = StepResult(partial(str, digest), end, left.update, after)
+        b = left.statistics
+        if b is not None and anchor[1] is not None and statistics is not None and not torch.equal(b, statistics):
+            expected = torch.lerp(b, anchor[1], move.share)
+            if torch.allclose(statistics, expected, rtol=relative_rounding(w.dtype)):
+                ends = [b.cpu() if p.statistics_after is None else p.statistics_after for p in step.passes]
+                passes = zip(step.passes, ends, strict=True)
+                step = replace(step, passes=tuple(replace(p, statistics_after=after) for p, after in passes))
+                b = copy_in(statistics)
+        step, end = replace(step, move=move), copy_in(w)
+        if left.update is not None:  # a step led to these weights
+            digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, b)
+            self._results[index] = StepResult(partial(str, digest), end, left.update, b)
         self.samples.rows[index + 1] = copy_in(end[self.samples.places])
-        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {index + 1: (end, after)}
+        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {index + 1: (end, b)}
         self.steps[index] = step
+        return b
 
-    def state(self, number: int) -> Held | None:
-        """Return weights and moving statistics of a state in memory; no weights where they were freed (`thin`)."""
-        result = self._results.get(number - 1)
-        return self._moved_to.get(number, None if result is None else (result.end, result.statistics))
+    def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Go on from a step that another process records; earlier results are forgotten, and there is no digest."""
+        self._results = {self.num_steps: StepResult(str, end, None, statistics)}
+        self.steps.append(step)
 
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""
@@ -226,13 +270,21 @@ class CommitSchedule:
 
     A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
     of completed iterations are committed, together with the training state at the end of the last of them: from there a
-    resumed run continues.
+    resumed run continues. The points of a stream, whose setup is `stream`, are committed with the steps that saw them.
 
     Attributes:
         writer: Writes the run's folder.
     """
 
-    def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        storage: Storage,
+        history: RunHistory,
+        training: TrainingState,
+        stream: TrainingSetup | None = None,
+    ) -> None:
+        self._stream, self._num_points = stream, 0 if stream is None else len(stream.X)  # the points that are on disk
         self.writer, self._limits, self._history, self._training = writer, storage, history, training
         self._num_completed = self._num_counted = history.num_steps
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
@@ -271,8 +323,9 @@ class CommitSchedule:
         self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
         self._num_counted = self._num_completed
         limits, waiting = self._limits, self._num_completed - self.num_committed
+        num_bytes = self._num_bytes + (0 if self._stream is None else self._stream.X[self._num_points :].nbytes)
         if waiting and (
-            self._num_bytes >= limits.chunk_bytes
+            num_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)
         ):
@@ -288,8 +341,14 @@ class CommitSchedule:
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
             digests = tuple(result.digest() for result in results)
-            self.writer.append(states, steps, updates, digests, self._training_state, statistics)
+            kept = (states, steps, updates, digests, self._training_state, statistics)
+            rows = dict[str, Tensor]()
+            if (stream := self._stream) is not None:
+                new = slice(self._num_points, num_seen(steps, self._num_points))
+                rows = {INPUTS: stream.X[new], TARGETS: stream.y[new]} if new.stop > new.start else rows
+            self.writer.append(*kept, rows=rows)
             self._digests = (*self._digests, *digests) if self._digests else ()
+            self._num_points += len(rows.get(INPUTS, ()))
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
         self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.

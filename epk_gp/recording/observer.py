@@ -1,6 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
-from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
+from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
@@ -19,14 +19,14 @@ from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
     WEIGHTS,
     LinearStep,
+    StatesBefore,
     UpdateCoefficients,
     WeightPenalty,
     stack_coefficients,
+    states_before,
 )
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
-
-StatesBefore = Mapping[str, Mapping[str, Any]]
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
 # gradients switched on, are dropped in favour of later ones.
@@ -52,6 +52,8 @@ class CapturedForward:
         outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
             loss is stated it is all that the network returned for each row.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
+        num_backwards: Number of backward passes that brought a gradient to the outputs.
+        num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
         stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
             gradient; None if there is none.
@@ -69,6 +71,8 @@ class CapturedForward:
     position: int = 0
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
+    num_backwards: int = 0
+    num_arguments: int = 1
     weights: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
@@ -78,18 +82,16 @@ class CapturedForward:
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that the network returned too.
         """
-        columns, tensors = [0], [z.detach() for z in tensors_of(returned) if has_rows(z, num_rows)]
-        self.outputs = (
-            torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1) if tensors else None
-        )
+        columns = [0]
+        if any(has_rows(z, num_rows) for z in tensors_of(returned)):
+            self.outputs = rows_of(returned, num_rows).detach()
 
         def watched(z: Tensor) -> Tensor:
-            is_row, first = has_rows(z, num_rows), columns[-1]
-            if is_row:
+            first = columns[-1]
+            if is_row := has_rows(z, num_rows):
                 columns.append(first + z.shape[1:].numel())
             if not z.requires_grad:
                 return z
-            alias = z.view_as(z)
 
             def add(gradient: Tensor) -> None:
                 if not is_row:
@@ -97,10 +99,10 @@ class CapturedForward:
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
-                    self.output_gradient[:, first : first + z.shape[1:].numel()] += (
-                        gradient.detach().flatten(1).reshape(num_rows, -1)
-                    )
+                    own = gradient.detach().reshape(num_rows, -1)
+                    self.output_gradient[:, first : first + own.shape[1]] += own
 
+            alias = z.clone()  # no view: hooks of a view are lost where the loop changes it in place
             alias.register_hook(add)
             return alias
 
@@ -108,6 +110,7 @@ class CapturedForward:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
+        self.num_backwards += 1
         gradient = gradient.detach()
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
@@ -152,6 +155,7 @@ class AnnouncedBatch:
         weight: Factor that the loop puts in front of the batch's loss, or of each row's; None: it is read.
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
+        targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -159,6 +163,7 @@ class AnnouncedBatch:
     weight: float | Tensor | None
     position: int = 0
     forwards: list[CapturedForward] = field(default_factory=list)
+    targets: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -174,6 +179,8 @@ class MadeStep:
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        others: Forward passes with a gradient in their outputs that are no announced batch's.
+        gradient_before: The gradient that the step before used; of no entries for the first one.
     """
 
     lr: float
@@ -183,6 +190,8 @@ class MadeStep:
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
     unseen: str | None
+    others: Sequence[CapturedForward]
+    gradient_before: Float[Tensor, " _"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,29 +217,6 @@ class ObservedStep:
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
     penalty: WeightPenalty
-
-
-def states_before(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
-) -> StatesBefore:
-    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
-
-    Args:
-        optimizer: The optimizer that will make the step.
-        parameters: The parameters by name.
-        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
-
-    Returns:
-        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
-        where the optimizer has no state of the parameter yet.
-    """
-    result: dict[str, dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
-        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
-    return result
 
 
 class StepObserver:
@@ -270,7 +256,7 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._lr = 0.0
+        self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
         self._before: StatesBefore = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -323,20 +309,40 @@ class StepObserver:
             hook.remove()
         self._hooks = []
 
-    def announce(self, indices: object, weight: object, index: int) -> None:
+    def announce(self, indices: object, weight: object, index: int, targets: Tensor | None = None) -> None:
         """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
 
         Raises:
             TypeError: The indices are not integers, or the weight is no number and no tensor.
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
-        may_be_outside = isinstance(self.setup.loss, UnstatedLoss)
-        batch = (
-            None if indices is None else _parse_batch(indices, len(self.setup.X), index, -1 if may_be_outside else 0)
-        )
-        samples = torch.arange(len(self.setup.X)) if batch is None else batch.cpu()
+        setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
+        if (indices if setup.stream is not None else targets) is not None:
+            raise ValueError(
+                "recorder.batch() must get indices into X, or, of a Stream, whose rows number themselves, the targets "
+                "of the rows: recorder.batch(targets=y)."
+            )
+        num_points = len(setup.X)
+        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        if setup.stream is not None:
+            num_points = self._num_waiting_rows() if targets is None else len(targets)
+        samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else _parse_weight(weight, len(samples), index)
-        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes))
+        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+
+    def _num_waiting_rows(self) -> int:
+        """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
+
+        Raises:
+            ValueError: There are none, or the loss needs their targets.
+        """
+        self._assign_forwards()
+        count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
+        if not isinstance(self.setup.loss, UnstatedLoss) or not count:
+            raise ValueError(
+                "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
+            )
+        return count
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
@@ -353,6 +359,12 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
+        if (stream := self.setup.stream) is not None:
+            if unseen is not None:
+                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
+            for batch in self._announced:
+                rows = torch.cat([forward.inputs for forward in batch.forwards])
+                batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         zeros = model.unflatten(torch.zeros_like(self._weights()))
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(
@@ -363,9 +375,11 @@ class StepObserver:
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
             unseen=unseen,
+            others=[forward for forward in self._waiting if forward.output_gradient is not None],
+            gradient_before=self._gradient_before,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients = {}, {}
+        self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
         self._report(made)
 
     def statistics(self) -> Float[Tensor, " Q"]:
@@ -439,6 +453,7 @@ class StepObserver:
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
             memory_order=_memory_order(inputs) if model.signature.layout is None else None,
+            num_arguments=len(args) + len(kwargs),
             weights=weights,
         )
         self._begun.append(forward)

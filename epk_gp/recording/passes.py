@@ -46,6 +46,7 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
+_BLOCK_ROWS = 4096  # rows of X that are read at a time
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -119,7 +120,6 @@ class PassRecords:
             model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
         )
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
-        self._index_of_row: dict[bytes, int] = {}
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
@@ -237,10 +237,9 @@ class PassRecords:
         if self._has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
             self._has_other_rows = True
             return
-        if not self._index_of_row:
-            self._index_of_row = {bytes(tensor_bytes(row)): number for number, row in enumerate(X)}
-        other = (~is_recorded).nonzero().squeeze(1).tolist()
-        wrong = [(row, self._index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
+        other = (~is_recorded).nonzero().squeeze(1)
+        index_of_row = _places(X, seen[other])
+        wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other.tolist()]
         if any(place is None for _, place in wrong):
             self._has_other_rows = True
             return
@@ -285,6 +284,17 @@ class PassRecords:
         named = {**dict(module.named_buffers()), **self._setup.model.unflatten(state)}
         named = {name: value.clone() for name, value in named.items()}
         return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
+
+
+def _places(X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."]) -> dict[bytes, int]:
+    """Return where X holds some rows, by their bytes; X is read block by block."""
+    wanted, found = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int]()
+    for start in range(0, len(X), _BLOCK_ROWS):
+        block = bytes(tensor_bytes(X[start : start + _BLOCK_ROWS]))
+        size = len(block) // len(X[start : start + _BLOCK_ROWS])
+        contents = {block[at : at + size]: start + at // size for at in range(0, len(block), size)}
+        found |= {content: contents[content] for content in wanted & contents.keys()}
+    return found
 
 
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.

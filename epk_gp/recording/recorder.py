@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,23 +17,27 @@ from epk_gp.core.checks import is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
-from epk_gp.core.moves import LiveNetwork, Move, share_of_way
+from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import RowIdentity, Step
+from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.optimizers.update_rules import Clip, WeightPenalty, relative_rounding
+from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
+from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
+from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
 from epk_gp.storage.run import create_run, is_run, resume_run
+from epk_gp.storage.schema import DATA, map_tensors
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
+
+_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -60,8 +65,6 @@ class Recorder:
     Attributes:
         net: The network.
         optimizer: Its optimizer.
-        X: A copy of the training inputs, in the structure in which they were given.
-        y: A copy of their targets.
         loss: The loss.
         signature: How the network is called, and how its outputs are taken from what it returns.
     """
@@ -70,8 +73,8 @@ class Recorder:
         self,
         net: nn.Module,
         optimizer: Optimizers,
-        X: Inputs,
-        y: Shaped[Tensor, "M ..."] | None,
+        X: TrainingInputs,
+        y: Targets = None,
         *,
         loss: Loss | nn.Module | None = CrossEntropy(),
         update_rule: Rules = None,
@@ -91,8 +94,10 @@ class Recorder:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
-                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
-            y: Their targets; None where no loss is stated and nothing else needs them.
+                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
+                a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
+            y: Their targets, a tensor or an array; None where no loss is stated and nothing else needs them, and where
+                items of a dataset are pairs (input, target), or dictionaries that hold `labels`, or their key.
             loss: The loss that will be minimised. None states none: what the loop's own backward pass sends into each
                 row of what the network returns is recorded, which is all that contributions need, whatever the loss is
                 (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
@@ -132,28 +137,54 @@ class Recorder:
             validate_count(check_every, "check_every")
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
+        self._ranks = Ranks(net)
+        net = self._ranks.net
         setup = make_setup(
-            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained, output=output
+            net,
+            optimizer,
+            X,
+            y,
+            loss,
+            update_rule,
+            clip=clip,
+            unexplained=unexplained,
+            trained=trained,
+            output=output,
+            folder=folder,
         )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers, stateful, folder)
         self.signature = setup.model.signature
-        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, setup.y
-        graph = self.signature.graph
-        self.X = self.signature.structure(setup.X) if graph is None else graph.graph
+        self.net, self.optimizer, self.loss = net, optimizer, loss
         header, start = setup.header() | thinning_header(storage, folder), setup.weights()
         self._data_digest: str = header["data_digest"]
+        self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
+        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
+            optimizers, momentum = (), momentum[:0]
+        elif self._ranks.size > 1:
+            objects = {**stateful, OTHER_RANKS: self._ranks}
+        self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
+        self._needs_until = bool(stateful)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
-        self._restored: tuple[int, Held] | None = None  # the earlier state whose weights the network has at the end
+        self._restored: tuple[Move, Held] | None = None  # to the earlier state whose weights the network has at the end
         self._setup = setup
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
-            self._open(folder, header, storage, resume)
+        with self._ranks.together():
+            if self._ranks.size > 1:
+                self._ranks.require_same(self._data_digest, "X and y")
+            if folder is not None and self._ranks.is_writer:
+                self._open(folder, header, storage, resume)
+        if folder is not None and self._ranks.size > 1:
+            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
+            if not self._ranks.is_writer:
+                self._setup = replace(setup, model=functionalize_like(setup.model, net))
+                self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
@@ -179,11 +210,33 @@ class Recorder:
             samples = self._history.samples
             for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
                 samples.rows[state] = recorded.states[state].to(end)[samples.places]
+            if setup.stream is not None:
+                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
+                    self._setup.number(*rows, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
             writer = create_run(folder, header, setup.data(), training, last.end, digest, statistics=last.statistics)
-        self._commits = CommitSchedule(writer, storage, self._history, training)
+        if setup.is_mapped:  # the temporary files are not needed any more
+            data = map_tensors(Path(folder) / DATA)
+            self._setup = replace(self._setup, X=data["inputs"], y=data["targets"])
+        self._commits = CommitSchedule(writer, storage, self._history, training, self._setup if setup.stream else None)
+
+    @property
+    def X(self) -> Inputs:  # noqa: N802  # as the argument
+        """A copy of the training inputs, in the structure of the network's call."""
+        graph = self.signature.graph
+        return self.signature.structure(self._setup.X) if graph is None else graph.graph
+
+    @property
+    def y(self) -> Shaped[Tensor, "M ..."]:
+        """A copy of their targets."""
+        return self._setup.y
+
+    def rows(self, batch: Int64[Tensor, " B"] | None) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."]]:
+        """Return inputs, packed, and targets of some points, None for all."""
+        X, y = self._setup.X, self._setup.y
+        return (X, y) if batch is None else (X[batch], y[batch])
 
     @property
     def num_steps(self) -> int:
@@ -208,6 +261,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
+        self._ranks.watch_joins(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -216,6 +270,7 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
+        self._ranks.stop()
         if self._is_closed:
             return
         self._is_recording, self._is_closed = False, True
@@ -224,12 +279,12 @@ class Recorder:
                 self._observer.complete()
                 if not self._has_refused and self._setup.has_all_weights():
                     self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=True)
-                if self._commits is not None:
-                    self._commits.complete_iteration()
+                self._complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
             if kind is None:
-                self._finish()
+                with self._ranks.together():
+                    self._finish()
         finally:
             self._history.close()
             if self._commits is not None:
@@ -252,8 +307,7 @@ class Recorder:
         self._in_until = True
         try:
             while True:
-                if self._commits is not None:
-                    self._commits.complete_iteration()
+                self._complete_iteration()
                 if self.num_steps == steps:
                     return
                 yield self.num_steps
@@ -264,7 +318,11 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] | None = 1.0
+        self,
+        indices: Int64[Tensor, " B"] | Sequence[int] | None = None,
+        *,
+        weight: float | Float[Tensor, " B"] | None = 1.0,
+        targets: Shaped[Tensor, "B ..."] | None = None,
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -277,6 +335,8 @@ class Recorder:
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
                 row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
                 loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+            targets: Of a `Stream`, whose rows are known by their content, the targets of the rows, in the place of
+                indices; None with loss=None, where the rows are those of the last backward pass.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -286,14 +346,14 @@ class Recorder:
         """
         if not self._is_recording:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        if self._training.stateful and not self._in_until:
+        if self._needs_until and not self._in_until:
             raise RuntimeError(
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
         self._observer.complete()
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
-            self._observer.announce(indices, weight, index)
+            self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
                 if not self._setup.has_weights(last):
@@ -307,7 +367,7 @@ class Recorder:
                     )
                 self._setup.validate_frozen_state(last)
             if self._commits is not None and not self._in_until:
-                self._commits.commit_if_due()  # not before: the loop might have moved the weights after the last step
+                self._commits.commit_if_due()
 
     @property
     def _hint_of_commit(self) -> str:
@@ -322,49 +382,29 @@ class Recorder:
 
         At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
         """
-        history, sizes = self._history, self._setup.model.sizes
-        last, index = history.last, history.num_steps - 1
-        is_like = (w.dtype, w.device) == (last.end.dtype, last.end.device)
-        if index < self.num_committed or not is_like or torch.equal(w, last.end):
-            return
-        for state in history.samples.anchors(last.end, w, index):
-            held = self._state(state, w)
-            share = None if held is None else share_of_way(last.end, w, held[0], sizes)
-            if held is None or share is None:
-                continue
-            if is_end and share == 1.0:
-                self._restored = state, held
-                return
-            b, anchor = last.statistics, held[1]
-            if b is not None and anchor is not None and statistics is not None:
-                is_moved = torch.allclose(statistics, torch.lerp(b, anchor, share), rtol=relative_rounding(w.dtype))
-                b = statistics if is_moved else b
-            history.move(Move(state, share), w, b)
-            self._observer.take_up(w, b)
-            return
-
-    def _state(self, number: int, w: Float[Tensor, " P"]) -> Held | None:
-        """Return weights and moving statistics of a recorded state.
-
-        Weights that the run does not keep are w, where the samples are the same; None where they are not.
-        """
-        held, end, samples = self._history.state(number), self._history.last.end, self._history.samples
-        if held is None:
-            run = self._recorded()
-            recomputation, statistics = recomputation_of(run), run.statistics
-            is_kept = recomputation is None or recomputation.is_kept(number)
-            weights = run.states[number].to(end) if is_kept else end.new_empty(0)
-            held = weights, None if statistics is None else statistics[number].to(end)
-        if not len(held[0]) and torch.equal(samples.rows[number], w[samples.places]):
-            held = w, held[1]
-        return held if len(held[0]) else None
+        history = self._history
+        if not self._ranks.is_writer:  # rank 0 finds out what it is
+            self._rejoin()
+            self._observer.take_up(w, statistics)
+        elif history.num_steps > self.num_committed:
+            found = history.find_move(w, self._setup.model.sizes, self._recorded)
+            if found is not None and is_end and found[0].share == 1.0:
+                self._restored = found
+            elif found is not None:
+                statistics = history.move(*found, w, statistics)
+                self._observer.take_up(w, statistics)
 
     @property
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 
         Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
+
+        Raises:
+            RuntimeError: This is not rank 0 of the processes that train the network, which has the run.
         """
+        if not self._ranks.is_writer:
+            raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
         if self._commits is not None and not self._is_closed:
@@ -375,18 +415,23 @@ class Recorder:
         """Return the run in memory, or as far as it is on disk."""
         setup, history, commits = self._setup, self._history, self._commits
         states, updates, statistics, digests = (history if commits is None else commits).recorded()
+        steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
+        if setup.stream is not None:
+            count = num_seen(steps, self._num_examples)
+            X, y = X[:count], y[:count]
+            data_digest = fingerprint_data(X, y)
         trajectory = Trajectory(
             model=setup.model,
-            inputs=setup.X,
-            targets=self.y,
+            inputs=X,
+            targets=y,
             loss=self.loss,
             update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(history.steps[: len(updates)]),
+            steps=steps,
             num_outputs=setup.fingerprint.shape[1],
             digest=digests[-1],
-            data_digest=self._data_digest,
+            data_digest=data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
@@ -399,37 +444,81 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps):
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
+        if not self._ranks.is_writer:
+            self._follow(made.lr, [batch.samples for batch in made.announced])
+        if not self._in_until:  # committed with the next step, for the loop may move the weights before it
+            self._complete_iteration(commits=False)
 
-    def _record_step(self, made: MadeStep) -> None:
-        index, setup, last = self.num_steps, self._setup, self._history.last
+    def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
+        """Return the record of this process's rows, and the moving statistics before and after the step."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
-        end = setup.weights()
         if not is_finite(end):
             raise StepMismatchError(
                 "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
             )
-        after = self._observer.statistics()
+        last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
-        step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
+        known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
+        return self._passes.step(self.num_steps, made.lr, made.announced, last.end, known), before, after
+
+    def _record_step(self, made: MadeStep) -> None:
+        index, setup, last = self.num_steps, self._setup, self._history.last
+        end = setup.weights()
+        if self._ranks.size > 1:
+            whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
+        else:
+            whole, made.unseen = self._own_step(made, end), made.unseen or self._ranks.warning
+        if whole is None:
+            return
+        step, before, after = whole
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
-            if is_exact or not self._identity.num_judged:  # until something is known, every step says something
+            # rows of a stream are numbered by what they are
+            if setup.stream is None and (
+                is_exact or not self._identity.num_judged
+            ):  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
-        if self._commits is not None and not self._in_until:
+
+    def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
+        """Go on from a step that rank 0 has recorded."""
+        batch = torch.cat([torch.zeros(0, dtype=torch.int64), *samples])
+        self._history.follow(Step(self.num_steps, lr, batch), self._setup.weights(), self._setup.statistics())
+
+    def _shadow_step(self) -> None:
+        """Take part in a step of other ranks inside of `net.join()`, where this one has used up its batches."""
+        with _errors_of_step(self.num_steps), self._ranks.together():
+            self._ranks.shadow_step()
+        self._follow(learning_rate(self._optimizers))
+        self._complete_iteration()
+
+    def _rejoin(self) -> None:
+        """Take the weights that all ranks have at the end of `net.join()`."""
+        if not self._ranks.is_writer and self.num_steps:
+            last = self._history.steps.pop()
+            self._history.follow(last, self._setup.weights(), self._setup.statistics())
+
+    def _complete_iteration(self, *, commits: bool = True) -> None:
+        """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
+        if self._commits is not None:
             self._commits.keep_training_state()
+            if commits:
+                self._commits.commit_if_due()
+        if not self._ranks.is_writer:
+            self._ranks.send_state(self._training)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -462,8 +551,8 @@ class Recorder:
             last = self._history.last
             end, statistics = last.end, last.statistics
             if self._restored is not None:
-                number, (end, statistics) = self._restored
-                present = self._setup.statistics()
+                move, (end, statistics) = self._restored
+                number, present = move.anchor, self._setup.statistics()
                 if present is not None and statistics is not None and not torch.equal(present, statistics):
                     raise StepMismatchError(
                         f"weights that are restored must come with their moving statistics: those at the end are of "
@@ -475,6 +564,8 @@ class Recorder:
                     f"recorder.trajectory.until({number}) explains them."
                 )
             self._setup.validate_end(end, statistics, self.num_steps)
+        if not self._ranks.is_writer:
+            return
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
         if self._identity.doubt is not None:
             warn_uncertified(

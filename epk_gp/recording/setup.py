@@ -1,6 +1,7 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,15 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
-from epk_gp.core.gradients import with_kept_activations
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
-from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
+from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
@@ -33,6 +33,7 @@ from epk_gp.core.model import (
     functionalize,
     perturbed_initial,
     random_state_kept,
+    with_kept_activations,
 )
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
@@ -47,6 +48,7 @@ from epk_gp.optimizers.torch_rules import (
 )
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
+from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -68,7 +70,7 @@ def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m .
     return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrainingSetup:
     """A training before its first step.
 
@@ -82,6 +84,8 @@ class TrainingSetup:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        is_mapped: Whether X and y are mapped from files that do not grow.
+        stream: The points of a stream; X and y hold those that were seen so far. None for other data.
     """
 
     net: nn.Module
@@ -93,6 +97,8 @@ class TrainingSetup:
     update_rule: UpdateRule
     clip: Clip | None = None
     unexplained: float | None = None
+    is_mapped: bool = False
+    stream: StreamRows | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -103,6 +109,15 @@ class TrainingSetup:
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
+
+    def number(
+        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."] | None, stream: StreamRows
+    ) -> Int64[Tensor, " n"]:
+        """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
+        numbers = stream.number(X, X.new_empty(len(X), 0) if y is None else y)
+        if int(numbers.max()) >= len(self.X):
+            self.X, self.y = stream.mapped()
+        return numbers
 
     def has_all_weights(self) -> bool:
         """Return whether the network has all parameters that are recorded."""
@@ -132,6 +147,7 @@ class TrainingSetup:
             data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
             unexplained=self.unexplained,
             clip=self.clip,
+            is_stream=self.stream is not None,
         )
 
     def data(self) -> dict[str, Tensor]:
@@ -243,8 +259,8 @@ class TrainingSetup:
 def make_setup(
     net: nn.Module,
     optimizer: Optimizers,
-    X: Inputs,
-    y: Shaped[Tensor, "M ..."] | None,
+    X: TrainingInputs,
+    y: Targets,
     loss: Loss,
     update_rule: Rules,
     *,
@@ -252,6 +268,7 @@ def make_setup(
     unexplained: float | None,
     trained: Collection[str],
     output: Callable[[Any], Tensor] | None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
@@ -268,9 +285,11 @@ def make_setup(
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
+    data = map_data(X, y, folder)
+    y = y if data is None else data.y
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
-    X, y, signature = _parse_data(X, y, output)
+    X, y, signature = _parse_data(X if data is None else data, y, output)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -284,7 +303,9 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
+    stream = None if data is None else data.stream
+    is_mapped = data is not None and stream is None
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, is_mapped, stream)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
@@ -320,10 +341,10 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(
-    X: Inputs, y: Tensor | None, output: Callable[[Any], Tensor] | None
-) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
+
+    Those that are mapped from files are not copied.
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
@@ -336,7 +357,9 @@ def _parse_data(
             raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
         nodes, signature = parse_graph(X, len(labels), output)
         return nodes, labels.detach().clone(), signature
-    inputs, signature = parse_signature(X, output)
+    validate_output(output)
+    is_mapped = isinstance(X, MappedData)
+    inputs, signature = (X.X, Signature(X.layout, output)) if is_mapped else parse_signature(X, output)
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
     validate_tensor(y, "y")
@@ -348,7 +371,7 @@ def _parse_data(
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return inputs.detach().clone(), y.detach().clone(), signature
+    return (inputs, y, signature) if is_mapped else (inputs.detach().clone(), y.detach().clone(), signature)
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:

@@ -11,17 +11,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.gradients import batch_gradient, with_kept_activations
+from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
-from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
+from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests, read_steps, with_computed_states
+from epk_gp.storage.chunks import (
+    StoredStates,
+    StoredUpdates,
+    read_digests,
+    read_steps,
+    stream_data,
+    with_computed_states,
+)
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
@@ -311,6 +318,9 @@ def load_trajectory(
         digests=read_digests(path, chunks),
     )
     validate_forward_function(trajectory, data["probe"])
+    if schema.is_stream:
+        X, y = stream_data(path, data, chunks, steps)
+        trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
     trajectory = with_computed_states(trajectory)

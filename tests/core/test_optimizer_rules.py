@@ -18,8 +18,14 @@ from epk_gp.optimizers.torch_rules import (
     validate_fresh_optimizer,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import LinearStep, UpdateRule, apply_matrices, predict_step, stack_coefficients
-from epk_gp.recording.observer import states_before
+from epk_gp.optimizers.update_rules import (
+    LinearStep,
+    UpdateRule,
+    apply_matrices,
+    predict_step,
+    stack_coefficients,
+    states_before,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
