@@ -13,14 +13,8 @@ import epk_gp as epk
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import learning_rate, rule_for
-from epk_gp.optimizers.update_rules import (
-    NO_UPDATE,
-    WEIGHTS,
-    LinearStep,
-    UpdateCoefficients,
-    stack_coefficients,
-    states_before,
-)
+from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.recording.observer import states_before
 
 TENSOR = torch.tensor(0.01)
 COMMON: dict[str, dict[str, Any]] = {

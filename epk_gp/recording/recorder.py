@@ -21,7 +21,15 @@ from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import (
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
@@ -72,7 +80,7 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         X: TrainingInputs,
         y: Targets = None,
         *,
@@ -92,7 +100,8 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
+                moves the weights itself, p -= lr * p.grad: call `batch` right before.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
@@ -132,6 +141,8 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
+        if optimizer is None and isinstance(net, nn.Module):
+            optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
@@ -278,7 +289,7 @@ class Recorder:
             if kind is None:
                 self._observer.complete()
                 if not self._has_refused and self._setup.has_all_weights():
-                    self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=True)
+                    self._follow_present(is_end=True)
                 self._complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
@@ -312,8 +323,7 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
-                if not self._setup.has_weights(self._history.last.end):
-                    self._follow_move(self._setup.weights(), self._setup.statistics())
+                self._follow_present()
         finally:
             self._in_until = False
 
@@ -356,24 +366,25 @@ class Recorder:
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not self._setup.has_weights(last):
+                if not self._setup.is_at(last):
                     self._follow_move(*self._observer.first_state())
                     last = self._history.last.end
-                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
+                if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
+                    is_on_disk = 0 < index == self.num_committed
+                    hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left, or on the way from there to an earlier "
                         "recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
-                        f"optimizer.step() outside the recorder's sight, or an edit).{self._hint_of_commit}"
+                        f"optimizer.step() outside the recorder's sight, or an edit).{hint}"
                     )
                 self._setup.validate_frozen_state(last)
             if self._commits is not None and not self._in_until:
                 self._commits.commit_if_due()
 
-    @property
-    def _hint_of_commit(self) -> str:
-        """What to do where a move cannot be added to the last step any more."""
-        is_on_disk = 0 < self.num_steps == self.num_committed
-        return " The last step is on disk: read recorder.trajectory after such a move." if is_on_disk else ""
+    def _follow_present(self, *, is_end: bool = False) -> None:
+        """Record the move to the present weights, if there was one."""
+        if not self._setup.is_at(self._history.last.end):
+            self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
 
     def _follow_move(
         self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False

@@ -21,5 +21,6 @@ def program(name):
     return recipe
 
 
-RECIPES = [program(name) for name in ("accelerated", "distillation", "lora", "sam", "simclr")]
+NAMES = ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")
+RECIPES = [program(name) for name in NAMES]
 MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan", "schedule_free")]
