@@ -142,6 +142,8 @@ class LiveNetwork:
         if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
             return
         advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
+        if "ScheduleFree" in trajectory.update_rule:
+            advice = "In optimizer.eval() it is an average: averaged_trajectory(run, schedule_free_coefficients(run))"
         if states:
             call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
             advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
