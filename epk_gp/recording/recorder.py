@@ -148,8 +148,8 @@ class Recorder:
             validate_count(check_every, "check_every")
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-        self._ranks = Ranks(net)
-        net = self._ranks.net
+        self._ranks = Ranks(net, optimizer)
+        net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net,
             optimizer,
@@ -177,7 +177,7 @@ class Recorder:
         optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
-        elif self._ranks.size > 1:
+        elif self._ranks.is_divided:
             objects = {**stateful, OTHER_RANKS: self._ranks}
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
@@ -191,7 +191,7 @@ class Recorder:
                 self._ranks.require_same(self._data_digest, "X and y")
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None and self._ranks.size > 1:
+        if folder is not None:
             steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
@@ -272,7 +272,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        self._ranks.watch_joins(self._shadow_step, self._rejoin)
+        self._ranks.start(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
