@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -13,6 +12,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording.recorder import Recorder
+from epk_gp.storage.rows import Targets, TrainingInputs
 
 INDEX_KEY = "index"
 
@@ -42,8 +42,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
 
     def __init__(
         self,
-        X: dict[str, Tensor] | tuple[Tensor, ...] | Shaped[Tensor, "M ..."],
-        y: Shaped[Tensor, "M ..."] | None,
+        X: TrainingInputs,
+        y: Targets = None,
         *,
         loss: Loss | nn.Module | None = CrossEntropy(),
         output: Callable[[Any], Tensor] | None = logits_of,
@@ -53,7 +53,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
 
         Args:
             X: All M training inputs, on the model's device.
-            y: Their labels; None where no loss is stated.
+            y: Their labels; X and y may be all that `Recorder` takes.
             loss: The loss that the model or the trainer computes, or None (`epk_gp.Recorder`).
             output: Maps what the model returns to its outputs, (n, C).
             options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
-from epk_gp.core.inputs import arguments_of_call
+from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input
-from epk_gp.core.model import device_random_state, memory_order
+from epk_gp.core.model import device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
@@ -299,6 +299,21 @@ class StepObserver:
     def has_moved_between_passes(self) -> bool:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
         return len({forward.weights is None for forward in self._waiting}) == 2
+
+    def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
+        """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
+        setup, first = self.setup, next(iter(self._waiting), None)
+        if first is None:
+            return setup.weights(), setup.statistics()
+        return self._weights() if first.weights is None else first.weights, first.statistics
+
+    def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
+        for forward in self._waiting:
+            if forward.weights is not None and torch.equal(forward.weights, w):
+                forward.weights = None
+        if not self._waiting and statistics is not None:
+            self._statistics = statistics
 
     def start(self) -> None:
         """Register the hooks."""
