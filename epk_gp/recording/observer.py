@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.checks import as_tensor, is_finite, validate_number
+from epk_gp.core.checks import is_finite
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input
@@ -26,7 +26,7 @@ from epk_gp.optimizers.update_rules import (
     WeightPenalty,
     stack_coefficients,
 )
-from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.causes import StepMismatchError, parse_batch, parse_weight
 from epk_gp.recording.setup import TrainingSetup
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
@@ -346,11 +346,11 @@ class StepObserver:
                 "of the rows: recorder.batch(targets=y)."
             )
         num_points = len(setup.X)
-        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        batch = None if indices is None else parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
         if setup.stream is not None:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
-        factor = None if weight is None else _parse_weight(weight, len(samples), index)
+        factor = None if weight is None else parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
         if isinstance(self._optimizers[0], NoOptimizer):
             self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
@@ -563,43 +563,6 @@ class StepObserver:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self.complete()
-
-
-def _parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
-    """Return the indices of a step's batch, from `least` on, as a tensor of int64."""
-    try:
-        batch = as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
-    if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(
-            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
-        )
-    if batch.is_floating_point() or batch.dtype == torch.bool:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
-    low, high = int(batch.min()), int(batch.max())
-    if low < least or high >= num_points:
-        advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""
-        raise ValueError(
-            f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
-            f"Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one.{advice}"
-        )
-    return batch.detach().to(torch.int64).clone()
-
-
-def _parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
-    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
-    if not isinstance(weight, Tensor):
-        validate_number(weight, f"step {index}: weight")
-    factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
-    if factor.ndim and factor.shape != (num_rows,):
-        raise ValueError(
-            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
-            f"{tuple(factor.shape)} for {num_rows} rows."
-        )
-    if not factor.isfinite().all():
-        raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
-    return factor if factor.ndim else float(factor)
 
 
 def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:

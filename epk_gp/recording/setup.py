@@ -165,10 +165,9 @@ class TrainingSetup:
     def targets_like(self, rows: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "n ..."]]:
         """Return targets of rows as a pass had them: labels of positions end, or begin, where its inputs do."""
         length, own = self.model.signature.length(self.X), self.model.signature.length(rows)
-        if y.ndim != 2 or y.is_floating_point() or y.shape[1] != length or own == length:
+        if not isinstance(self.loss, ClassLoss) or y.is_floating_point() or y.shape[1:] != (length,) or own == length:
             return [y]
-        ignored = ignored_class(self.loss) if isinstance(self.loss, ClassLoss) else 0
-        return [F.pad(y, ends, value=ignored) for ends in ((0, own - length), (own - length, 0))]
+        return [F.pad(y, ends, value=ignored_class(self.loss)) for ends in ((0, own - length), (own - length, 0))]
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
