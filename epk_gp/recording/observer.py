@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.checks import is_finite
+from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input
@@ -26,7 +26,7 @@ from epk_gp.optimizers.update_rules import (
     WeightPenalty,
     stack_coefficients,
 )
-from epk_gp.recording.causes import StepMismatchError, parse_batch, parse_weight
+from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
