@@ -162,6 +162,11 @@ class Recorder:
             folder=folder,
         )
         validate_stateful(stateful)
+        if setup.momentum is not None and storage.keep_every > 1 and not resume:
+            raise ValueError(
+                "storage must keep every state where an optimizer has made steps before the recording, whose scales "
+                f"other states would need: got keep_every={storage.keep_every}."
+            )
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers, stateful, folder)
@@ -172,7 +177,8 @@ class Recorder:
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
+        momentum = momentum if setup.momentum is None else setup.momentum
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.size > 1:
@@ -212,7 +218,8 @@ class Recorder:
         setup, history, training = self._setup, self._history, self._training
         if resume and is_run(folder):
             recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
-            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
+            model, momentum = functionalize_like(setup.model, self.net), recorded.momentum
+            self._setup = replace(setup, model=model, momentum=momentum)
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
             if setup.stream is not None:
@@ -402,6 +409,7 @@ class Recorder:
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            momentum=setup.momentum,
         )
         return with_computed_states(trajectory)
 

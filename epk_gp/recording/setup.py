@@ -43,9 +43,9 @@ from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
     as_optimizers,
+    buffers_before,
     learning_rate,
     rule_for,
-    validate_fresh_optimizer,
 )
 from epk_gp.optimizers.update_rules import (
     Clip,
@@ -96,6 +96,7 @@ class TrainingSetup:
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         is_mapped: Whether X and y are mapped from files that do not grow.
         stream: The points of a stream; X and y hold those that were seen so far. None for other data.
+        momentum: What momentum buffers hold at the start, the second ones last; None where optimizers are new.
     """
 
     net: nn.Module
@@ -110,6 +111,7 @@ class TrainingSetup:
     unexplained: float | None = None
     is_mapped: bool = False
     stream: StreamRows | None = None
+    momentum: Float[Tensor, " B"] | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -175,11 +177,12 @@ class TrainingSetup:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
         frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
         graph = self.model.signature.stored_tensors()
-        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph
+        momentum = {} if self.momentum is None else {"momentum": self.momentum}
+        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
+        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics(), self.momentum)
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
@@ -300,7 +303,6 @@ def make_setup(
     """
     rule = rule_for(optimizer, update_rule)
     validate_unexplained(rule, unexplained)
-    validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     if clip is not None and not isinstance(clip, Clip):
         raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
@@ -329,7 +331,20 @@ def make_setup(
     is_mapped = data is not None and stream is None
     optimizers = as_optimizers(optimizer)
     own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
-    return TrainingSetup(net, model, X, y, loss, *own)
+    return TrainingSetup(net, model, X, y, loss, *own, _held_momentum(model, net, optimizers, update_rule))
+
+
+def _held_momentum(model: FunctionalModel, net: nn.Module, optimizers: Optimizers, rules: Rules) -> Tensor | None:
+    """Return what momentum buffers hold at the start, the second ones after the first; None for new optimizers."""
+    held = buffers_before(optimizers, rules)
+    if held is None:
+        return None
+    parameters = [net.get_parameter(name) for name in model.names]
+    zeros = [torch.zeros_like(p.detach()) for p in parameters]
+    buffers = [held.get(id(p), ()) for p in parameters]
+    count = max(1, *map(len, buffers))
+    padded = [[*own, *[zero] * count][:count] for own, zero in zip(buffers, zeros, strict=True)]
+    return torch.cat([own[k].reshape(-1) for k in range(count) for own in padded])
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
