@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -546,10 +547,12 @@ def states_before(
     return result
 
 
-def buffers_before(optimizers: Optimizers, rules: Rules) -> dict[int, tuple[Tensor, ...]] | None:
-    """Return what momentum buffers hold before the recording, by the `id` of their parameter.
+def momentum_before(
+    optimizers: Optimizers, rules: Rules, parameters: Sequence[nn.Parameter]
+) -> Float[Tensor, " B"] | None:
+    """Return what momentum buffers hold before the recording, second ones after the first; None of new optimizers.
 
-    None where all optimizers are new: of one that is not, second moments and the like hold earlier gradients too.
+    Of one that is not new, second moments and the like hold earlier gradients too.
     """
     found, is_new = list[tuple[UpdateRule, nn.Parameter, Options, Options]](), True
     for given, optimizer in given_rules(optimizers, rules):
@@ -559,7 +562,12 @@ def buffers_before(optimizers: Optimizers, rules: Rules) -> dict[int, tuple[Tens
             entries = [entry for _, state in states for entry in state.items()]
             is_new &= not any(_holds_gradients(given is None, group, *entry) for entry in entries)
             found += [(rule, p, group, state) for p, state in states]
-    return None if is_new else {id(p): rule.buffers(p, group, state) for rule, p, group, state in found}
+    if is_new:
+        return None
+    held = {id(p): rule.buffers(p, group, state) for rule, p, group, state in found}
+    several = [(*held.get(id(p), ()), *[torch.zeros_like(p.detach())] * 2)[:2] for p in parameters]
+    count = 2 if any(len(buffers) > 1 for buffers in held.values()) else 1
+    return torch.cat([buffers[k].detach().reshape(-1) for k in range(count) for buffers in several])
 
 
 def _holds_gradients(is_known: bool, group: Options, name: str, value: Any) -> bool:

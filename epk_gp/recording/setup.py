@@ -43,8 +43,8 @@ from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
     as_optimizers,
-    buffers_before,
     learning_rate,
+    momentum_before,
     rule_for,
 )
 from epk_gp.optimizers.update_rules import (
@@ -131,6 +131,10 @@ class TrainingSetup:
         if int(numbers.max()) >= len(self.X):
             self.X, self.y = stream.mapped()
         return numbers
+
+    def has_all_weights(self) -> bool:
+        """Return whether the network has all parameters that are recorded."""
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
@@ -222,8 +226,7 @@ class TrainingSetup:
             StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
         """
         kept = f"'with' statement. The {num_steps} recorded steps are kept."
-        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
-        present = self.weights() if has_all else None
+        present = self.weights() if self.has_all_weights() else None
         if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
             raise StepMismatchError(
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
@@ -232,8 +235,8 @@ class TrainingSetup:
         if present is None or not self.is_at(end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
-                f"after the {kept}"
+                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
+                f"them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
@@ -330,21 +333,9 @@ def make_setup(
     stream = None if data is None else data.stream
     is_mapped = data is not None and stream is None
     optimizers = as_optimizers(optimizer)
+    momentum = momentum_before(optimizers, update_rule, [net.get_parameter(name) for name in model.names])
     own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
-    return TrainingSetup(net, model, X, y, loss, *own, _held_momentum(model, net, optimizers, update_rule))
-
-
-def _held_momentum(model: FunctionalModel, net: nn.Module, optimizers: Optimizers, rules: Rules) -> Tensor | None:
-    """Return what momentum buffers hold at the start, the second ones after the first; None for new optimizers."""
-    held = buffers_before(optimizers, rules)
-    if held is None:
-        return None
-    parameters = [net.get_parameter(name) for name in model.names]
-    zeros = [torch.zeros_like(p.detach()) for p in parameters]
-    buffers = [held.get(id(p), ()) for p in parameters]
-    count = max(1, *map(len, buffers))
-    padded = [[*own, *[zero] * count][:count] for own, zero in zip(buffers, zeros, strict=True)]
-    return torch.cat([own[k].reshape(-1) for k in range(count) for own in padded])
+    return TrainingSetup(net, model, X, y, loss, *own, momentum)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:

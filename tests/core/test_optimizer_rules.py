@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from epk_gp.optimizers.torch_rules import (
     RULES,
     as_optimizers,
-    buffers_before,
     learning_rate,
+    momentum_before,
     orthogonalising_matrix,
     rule_for,
 )
@@ -212,8 +212,9 @@ def test_what_several_optimizers_hold_of_earlier_gradients_is_known(name):
     net, X, y = problem("Muon")
     F.cross_entropy(net(X), y).backward()
     optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), OF_TORCH[name](net[2].parameters())]
-    assert buffers_before(optimizers, None) is None
+    parameters = list(net.parameters())
+    assert momentum_before(optimizers, None, parameters) is None
     optimizers[1].step()
-    held, entry = buffers_before(optimizers, None), "momentum_buffer" if name == "Muon" else "exp_avg"
-    assert torch.equal(held[id(net[2].weight)][0], optimizers[1].state[net[2].weight][entry])
-    assert held[id(net[0].weight)] == ()
+    held, entry = momentum_before(optimizers, None, parameters), "momentum_buffer" if name == "Muon" else "exp_avg"
+    expected = [torch.zeros(24).double(), optimizers[1].state[net[2].weight][entry].flatten()]
+    assert torch.equal(held, torch.cat(expected))
