@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict, Unpack, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 
