@@ -71,18 +71,19 @@ class Watched:
     inner_class: Any = None
 
     def __init__(self, net, optimizer, X, y, **options):
-        self.net, self.X, self.y, self.options = net, X, y, options
+        self.called, self.X, self.y, self.options = net, X, y, options
+        self.net = getattr(net, "_orig_mod", net)  # torch.compile's
         self.num_samples = len(next(iter(X.values())) if isinstance(X, dict) else y if y is not None else X)
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # accelerate's holds the user's own
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
         self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
-        self.first, self.last = snapshot(net), snapshot(net)
+        self.first, self.last = snapshot(self.net), snapshot(self.net)
 
     def __enter__(self):
         self.hooks = [
-            self.net.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.net.register_forward_hook(self._after_forward),
+            self.called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.called.register_forward_hook(self._after_forward),
             self.optimizers[0].register_step_pre_hook(self._before_step),
             self.optimizers[-1].register_step_post_hook(self._after_step),
         ]
@@ -111,9 +112,9 @@ class Watched:
         if not torch.is_grad_enabled():
             return
         keep = [pytree.tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, a) for a in (args, kwargs)]
-        modes = [module.training for module in net.modules()]
+        modes = [module.training for module in self.net.modules()]
         autocast = torch.is_autocast_enabled("cpu")
-        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes, autocast))
+        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(self.net), modes, autocast))
 
     def _after_forward(self, net, args, returned):
         if not torch.is_grad_enabled():
