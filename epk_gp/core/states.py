@@ -320,8 +320,9 @@ class _Computation:
         # without scales no step depends on the options of the optimizer
         self.law = UpdateLaw(run, reference) if any(scaled_fields(run.optimizer_groups, self.model.names)) else None
         nothing = torch.zeros(len(self.model.sizes), dtype=torch.float64)
-        plain = OptimizerMemory(reference.new_zeros(self.model.num_weights), (), nothing)
-        self.first = plain if self.law is None else self.law.initial()
+        has_second = any(updates[s].second for s in {0, run.num_steps - 1} if run.num_steps)
+        plain = OptimizerMemory(reference.new_zeros(self.model.num_weights * (1 + has_second)), (), nothing)
+        self.first = plain if self.law is None else replace(self.law.initial(), momentum=plain.momentum)
         needs_memory = self.law is not None or has_momentum(run)
         self.memories = _Memories(self.first, len(self.numbers) - 1) if needs_memory and len(self.numbers) > 1 else None
         self.stretches: dict[int, _Stretch] = {}  # the one used last stands last

@@ -390,7 +390,7 @@ def has_memory(trajectory: Trajectory) -> bool:
 def has_momentum(trajectory: Trajectory) -> bool:
     """Whether the steps of a run take a buffer of earlier gradients."""
     updates = (held_coefficients(trajectory, s) for s in range(trajectory.num_steps))
-    return any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
+    return any(bool(u.second or (u.momentum_lr.any() and u.beta.any())) for u in updates)
 
 
 def network_outputs(

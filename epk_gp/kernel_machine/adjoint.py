@@ -15,15 +15,12 @@ the samples can be written out instead; the cheaper of the two is taken by count
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.func import jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
@@ -31,11 +28,17 @@ from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
 from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.torch_overrides import exclusive_forward_mode, forward_mode
+from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
-from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
+from epk_gp.optimizers.update_rules import (
+    INNER,
+    UpdateCoefficients,
+    apply_matrices,
+    broadcast_to_params,
+    second_coefficients,
+)
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
@@ -44,8 +47,8 @@ from epk_gp.work.run import Sums
 
 def propagate_step(
     trajectory: Trajectory, s: int, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step of a run back: return the adjoints of the step and of h, and what the step before receives.
+) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None, Tensor | None]:
+    """Go one step of a run back: return the adjoints of the step, of h, of the second buffer, and what is left.
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
     adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
@@ -61,40 +64,53 @@ def propagate_step(
     if average is None:
         return Phi, *propagate(u, sizes, Phi, adjoint_state)
     a = float(average.coefficients[s])
-    E, of_momentum = Phi.mul_(a), None
+    E, of_momentum, P = Phi.mul_(a), None, Phi.shape[-1]
     if adjoint_state is not None:
-        of_momentum, E = adjoint_state[0], E.add_(adjoint_state[1], alpha=1 - a)
-    H, of_momentum = propagate(u, sizes, E, of_momentum)
-    return E, H, torch.stack([torch.zeros_like(E) if of_momentum is None else of_momentum, E])
+        of_momentum, E = adjoint_state[..., :-P], E.add_(adjoint_state[..., -P:], alpha=1 - a)
+    H, N, of_momentum = propagate(u, sizes, E, of_momentum)
+    return E, H, N, torch.cat([torch.zeros_like(E) if of_momentum is None else of_momentum, E], dim=-1)
 
 
 def propagate(
     u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step back: return the adjoint of h, and what the step before receives.
+) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"] | None, Float[Tensor, "K N B"] | None]:
+    """Go one step back: return the adjoints of h and of the second buffer, and what the step before receives.
 
-    The adjoint of the momentum buffer is M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, and that of h is H_s =
-    one_minus_dampening_s M_s + lr_s Phi_s. Under a matrix preconditioner left_s^T Phi_s right_s^T takes the place of
-    Phi_s.
+    With the coefficients of step s, and left^T Phi right^T in the place of Phi in M and H, these are
+
+        N = rate Phi + (second_beta N)_{s+1},   M = momentum_lr Phi + of_m N + (beta M)_{s+1},
+        H = one_minus_dampening M + lr Phi + of_h N
 
     Args:
-        u: The coefficients of step s.
+        u: The coefficients.
         sizes: Number of weights of each of the L parameters.
         Phi: The adjoint of the weights after the step.
-        adjoint_state: beta_{s+1} M_{s+1}, which is overwritten; None if it is zero. The next one is beta_s M_s.
+        adjoint_state: (beta M)_{s+1}, then (second_beta N)_{s+1}, which are overwritten; None if they are zero.
     """
+    P, N, M = Phi.shape[-1], None, adjoint_state
+    if u.second or (adjoint_state is not None and adjoint_state.shape[-1] > P):
+        rate, second_beta, of_h, of_m, _ = second_coefficients(u, sizes, Phi)
+        state = torch.zeros_like(Phi) if adjoint_state is None else adjoint_state
+        N = rate * Phi + (state[..., P:] if state.shape[-1] > P else 0.0)
+        M = state[..., :P].addcmul_(of_m, N)
     coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
     Phi = apply_matrices(u, sizes, Phi, transposed=True)
-    M = adjoint_state
-    if momentum_lr.any():
-        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
-    if M is None:
-        return lr * Phi, None
-    H = one_minus_dampening * M
-    if lr.any():
-        H.addcmul_(Phi, lr)
-    return H, M.mul_(beta) if beta.any() else None
+    if u.inner_left or u.inner_right:
+        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
+        M = own_m if M is None else M.add_(own_m)
+        H = (one_minus_dampening * M).add_(own_h)
+    else:
+        if momentum_lr.any():
+            M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
+        if M is None:
+            return lr * Phi, None, None
+        H = one_minus_dampening * M
+        if lr.any():
+            H.addcmul_(Phi, lr)
+    if N is not None:
+        return H.addcmul_(N, of_h), N, torch.cat([M.mul_(beta), second_beta * N], dim=-1)
+    return H, None, M.mul_(beta) if beta.any() else None
 
 
 @contextmanager
@@ -244,23 +260,6 @@ def grouped_products(
     for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
         out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
     return out
-
-
-class FlopCount(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products and convolutions in this thread.
-
-    `torch.utils.flop_counter.FlopCounterMode` hooks all modules of the process, those that other threads evaluate too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += count(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 @dataclass(eq=False)
@@ -547,10 +546,11 @@ class AdjointTerms(AttributionWork):
             totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
-            E, H, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
+            E, H, N, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
             w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
-            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay)):
+            of_second = [] if N is None else [(N, second_coefficients(u, sizes, w)[-1])]
+            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay), *of_second):
                 if factor.any():
                     pull = broadcast_to_params(factor, sizes, w) * w
                     found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G

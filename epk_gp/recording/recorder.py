@@ -19,7 +19,15 @@ from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import (
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
@@ -70,7 +78,7 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         X: TrainingInputs,
         y: Targets = None,
         *,
@@ -90,7 +98,8 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
+                moves the weights itself, p -= lr * p.grad: call `batch` right before.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
@@ -130,13 +139,15 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
+        if optimizer is None and isinstance(net, nn.Module):
+            optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-        self._ranks = Ranks(net)
-        net = self._ranks.net
+        self._ranks = Ranks(net, optimizer)
+        net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net,
             optimizer,
@@ -164,7 +175,7 @@ class Recorder:
         optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
-        elif self._ranks.size > 1:
+        elif self._ranks.is_divided:
             objects = {**stateful, OTHER_RANKS: self._ranks}
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
@@ -177,7 +188,7 @@ class Recorder:
                 self._ranks.require_same(self._data_digest, "X and y")
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None and self._ranks.size > 1:
+        if folder is not None:
             steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
@@ -255,7 +266,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        self._ranks.watch_joins(self._shadow_step, self._rejoin)
+        self._ranks.start(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -346,7 +357,7 @@ class Recorder:
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
+                if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left: they were changed in between (an "
                         "optimizer.step() outside the recorder's sight, or an edit)."

@@ -24,7 +24,7 @@ from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
+from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
@@ -38,21 +38,26 @@ _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so tha
 
 def _matrices_of(update: UpdateCoefficients) -> dict[str, Tensor]:
     """Return the matrices of a step by side and position of the parameter, as in "left.0"."""
-    return {f"{side}.{k}": Q for side in MATRICES for k, Q in getattr(update, side).items()}
+    return {f"{side}.{k}": Q for side in BY_PARAMETER for k, Q in getattr(update, side).items()}
 
 
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
     """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 
     Raises:
-        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes.
+        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes, or the
+            five numbers of a second buffer.
     """
-    sides: dict[str, dict[int, Tensor]] = {side: {} for side in MATRICES}
-    names = {f"{side}.{k}": (side, k) for side in MATRICES for k in range(len(schema.sizes))}
+    sides: dict[str, dict[int, Tensor]] = {side: {} for side in BY_PARAMETER}
+    names = {f"{side}.{k}": (side, k) for side in BY_PARAMETER for k in range(len(schema.sizes))}
     for name, Q in unpack(tensors, MATRICES_NAME, row, where).items():
         side, k = names.get(name, ("", 0))
         is_square = Q.ndim == 2 and Q.shape[0] == Q.shape[1] > 0
-        if not side or not is_square or schema.sizes[k] % len(Q) or not Q.is_floating_point() or not is_finite(Q):
+        if side == SECOND:
+            is_sound = Q.shape in ((5, 1), (5, schema.sizes[k]))
+        else:
+            is_sound = side != "" and is_square and schema.sizes[k] % len(Q) == 0
+        if not is_sound or not Q.is_floating_point() or not is_finite(Q):
             raise ValueError(f"{where} must hold square matrices of finite numbers: {name!r} of step {row} is none.")
         sides[side][k] = Q
     return sides
