@@ -1,9 +1,12 @@
 """The programs of docs/recipes/, as they stand there: what a page shows is what the tests run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch._inductor import config
 
+from epk_gp.core.states import averaged_trajectory
+from epk_gp.optimizers.library_rules import schedule_free_coefficients
 from recipes.problem import finish, itself
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
@@ -17,7 +20,7 @@ def program(name, *, edited=itself):
         exec(compile(edited(file.read_text()), file, "exec"), names)
         recorder = names["recorder"]
         output = recorder.options.get("output", itself)
-        return finish(recorder, names["net"], names["X_test"], recorder.X, recorder.y, output)
+        return finish(recorder, recorder.net, names["X_test"], recorder.X, recorder.y, output)
 
     recipe.__name__ = name
     return recipe
@@ -33,8 +36,18 @@ def compiled_nanogpt():
         return program("nanogpt", edited=compiled)()
 
 
+def schedule_free():
+    """The averaged weights are evaluated."""
+    result = program("schedule_free")()
+    if result.recorder.inner is None:
+        return result
+    run = result.trajectory
+    return replace(result, path=averaged_trajectory(run, schedule_free_coefficients(run), network=result.net))
+
+
 RECIPES = [
-    program(name) for name in ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")
+    schedule_free,
+    *(program(name) for name in ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")),
 ]
-MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan", "schedule_free")]
+MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan")]
 COMPILED = [compiled_nanogpt]

@@ -268,8 +268,7 @@ def updates(step, name, gradients, momentum):
 def move(watched, step, name, moved, memory):
     """Return each source's share of how a parameter was moved after a step, (M + 2, *shape).
 
-    Schedule-free optimizers put the averaged weights in the place of those that they train. Lookahead puts slow weights
-    there, after they went a part of the way to the fast ones.
+    Lookahead puts slow weights in the place of the fast ones, after they went a part of the way to them.
 
     Args:
         watched: The run.
@@ -278,11 +277,22 @@ def move(watched, step, name, moved, memory):
         moved: Each source's share of all that moved it until the step's own end.
         memory: What `updates` and this function keep.
     """
-    kind, group = step.options[name]
-    if kind == "AdamWScheduleFree":
-        return (1 - 1 / group["betas"][0]) * memory[name]
     slow, of_slow = memory.get(("slow", name), (watched.first[name], torch.zeros_like(moved)))
     way = (step.end[name] - slow).flatten()
     part = (step.left[name] - slow).flatten() @ way / (way @ way)
     memory["slow", name] = step.left[name], torch.lerp(of_slow, moved, part)
     return memory["slow", name][1] - moved
+
+
+def evaluated(step, moved, memory):
+    """Return the state that is evaluated after a step, and each source's share of it.
+
+    Of schedule-free optimizers it is the average x = y + (1 - 1 / beta1) (z - y).
+    """
+    state, shares = dict(step.left), dict(moved)
+    for name, (kind, group) in step.options.items():
+        if kind == "AdamWScheduleFree":
+            share = 1 - 1 / group["betas"][0]
+            state[name] = torch.lerp(step.end[name], step.after[name]["z"], share)
+            shares[name] = moved[name] + share * memory[name]
+    return state, shares
