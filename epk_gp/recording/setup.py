@@ -130,6 +130,10 @@ class TrainingSetup:
             self.X, self.y = stream.mapped()
         return numbers
 
+    def has_all_weights(self) -> bool:
+        """Return whether the network has all parameters that are recorded."""
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
         named = self.model.unflatten(weights).items()
@@ -219,8 +223,7 @@ class TrainingSetup:
             StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
         """
         kept = f"'with' statement. The {num_steps} recorded steps are kept."
-        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
-        present = self.weights() if has_all else None
+        present = self.weights() if self.has_all_weights() else None
         if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
             raise StepMismatchError(
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
@@ -229,8 +232,8 @@ class TrainingSetup:
         if present is None or not self.is_at(end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
-                f"after the {kept}"
+                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
+                f"them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
