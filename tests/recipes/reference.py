@@ -277,6 +277,8 @@ def move(watched, step, name, moved, memory):
         moved: Each source's share of all that moved it until the step's own end.
         memory: What `updates` and this function keep.
     """
+    if step.options[name][0] == "AdamWScheduleFree":  # its average is not what goes on: `evaluated`
+        return torch.zeros_like(moved)
     slow, of_slow = memory.get(("slow", name), (watched.first[name], torch.zeros_like(moved)))
     way = (step.end[name] - slow).flatten()
     part = (step.left[name] - slow).flatten() @ way / (way @ way)
