@@ -45,9 +45,7 @@ def schedule_free():
     return replace(result, path=averaged_trajectory(run, schedule_free_coefficients(run), network=result.net))
 
 
-RECIPES = [
-    schedule_free,
-    *(program(name) for name in ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")),
-]
-MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan")]
-COMPILED = [compiled_nanogpt]
+NAMES = (
+    "accelerated", "airbench", "bert", "distillation", "gan", "lora", "lstm", "nanogpt", "sam", "simclr",
+)  # fmt: skip
+RECIPES = [*map(program, NAMES), schedule_free, compiled_nanogpt]
