@@ -75,7 +75,9 @@ class Watched:
         self.net = getattr(net, "_orig_mod", net)  # torch.compile's
         self.num_samples = len(next(iter(X.values())) if isinstance(X, dict) else y if y is not None else X)
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        self.optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # accelerate's holds the user's own
+        for inside in ("optimizer", "base_optimizer"):  # accelerate's, SAM
+            optimizers = [getattr(one, inside, one) for one in optimizers]
+        self.optimizers = optimizers
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
         self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
         self.first, self.last = snapshot(self.net), snapshot(self.net)
