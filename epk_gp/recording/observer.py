@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
-from epk_gp.core.losses import UnstatedLoss, loss_input
+from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
@@ -505,7 +505,7 @@ class StepObserver:
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs))
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
-        targets = setup.targets_like(forward.inputs, targets)[0]
+        targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value

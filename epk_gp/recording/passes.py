@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.core.checks import is_finite
+from epk_gp.core.checks import blocks_of, is_finite
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
     ClassLoss,
@@ -37,6 +37,7 @@ from epk_gp.core.losses import (
     loss_derivatives,
     sample_weights,
     soft_targets,
+    targets_like,
 )
 from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
@@ -48,7 +49,6 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
-_BLOCK_ROWS = 4096  # rows of X that are read at a time
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -206,7 +206,7 @@ class PassRecords:
             other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
         y = setup.y[rows.to(setup.y.device)]
-        cuts = setup.targets_like(forward.inputs, y)
+        cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
         if is_read:
             c = c * _read_factor(setup.loss, forward, cuts, c)
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
@@ -304,13 +304,13 @@ def _places(
     X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."], like: Callable[[Tensor, Tensor], list[Tensor]]
 ) -> dict[bytes, int]:
     """Return where X, in the shape of the rows, holds some rows, by their bytes; X is read block by block."""
-    wanted, found = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int]()
-    for start in range(0, len(X), _BLOCK_ROWS):
-        for alike in like(rows, X[start : start + _BLOCK_ROWS]):
-            block = bytes(tensor_bytes(alike))
-            size = len(block) // len(alike)
-            contents = {block[at : at + size]: start + at // size for at in range(0, len(block), size)}
-            found |= {content: contents[content] for content in wanted & contents.keys()}
+    wanted, found, start = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int](), 0
+    for (block,) in blocks_of(X):
+        for alike in like(rows, block):
+            content, size = bytes(tensor_bytes(alike)), alike[0].nbytes
+            places = {content[at : at + size]: start + at // size for at in range(0, len(content), size)}
+            found |= {key: places[key] for key in wanted & places.keys()}
+        start += len(block)
     return found
 
 
@@ -355,7 +355,7 @@ def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Fl
     Args:
         loss: The stated loss.
         forward: The pass.
-        cuts: The targets of its rows, or those that they may have been (`TrainingSetup.targets_like`).
+        cuts: The targets of its rows, or those that they may have been (`targets_like`).
         c: The weights that the stated loss gives to the rows.
 
     Raises:

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
@@ -20,11 +19,9 @@ from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
-    ClassLoss,
     Loss,
     PerSampleLoss,
     UnstatedLoss,
-    ignored_class,
     loss_input,
     loss_terms,
     sample_weights,
@@ -163,13 +160,6 @@ class TrainingSetup:
     def state(self, weights: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
         """Join weights with the network's present moving statistics."""
         return torch.cat([weights, self.model.statistics_of(self.net)])
-
-    def targets_like(self, rows: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "n ..."]]:
-        """Return targets of rows as a pass had them: labels of positions end, or begin, where its inputs do."""
-        length, own = self.model.signature.length(self.X), self.model.signature.length(rows)
-        if not isinstance(self.loss, ClassLoss) or y.is_floating_point() or y.shape[1:] != (length,) or own == length:
-            return [y]
-        return [F.pad(y, ends, value=ignored_class(self.loss)) for ends in ((0, own - length), (own - length, 0))]
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
