@@ -301,7 +301,7 @@ def _scale_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass
         )
     if _explains(seen, lambda p: p.expected(other, p.data.y)):
         return _other(other, stated)
-    advice = f"tell it to recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
+    advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
     return f"the loop's loss is {ratio:.6g} times that of the stated loss: {advice}"
 
 
@@ -317,7 +317,7 @@ def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str
     if isinstance(stated, CrossEntropy) and first.z.ndim == 2 and first.z.shape[1] > 1:
         q = torch.cat([p.z.softmax(dim=1) - p.delta / p.weights(stated, p.data.y)[:, None] for p in seen])
         if bool((q >= -_ROOM).all()) and bool(((q.sum(dim=1) - 1).abs() <= _ROOM).all()):
-            yield f"the loop's loss takes probabilities that are not y, such as a teacher's (distillation). {_RECORDS}"
+            yield f"the loop's loss draws the softmax to probabilities that are not y, such as a teacher's. {_RECORDS}"
     expected = first.expected(stated, first.data.y)
     row = int((~first.rows_like(expected)).long().argmax())
     got, must = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in (first.delta, expected))
@@ -414,15 +414,18 @@ def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepChe
     """Say what happened to the gradient after it came through the outputs, if the gradient in these was seen."""
     model, net, others, before = setup.model, setup.net, observed.made.others, observed.made.gradient_before
     used, whole = check.used, check.expected / check.clip_factor
-    rest, bound, ratio, through = used - whole, float(used.abs().max()), _ratio([used], [whole]), "what came through the outputs"
+    rest, bound, ratio, through = (
+        used - whole,
+        float(used.abs().max()),
+        _ratio([used], [whole]),
+        "what came through the outputs",
+    )
     through = through if is_shown else "that of the stated loss"
     if setup.clip is not None and _is_same(used, whole):
         return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
     if _is_same(used, ratio * whole):
-        advice = (
-            f"tell the recorder its bound, clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else "scale the loss"
-        )
-        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): {advice}"
+        stated = f"clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else f"batch(indices, weight={ratio:.6g})"
+        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
     for passes in (others, *([p] for p in others)):
