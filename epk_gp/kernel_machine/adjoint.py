@@ -30,14 +30,7 @@ from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.terms import (
-    AttributionWork,
-    IntegratedLine,
-    Predictions,
-    TermSums,
-    grouped_products,
-    integrate_stretch,
-)
+from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import (
     INNER,
     UpdateCoefficients,
@@ -58,7 +51,6 @@ def propagate_step(
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
     adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
-
     A move in step m towards the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ...
     + d_{m-1}): it adds -share E_m to the adjoint of each step from the anchor up to m.
 
@@ -92,8 +84,6 @@ def propagate_step(
         of_optimizer = (1 - move.share) * E
         kept += [move.share * E] if move.anchor < s else []
     H, N, of_momentum = propagate(u, sizes, of_optimizer, of_momentum)
-    if of_momentum is None and not averages and not kept:
-        return E, of_optimizer, H, N, None
     carried = [torch.zeros_like(E) if of_momentum is None else of_momentum, *averages, *kept]
     return E, of_optimizer, H, N, torch.cat(carried, dim=-1)
 
@@ -258,6 +248,20 @@ _DOUBTS = 16.0
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
+
+
+def grouped_products(
+    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+) -> Float[Tensor, "N K B G"]:
+    """Compute inner products, summed over each group of parameters separately."""
+    count = int(groups.max()) + 1
+    K, N = H.shape[:2]
+    if count == 1:
+        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(vectors), count)
+    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
+        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
+    return out
 
 
 @dataclass(eq=False)
