@@ -139,6 +139,7 @@ class Step:
         return replace(self, batch=batch, passes=passes)
 
 
+BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
 DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
@@ -188,6 +189,7 @@ def fingerprint_start(
     outputs: Float[Tensor, "n C"],
     start: Float[Tensor, " P"],
     statistics: Float[Tensor, " Q"] | None = None,
+    momentum: Float[Tensor, " B"] | None = None,
 ) -> str:
     """Return the digest of a run of no steps.
 
@@ -197,12 +199,16 @@ def fingerprint_start(
         outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
+        momentum: What momentum buffers held of earlier gradients; None where the optimizers were new.
     """
     hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
     if statistics is not None:
         _hash_tensor(hasher, statistics)
+    if momentum is not None:
+        hasher.update(b"momentum")
+        _hash_tensor(hasher, momentum)
     return hasher.hexdigest()
 
 

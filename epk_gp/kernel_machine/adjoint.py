@@ -26,18 +26,19 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
-from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.step import BEFORE, Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
-from epk_gp.optimizers.update_rules import (
-    INNER,
-    UpdateCoefficients,
-    apply_matrices,
-    broadcast_to_params,
-    second_coefficients,
+from epk_gp.kernel_machine.terms import (
+    AttributionWork,
+    IntegratedLine,
+    Predictions,
+    TermSums,
+    grouped_products,
+    integrate_stretch,
 )
+from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params, second_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
@@ -114,7 +115,7 @@ def propagate(
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
     Phi = apply_matrices(u, sizes, Phi, transposed=True)
     if u.inner_left or u.inner_right:
-        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
+        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, inner=True) for r in (momentum_lr, lr))
         M = own_m if M is None else M.add_(own_m)
         H = (one_minus_dampening * M).add_(own_h)
     else:
@@ -248,20 +249,6 @@ _DOUBTS = 16.0
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
-        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
-    return out
 
 
 @dataclass(eq=False)
@@ -570,6 +557,10 @@ class AdjointTerms(AttributionWork):
                 totals.add("unexplained", s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change)
+            if s == 0 and BEFORE in trajectory.sources and adjoint is not None:
+                of_buffers = adjoint.split(len(w), dim=2)[: 2 if trajectory.average is None else -1]
+                for part, m in zip(of_buffers, initial_momentum(trajectory, w).split(len(w)), strict=False):
+                    totals.add(BEFORE, 0, -grouped_products(part, m[None], self.parts, sizes).squeeze(2))
             yield uncounted, 1, adjoint
 
     def _splits(self, totals: TermSums) -> bool:

@@ -161,12 +161,13 @@ class Recorder:
             validate_resumable(self._optimizers, stateful, folder)
         self.signature = setup.model.signature
         self.net, self.optimizer, self.loss = net, optimizer, loss
-        header, start = setup.header() | thinning_header(storage, folder), setup.weights()
+        header, start = setup.header() | thinning_header(storage, folder, setup.momentum), setup.weights()
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
+        momentum = momentum if setup.momentum is None else setup.momentum
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
@@ -207,7 +208,8 @@ class Recorder:
         setup, history, training = self._setup, self._history, self._training
         if resume and is_run(folder):
             recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
-            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
+            model, momentum = functionalize_like(setup.model, self.net), recorded.momentum
+            self._setup = replace(setup, model=model, momentum=momentum)
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
             samples = self._history.samples
@@ -440,6 +442,7 @@ class Recorder:
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            momentum=setup.momentum,
             digests=digests if len(digests) > len(updates) else (),
             live=LiveNetwork(weakref.ref(setup.net), history.samples),
         )
