@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import is_finite, validate_count
+from epk_gp.core.checks import blocks_of, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
@@ -45,8 +45,6 @@ from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -216,8 +214,8 @@ class Recorder:
             for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
                 samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
-                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
-                    self._setup.number(*rows, setup.stream)
+                for X, y in blocks_of(recorded.inputs, recorded.targets):
+                    self._setup.number(X, y, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
