@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from epk_gp.core.checks import blocks_of
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import Move
@@ -270,7 +271,6 @@ _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win
 _GAP = 0.65  # a row is clearly another point's if it is nearer than all others by that share of their distance
 _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other points, where indices are wrong
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
-_BLOCK_ROWS = 4096  # of X that are compared at a time
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
 _Group = tuple[Tensor, Tensor]  # rows as the network saw them, (k, ...), and announced samples, (k,)
@@ -381,8 +381,7 @@ class RowIdentity:
         self._groups, self._targets, self._num_batches, self._is_mixed = [], [], 0, False
         error = self._wrong_targets(targets)
         varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
-        # block by block: X may be more than fits into memory
-        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for rows in self.X.split(_BLOCK_ROWS)):
+        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for (rows,) in blocks_of(self.X)):
             error = "all rows of X are alike, and those that the network saw are not"
         if error is None and groups:
             return self._wrong_rows(groups, batches, is_mixed)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import is_finite, validate_count
+from epk_gp.core.checks import blocks_of, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
@@ -45,8 +45,6 @@ from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -216,8 +214,8 @@ class Recorder:
             for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
                 samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
-                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
-                    self._setup.number(*rows, setup.stream)
+                for X, y in blocks_of(recorded.inputs, recorded.targets):
+                    self._setup.number(X, y, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
@@ -388,9 +386,10 @@ class Recorder:
         At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
         """
         history = self._history
-        if not self._ranks.is_writer:  # rank 0 finds out what it is
-            self._rejoin()
-            self._observer.take_up(w, statistics)
+        if not self._ranks.is_writer:
+            if not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+                self._rejoin()
+                self._observer.take_up(w, statistics)
         elif history.num_steps > self.num_committed:
             found = history.find_move(w, self._setup.model.sizes, self._recorded)
             if found is not None and is_end and found[0].share == 1.0:
@@ -443,7 +442,7 @@ class Recorder:
             clip=setup.clip,
             momentum=setup.momentum,
             digests=digests if len(digests) > len(updates) else (),
-            live=LiveNetwork(weakref.ref(self.net), history.samples),
+            live=LiveNetwork(weakref.ref(setup.net), history.samples),
         )
         return with_computed_states(trajectory)
 
@@ -520,9 +519,7 @@ class Recorder:
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._commits is not None:
-            self._commits.keep_training_state()
-            if commits:
-                self._commits.commit_if_due()
+            self._commits.complete_iteration(commits=commits)
         if not self._ranks.is_writer:
             self._ranks.send_state(self._training)
 
