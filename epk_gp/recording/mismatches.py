@@ -256,8 +256,8 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             return changed
         if _draws_otherwise(replay, p):
             return (
-                f"{what}: it draws other random numbers than its layers do, as torch.compile lets it. Set "
-                "torch._inductor.config.fallback_random = True before the first call of the compiled network"
+                f"{what}: it draws other random numbers than its copy does, as a compiled one. Of torch.compile, set "
+                "torch._inductor.config.fallback_random = True before the first call"
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
