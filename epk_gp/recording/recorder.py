@@ -21,11 +21,12 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.penalty import WeightPenalty
+from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.run import create_run, is_run, resume_run
