@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
     from epk_gp.report.write import write_report as write_report
+    from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
     from epk_gp.storage.writer import Storage as Storage
 else:
@@ -71,6 +72,7 @@ else:
         "recording.causes": "StepMismatchError",
         "recording.recorder": "Recorder",
         "recording.train": "train",
+        "storage.rows": "Stream",
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
     }

@@ -27,6 +27,8 @@ class IndexedDataset(Dataset[Any]):
     `key` the items must be dictionaries, as Hugging Face's trainer takes them, and hold their index under that key.
     """
 
+    gives_indices = True  # the recorder reads the dataset inside
+
     def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
         """Wrap a dataset.
 

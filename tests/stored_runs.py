@@ -205,6 +205,9 @@ def random_rows(generator, num_rows, shape, dtype=torch.float64):
     return SeenRows(index, (9 * torch.rand(count, *shape, generator=generator)).to(dtype))
 
 
+NUM_WEIGHTS = sum(p.numel() for p in norm_net().parameters())
+
+
 def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(torch.float64,)):
     """A valid pass, each part of which is there or not."""
     draw = torch.rand(8, generator=generator).tolist()
@@ -221,6 +224,8 @@ def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(to
         statistics_after=torch.randn(num_statistics, generator=generator) if draw[6] < 0.3 else None,
         memory_order=torch.tensor([1, 0]) if draw[5] < 0.3 else None,
         autocast=torch.bfloat16 if draw[7] < 0.3 else None,
+        cotangents=torch.randn(num_rows, 3, generator=generator).double() if draw[7] > 0.8 else None,
+        weights=torch.randn(NUM_WEIGHTS, generator=generator).double() if draw[6] > 0.8 else None,
     )
 
 

@@ -1,6 +1,7 @@
 """The contributions behind each predicted output: selected, ranked, summarised and written as a table."""
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class PredictionBreakdown:
         decay: Contribution of weight decay, (n,).
         statistics: Contribution of the moving statistics, (n,).
         unexplained: Contribution of what update rule and exact gradients leave of the steps, (n,).
+        sources: Contributions of what is no training point, (n,) by name.
         steps: What R ranges of steps add, all terms together, (n, R).
         range_ends: The last step of each range, plus one.
     """
@@ -39,6 +41,7 @@ class PredictionBreakdown:
     decay: Float[Tensor, " n"]
     statistics: Float[Tensor, " n"]
     unexplained: Float[Tensor, " n"]
+    sources: Mapping[str, Float[Tensor, " n"]]
     steps: Float[Tensor, "n R"]
     range_ends: tuple[int, ...]
 
@@ -59,7 +62,8 @@ def prediction_breakdown(
         decay=by_sample.decay.squeeze(2)[rows, column],
         statistics=statistics[rows, column],
         unexplained=by_sample.unexplained.squeeze(2)[rows, column],
-        steps=(steps + by_range.unexplained)[rows, column],
+        sources={name: term.squeeze(2)[rows, column] for name, term in by_sample.sources.items()},
+        steps=sum(by_range.sources.values(), steps + by_range.unexplained)[rows, column],
         range_ends=tuple(torch.bincount(by_range.axes[0].group).cumsum(0).tolist()),
     )
 
@@ -100,6 +104,7 @@ def summarise(
         raised, lowered = extremes(samples, targets, top)
         names = ("network", "initial", "decay", "statistics", "unexplained")
         outputs = {name: float(getattr(breakdown, name)[n]) for name in names}
+        outputs |= {name: float(term[n]) for name, term in breakdown.sources.items()}
         values = samples.sort(descending=True).values
         sums = {"raised_by": float(values[values > 0].sum()), "lowered_by": float(values[values < 0].sum())}
         listed = {"most_raising": raised, "most_lowering": lowered}

@@ -74,6 +74,7 @@ def attribute(
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
     statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
+    arrays |= {name: term.squeeze(2) for name, term in parts.sources.items()}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(partial)

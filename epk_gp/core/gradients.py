@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from epk_gp.core.graphs import rows_of
 from epk_gp.core.losses import (
     ClassLoss,
     CrossEntropy,
@@ -30,11 +31,11 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, perturbed_initial, random_state_kept
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights, step_coefficients
+from epk_gp.core.trajectory import Trajectory, aligned, batch_of, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -98,7 +99,7 @@ def _seen_inputs(X: Tensor, rows: Tensor, seen: SeenRows | None) -> Shaped[Tenso
     if seen is None:
         return X[rows]
     if len(seen.index) == len(rows):
-        return seen.values.to(X.device)
+        return aligned(seen.values.to(X.device))  # those of a file may lie anywhere
     values = X[rows]
     return values.index_copy(0, seen.index.to(X.device), seen.values.to(values))
 
@@ -119,7 +120,7 @@ class TrainingReplay:
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
         model, module = self.model, self._module(data, exact=exact)
-        leaves = _leaves_of(module, model, self._state(state, data, exact=exact))
+        leaves = _leaves_of(module, model, self.state(state, data, exact=exact))
         try:
             with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
                 values = self._losses(self._call(module, data, exact), data)
@@ -147,7 +148,7 @@ class TrainingReplay:
         """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
         module = self._module(data)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        named = self.model.unflatten(self._state(state, data))
+        named = self.model.unflatten(self.state(state, data))
         # in the memory order of its own: random numbers are drawn in that of what is computed from it
         return {name: torch.empty_like(tensors[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
 
@@ -199,10 +200,12 @@ class TrainingReplay:
             self._modules[dtype] = copy.deepcopy(self.model.module).to(dtype=dtype, device=self.spec.device)
         return self._modules[dtype]
 
-    def _state(self, state: Tensor, data: PassData, *, exact: bool = True) -> Tensor:
-        before = data.forward.statistics
-        if before is not None:
-            state = torch.cat([state[: self.model.num_weights], before.to(state)])
+    def state(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = True) -> Float[Tensor, " PQ"]:
+        """Return weights and statistics at the start of a pass, from those at the start of its step."""
+        before, weights, P = data.forward.statistics, data.forward.weights, self.model.num_weights
+        if before is not None or weights is not None:
+            w, statistics = (state[:P] if weights is None else weights), (state[P:] if before is None else before)
+            state = torch.cat([w.to(state), statistics.to(state)])
         return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
     def _call(self, function: Callable[..., Any], data: PassData, exact: bool) -> Any:
@@ -211,6 +214,8 @@ class TrainingReplay:
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
+        if data.forward.cotangents is not None:
+            return seen_losses(self.loss, rows_of(returned, len(data.X)), data)
         y = data.y.to(self.spec.device)
         value = loss_input(self.model.signature, self.loss, returned, y)
         if not isinstance(value, Tensor) and not isinstance(self.loss, PerSampleLoss):
@@ -233,8 +238,11 @@ class TrainingReplay:
 def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
     """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
 
-    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels.
+    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels. A
+    loss that is not stated is linear in the outputs, (n, D).
     """
+    if data.forward.cotangents is not None:
+        return (aligned(data.forward.cotangents.to(outputs)) * outputs).sum(dim=1)
     seen, y = data.forward.targets, data.y.to(outputs.device)
     if seen is None:
         return per_sample_losses(loss, outputs, y)
@@ -459,7 +467,7 @@ def mismatch_ratio(
         state = flat_state(run, step.index, w)
         moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
         if step.passes:
-            g, _ = RunReplay(run, model, w).gradient_at(step, moved)
+            g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved)
         else:
             X, y, c = batch_of(run, step, w)
             with disable_fused_attention():
@@ -469,6 +477,15 @@ def mismatch_ratio(
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
     return float(torch.where(differences == 0, 0.0, differences / allowed).max())
+
+
+def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
+    """Move the weights that passes of a step saw by their own rounding, where they are others than w_s."""
+    moved = [
+        p if p.weights is None else replace(p, weights=move_by_rounding(p.weights, torch.finfo(dtype).eps))
+        for p in step.passes
+    ]
+    return replace(step, passes=tuple(moved))
 
 
 def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
@@ -529,7 +546,7 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
     """
     rows = X[:NUM_FINGERPRINT_POINTS]
     weights, statistics = state.split([model.num_weights, model.num_statistics])
-    state = torch.cat([perturbed_initial(weights), statistics])  # other weights than those in the module
+    state = torch.cat([1.1 * weights + 0.01, statistics])  # other weights than those in the module
 
     def evaluated(model: FunctionalModel) -> tuple[Tensor, list[Tensor]]:
         params = {name: value.detach() for name, value in model.unflatten(state).items()}

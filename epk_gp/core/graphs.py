@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int64, Integer, Shaped
+from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_has_values
@@ -30,6 +30,17 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
         yield from tensors_of(part)
 
 
+def rows_of(returned: Any, num_rows: int) -> Float[Tensor, "n D"]:
+    """Return all floating-point numbers that a network returned, a row for each of its inputs, side by side."""
+    tensors = [z for z in tensors_of(returned) if has_rows(z, num_rows)]
+    return torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1)
+
+
+def has_rows(z: Tensor, num_rows: int) -> bool:
+    """Return whether a tensor that a network returned has a row of floating-point numbers for each of its inputs."""
+    return z.is_floating_point() and z.ndim > 0 and len(z) == num_rows
+
+
 def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
     """Return what a network returned for some rows of its inputs; what has no such rows stays as it is.
 
@@ -38,9 +49,14 @@ def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: in
         rows: The rows to keep.
         num_rows: Number of rows that there are.
     """
+    return map_tensors(returned, lambda z: z[rows] if z.ndim and len(z) == num_rows else z)
+
+
+def map_tensors(returned: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a network returned with another tensor in the place of each, in the order of `tensors_of`."""
     if isinstance(returned, Tensor):
-        return returned[rows] if returned.ndim and len(returned) == num_rows else returned
-    parts = {key: select_rows(part, rows, num_rows) for key, part in _parts(returned).items()}
+        return change(returned)
+    parts = {key: map_tensors(part, change) for key, part in _parts(returned).items()}
     if not parts:
         return returned
     if isinstance(returned, tuple | list):

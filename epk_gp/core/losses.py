@@ -111,23 +111,37 @@ class PerSampleLoss:
             raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
 
 
+@dataclass(frozen=True)
+class UnstatedLoss:
+    """A loss that is not stated: what the loop's own backward pass sent into each row of the outputs is recorded.
+
+    With delta_i the gradient of the loop's loss in all that the network returned for row i, z_i, the loss of the row is
+    <delta_i, z_i>: its gradient in the weights is the part of the batch's gradient that came through row i. Derivatives
+    in the samples' weights, and another training, need the loss as a function.
+    """
+
+    reduction: Reduction = "sum"
+
+
 # Loss modules of torch that compare outputs and targets entry by entry.
 ELEMENTWISE = (
     *(nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
     *(nn.PoissonNLLLoss, nn.SoftMarginLoss),
 )
-Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss
+Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss | UnstatedLoss
 ClassLoss = CrossEntropy | NegativeLogLikelihood
 _TORCH_IGNORES = -100  # the default of torch's `ignore_index`: no class has this number
 
 
 def as_loss(loss: object) -> Loss:
-    """Return a loss of this package, converted from torch's loss module if one is given.
+    """Return a loss of this package, converted from torch's loss module if one is given; None states no loss.
 
     Raises:
         TypeError: The object is neither a loss of this package nor a loss module of torch.
         ValueError: The reduction is unknown, or an option is out of its range.
     """
+    if loss is None:
+        return UnstatedLoss()
     if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
         reduction: Any = loss.reduction  # checked below
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -143,8 +157,9 @@ def as_loss(loss: object) -> Loss:
             loss = PerSampleLoss(loss, reduction, type(loss).__name__)
     if not isinstance(loss, Loss):
         raise TypeError(
-            "loss must be epk_gp.CrossEntropy, NegativeLogLikelihood, MeanSquaredError, a torch loss module, or "
-            f"epk_gp.PerSampleLoss(f, reduction=...) around a function: got {loss!r}."
+            "loss must be epk_gp.CrossEntropy, NegativeLogLikelihood, MeanSquaredError, a torch loss module, "
+            "epk_gp.PerSampleLoss(f, reduction=...) around a function, or None for a loss that is not stated: got "
+            f"{loss!r}."
         )
     if loss.reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum': got {loss.reduction!r}.")
@@ -171,8 +186,10 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
         targets: Their targets.
 
     Raises:
-        ValueError: A `PerSampleLoss` returns neither one value per sample nor a scalar.
+        ValueError: A `PerSampleLoss` returns neither one value per sample nor a scalar, or the loss is not stated.
     """
+    if isinstance(loss, UnstatedLoss):
+        raise ValueError("the loss must be stated to be computed: the run was recorded with loss=None.")
     y = cast_targets(targets, outputs)
     if isinstance(loss, ClassLoss):
         z = classes_second(outputs, y)
@@ -396,6 +413,19 @@ def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[
     return signature.outputs(returned) if value is None else value
 
 
+def validate_stated(loss: Loss, what: str) -> None:
+    """Raise if a computation needs the loss as a function, and the run was recorded without.
+
+    Raises:
+        ValueError: The loss is not stated.
+    """
+    if isinstance(loss, UnstatedLoss):
+        raise ValueError(
+            f"{what} needs the loss as a function of the outputs, which a run recorded with loss=None does not have: "
+            "record again with the loop's loss stated. epk_gp.attribute needs none."
+        )
+
+
 def validate_loss_row_independence(
     loss: Loss, value: Any, targets: Shaped[Tensor, "n ..."], alone: Float[Tensor, " n"] | None = None
 ) -> None:
@@ -461,7 +491,9 @@ def _loss_together(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
 
 def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
     """Return what a loss takes of that which a network returned, or None where it takes the outputs."""
-    if isinstance(loss, PerSampleLoss) and not isinstance(loss.function, ELEMENTWISE):
+    if isinstance(loss, UnstatedLoss) or (
+        isinstance(loss, PerSampleLoss) and not isinstance(loss.function, ELEMENTWISE)
+    ):
         return returned
     z = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)
     if not isinstance(z, Tensor) or not z.is_floating_point():

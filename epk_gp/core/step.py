@@ -60,6 +60,9 @@ class ForwardPass:
         autocast: The dtype of automatic mixed precision; None without it.
         memory_order: The dimensions of the input in the order in which they lay in memory, from the slowest to the
             fastest: random numbers are drawn in that order. None if it is their own.
+        cotangents: The gradient of the loop's loss in all that the network returned for each row, (n, D), where no loss
+            is stated: the loss of a row is then their product. None where a stated loss gives it.
+        weights: The weights at which the pass was computed, (P,); None if they are those at the start of the step.
     """
 
     num_rows: int
@@ -72,6 +75,8 @@ class ForwardPass:
     statistics_after: Float[Tensor, " Q"] | None = None
     autocast: torch.dtype | None = None
     memory_order: Int64[Tensor, " dimensions"] | None = None
+    cotangents: Float[Tensor, "n D"] | None = None
+    weights: Float[Tensor, " P"] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -107,7 +112,7 @@ class Step:
     Attributes:
         index: The number s of the step, counted from 0.
         lr: The learning rate eps_s, that of the optimizer's first parameter group.
-        batch: Indices into the training data, or None for all points in order.
+        batch: Indices into the training data, or None for all points in order; -1 for a row that is no training point.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
         passes: The forward passes on consecutive rows of the batch: a tuple, or read when they are indexed. Empty
@@ -129,6 +134,8 @@ class Step:
         passes = tuple(each.map(change) for each in self.passes) if isinstance(self.passes, tuple) else self.passes
         return replace(self, batch=batch, passes=passes)
 
+
+NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
@@ -226,7 +233,12 @@ def fingerprint_step(
 
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
-    for value in vars(forward).values():
+    for name, value in vars(forward).items():
+        if value is None and name in (
+            "cotangents",
+            "weights",
+        ):  # digests of runs without are as before there were these
+            continue
         for tensor in (value.index, value.values) if isinstance(value, SeenRows) else (value,):
             if isinstance(tensor, Tensor):
                 _hash_tensor(hasher, tensor)
@@ -246,6 +258,7 @@ _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win
 _GAP = 0.65  # a row is clearly another point's if it is nearer than all others by that share of their distance
 _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other points, where indices are wrong
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
+_BLOCK_ROWS = 4096  # of X that are compared at a time
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
 _Group = tuple[Tensor, Tensor]  # rows as the network saw them, (k, ...), and announced samples, (k,)
@@ -309,8 +322,11 @@ class RowIdentity:
     def _take(self, forward: ForwardPass, samples: Int64[Tensor, " n"]) -> None:
         inputs = forward.inputs
         places = torch.arange(len(samples)) if inputs is None else inputs.index.cpu()
-        spread = torch.linspace(0, len(places) - 1, min(len(places), _GROUP)).long()
-        chosen = (spread + 7 * self._num_batches) % len(places)  # others of each batch, which may be all of X
+        known = (samples[places] >= 0).nonzero().squeeze(1)  # rows that are no training points have no index to confirm
+        if not len(known):
+            return
+        spread = torch.linspace(0, len(known) - 1, min(len(known), _GROUP)).long()
+        chosen = known[(spread + 7 * self._num_batches) % len(known)]  # others of each batch, which may be all of X
         is_own = self._take_targets(forward, samples, places[chosen])
         if inputs is None:
             return
@@ -353,7 +369,8 @@ class RowIdentity:
         self._groups, self._targets, self._num_batches, self._is_mixed = [], [], 0, False
         error = self._wrong_targets(targets)
         varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
-        if error is None and varies and not bool((self.X[:1] != self.X).any()):
+        # block by block: X may be more than fits into memory
+        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for rows in self.X.split(_BLOCK_ROWS)):
             error = "all rows of X are alike, and those that the network saw are not"
         if error is None and groups:
             return self._wrong_rows(groups, batches, is_mixed)

@@ -16,7 +16,7 @@ from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input,
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import Step, identity_finding
+from epk_gp.core.step import NOT_OF_DATA, Step, identity_finding
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
@@ -120,7 +120,7 @@ class Trajectory(Displayed):
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
         state = self.__dict__.copy()  # at once: another thread may be adding the cached property
-        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding"):  # found out again
+        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources"):  # found out again
             state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
@@ -198,6 +198,12 @@ class Trajectory(Displayed):
         Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
         """
         return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """What else than training points, decay and statistics adds to predictions, by name."""
+        batches = (step.batch for step in self.trained.steps if step.batch is not None)
+        return (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.

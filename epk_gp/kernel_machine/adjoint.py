@@ -392,9 +392,8 @@ class LossProducts:
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=block.cost.all_dense)
         values = []
         if data.forward.is_deterministic:
-            if data.forward.statistics is not None:
-                state = torch.cat([state[: block.net.model.num_weights], data.forward.statistics.to(state)])
-            X, at = block.net.model.spec.cast(data.X), WeightLocation(state)
+            replay = self.run.passes
+            X, at = block.net.model.spec.cast(data.X), WeightLocation(replay.state(state, data).to(state))
             for rows in blocks:
                 jacobians = layer_jacobians(block.net, at, X[rows], _loss_cotangents(block, data, rows), cost)
                 values.append(grouped_products(H, to_flat_order(jacobians, block.columns)[0], groups, sizes))
@@ -501,7 +500,9 @@ def _loss_cotangents(block: Predictions, data: PassData, part: Tensor) -> Cotang
         index = seen.index.to(part.device) - part[0]
         is_own = (index >= 0) & (index < len(part))
         seen = type(seen)(index[is_own], seen.values.to(part.device)[is_own])
-    own = PassData(type(forward)(len(part), targets=seen), data.samples[part], data.X[part], data.y[part], c)
+    cotangents = None if forward.cotangents is None else forward.cotangents[part.to(forward.cotangents.device)]
+    own_pass = type(forward)(len(part), targets=seen, cotangents=cotangents)
+    own = PassData(own_pass, data.samples[part], data.X[part], data.y[part], c)
     loss = block.trajectory.loss
 
     def derivative(z: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any, Unpack
@@ -45,6 +45,7 @@ from epk_gp.kernel_machine.terms import (
     is_plain_descent,
     layers_of,
     leaves_residuals,
+    sources_of,
 )
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight, stretches_of
@@ -106,22 +107,26 @@ class Attribution(CertifiedTerms):
         statistics: Contribution of the moving statistics of normalisations, (n, C); 0 for a network without them.
         unexplained: Contribution of what update rule and exact gradients leave of the steps, (n, C): rounding in less
             than float64, and what the run's `unexplained` accepts. In float64 without that it is rounding, taken as 0.
+        sources: Contributions of what is no training point, (n, C) by name: rows "not of the data set", which the
+            recorder got as -1. Empty for a run without.
     """
 
     samples: Float[Tensor, "n C M"]
     decay: Float[Tensor, "n C"]
     statistics: Float[Tensor, "n C"]
     unexplained: Float[Tensor, "n C"]
+    sources: Mapping[str, Float[Tensor, "n C"]] = field(default_factory=dict)
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
-        return self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
+        total = self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
+        return sum(self.sources.values(), total)
 
     def _summary(self) -> Summary:
         terms = {name: getattr(self, name) for name in ("samples", "decay", "statistics", "unexplained")}
         samples = count(self.samples.shape[2], "training sample")
-        return self._shown(samples, terms, "largest samples", "#{}".format)
+        return self._shown(samples, terms | dict(self.sources), "largest samples", "#{}".format)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -136,6 +141,7 @@ class GroupedAttribution(CertifiedTerms):
             statistics that are no batch normalisation's; axes of samples and parameters have length 1.
         unexplained: Contribution of what update rule and exact gradients leave of the steps, split as `decay`.
         axes: The axes.
+        sources: Contributions of what is no training point, by name, split as `decay`.
     """
 
     values: Float[Tensor, "n C *groups"]
@@ -144,16 +150,20 @@ class GroupedAttribution(CertifiedTerms):
     statistics_of_no_sample: Float[Tensor, "n C *steps"]
     unexplained: Float[Tensor, "n C *ones"]
     axes: tuple[Axis, ...]
+    sources: Mapping[str, Float[Tensor, "n C *ones"]] = field(default_factory=dict)
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
-        return self.initial + torch.stack([_summed(getattr(self, name)) for name in TERMS]).sum(dim=0)
+        terms = [*(getattr(self, name) for name in TERMS), *self.sources.values()]
+        return self.initial + torch.stack([_summed(term) for term in terms]).sum(dim=0)
 
     def _summary(self) -> Summary:
         kinds = ", ".join(axis.kind for axis in self.axes)
         terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
-        return self._shown(in_words(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
+        return self._shown(
+            in_words(self.axes), terms | dict(self.sources), f"largest by {kinds}", partial(group_name, self.axes)
+        )
 
 
 def attribute(
@@ -204,6 +214,7 @@ def attribute(
         decay=parts.decay.squeeze(2),
         statistics=parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2),
         unexplained=parts.unexplained.squeeze(2),
+        sources={name: term.squeeze(2) for name, term in parts.sources.items()},
         **shared,
     )
     return replace(result, max_error=_largest_error(result))
@@ -361,7 +372,9 @@ def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping
         shared: What all results share.
     """
     of_points = {name: rows.reshape(*shared["initial"].shape, *rows.shape[2:]) for name, rows in own.sums.items()}
-    terms: dict[str, Any] = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in TERMS.items()}
+    kinds_of = TERMS | sources_of(own.trajectory)
+    terms: dict[str, Any] = {name: own.combined.unflatten(of_points[name], *kinds) for name, kinds in kinds_of.items()}
+    terms["sources"] = {name: terms.pop(name) for name in own.trajectory.sources}
     result = GroupedAttribution(**terms, axes=own.axes, max_error=0.0, error_tolerance=tolerance, **shared)
     unexplained = _summed(result.unexplained).abs()
     change, left = float((result.network - result.initial).abs().sum()), float(unexplained.sum())

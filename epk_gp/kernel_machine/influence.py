@@ -31,7 +31,13 @@ from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sampl
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
-from epk_gp.kernel_machine.retrain import REPLAY_TOLERANCE, StackedTraining, require_replays, retrained_run
+from epk_gp.kernel_machine.retrain import (
+    REPLAY_TOLERANCE,
+    StackedTraining,
+    require_loss_as_function,
+    require_replays,
+    retrained_run,
+)
 from epk_gp.work.run import run
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
@@ -236,6 +242,7 @@ def influence(
     """
     parsed = parse_options("influence", ("accumulate",), **options)
     X = parse_inputs(trajectory, X).detach()
+    require_loss_as_function(trajectory, "epk_gp.influence")
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     axes = (by_sample(trajectory),) if by is None else tuple(by)
     validate_axes(trajectory, axes)
@@ -302,6 +309,7 @@ def self_influence(
             outputs.
     """
     parsed = parse_options("self_influence", ("accumulate",), **options)
+    require_loss_as_function(trajectory, "epk_gp.self_influence")
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
     validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")

@@ -15,7 +15,7 @@ from epk_gp.autodiff.verification import MappedRows, plan_for
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, parse_options, validate_finite
 from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.states import averaged_trajectory
@@ -416,7 +416,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     Raises:
         TypeError: The weights are no tensor of floating-point numbers.
         ValueError: There is not one finite weight per sample, or steps on other gradients are not known: those of
-            Muon, Adafactor, Rprop, SparseAdam and of update rules of the user's own.
+            Muon, Adafactor, Rprop, SparseAdam and of update rules of the user's own; or the loss is not stated.
     """
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)
@@ -430,6 +430,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         )
     validate_finite(rows, "weights")
     rows = rows.to(device=trajectory.device, dtype=torch.float64)
+    require_loss_as_function(trajectory, "epk_gp.retrain")
     law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
     require_replays(law)
     net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
@@ -464,6 +465,21 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         )
     warn_unless_certified("the retraining", findings)
     return Retraining(trajectory, states, rows, difference, ratio, tuple(findings), law.clipping)
+
+
+def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
+    """Raise if the recorded gradients are not functions of the weights at the start of their steps.
+
+    Raises:
+        ValueError: The loss is not stated, or a pass saw other weights.
+    """
+    validate_stated(trajectory.loss, what)
+    for step in trajectory.trained.steps:
+        if any(forward.weights is not None for forward in step.passes):
+            raise ValueError(
+                f"{what} needs gradients at the weights that a step moves: those of step {step.index} were taken at "
+                "other ones (SAM), which are held as recorded. epk_gp.attribute explains such a run."
+            )
 
 
 def require_replays(law: UpdateLaw) -> None:

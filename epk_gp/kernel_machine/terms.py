@@ -24,7 +24,7 @@ from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import fingerprint
+from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
@@ -218,6 +218,11 @@ TERMS = {
 }
 
 
+def sources_of(trajectory: Trajectory) -> dict[str, tuple[str, ...]]:
+    """Return what else than training points adds to the predictions of a run, and by what each is split."""
+    return dict.fromkeys(trajectory.sources, ("step", "parameter"))
+
+
 class GroupedSums:
     """Sums of terms along the axes of one result. Terms come by parts of the network, which no axis divides.
 
@@ -231,10 +236,10 @@ class GroupedSums:
     def __init__(
         self, trajectory: Trajectory, axes: tuple[Axis, ...], parts: Int64[Tensor, " L"], reference: Tensor
     ) -> None:
-        self.axes, self.combined = axes, CombinedAxes(trajectory, axes)
+        self.trajectory, self.axes, self.combined = trajectory, axes, CombinedAxes(trajectory, axes)
         self.sums = {
             name: reference.new_zeros(*reference.shape, *map(self.combined.count, kinds))
-            for name, kinds in TERMS.items()
+            for name, kinds in (TERMS | sources_of(trajectory)).items()
         }
         self.group_of_sample = self.combined.index["sample"].to(reference.device)
         group_of_part = torch.zeros(int(parts.max()) + 1, dtype=torch.int64)
@@ -280,6 +285,7 @@ class TermSums:
     def __init__(self, trajectory: Trajectory, groupings: Groupings, reference: Float[Tensor, "n K"]) -> None:
         parts = parameter_parts(groupings, len(trajectory.model.names))
         self.grouped = [GroupedSums(trajectory, axes, parts, reference) for axes in groupings]
+        self._has_outside = NOT_OF_DATA in trajectory.sources
         self._of_samples, self._of_steps = reference.new_zeros(reference.shape), reference.new_zeros(reference.shape)
 
     @property
@@ -294,13 +300,20 @@ class TermSums:
         return torch.where(self._of_steps > 0, self._of_samples / self._of_steps.clamp(min=1e-300), 0.0)
 
     def add_samples(self, step: int, samples: Int64[Tensor, " B"], values: Float[Tensor, "n K B G"]) -> None:
-        """Add what some samples of a step add, a sample as often as it occurs, over G parts of the network."""
+        """Add what some samples of a step add, a sample as often as it occurs, over G parts of the network.
+
+        Rows that are no training points, of number -1, add to a source of their own.
+        """
         self._of_samples += values.sum(dim=3).abs().sum(dim=2)
+        if self._has_outside:
+            is_outside = (samples < 0).to(values.device)
+            self.add(NOT_OF_DATA, step, values[:, :, is_outside].sum(dim=2))
+            samples, values = samples[samples >= 0], values[:, :, ~is_outside]
         for own in self.grouped:
             own.at("values", step).index_add_(2, own.of_samples(samples), own.of_parts(values))
 
     def add(self, name: str, step: int, values: Float[Tensor, "n K G"]) -> None:
-        """Add what weight decay adds in a step ("decay"), or what gradients do not explain ("unexplained")."""
+        """Add what weight decay ("decay"), what is "unexplained", or a source adds in a step."""
         for own in self.grouped:
             own.at(name, step).add_(own.of_parts(values))
 
@@ -326,6 +339,8 @@ class TermSums:
             rest = total
             if of_samples is not None:
                 samples, values = of_samples
+                if self._has_outside:
+                    samples, values = samples[samples >= 0], values[:, :, (samples >= 0).to(values.device)]
                 own.at("statistics", step).index_add_(2, own.of_samples(samples), values)
                 rest = total - values.sum(dim=2)
             own.at("statistics_of_no_sample", step).add_(rest)

@@ -150,6 +150,7 @@ class StepCheck:
         step: The step.
         used: The gradient that the optimizer used, (P,).
         gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped.
+        expected: The gradient that the optimizer must have used: the stated loss's and an L2 penalty's, clipped, (P,).
         clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
         X: The stated batch.
         y: Its targets.
@@ -158,13 +159,13 @@ class StepCheck:
         statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
             of what rounding explains.
         without_gradient: Names of the parameters that have no gradient in this step; theirs is zero here.
-        penalty: Gradient of an L2 penalty in the loop's loss, (P,); None where none is known.
     """
 
     state: Float[Tensor, " PQ"]
     step: Step
     used: Float[Tensor, " P"]
     gradient: Float[Tensor, " P"]
+    expected: Float[Tensor, " P"]
     clip_factor: float | Float[Tensor, " P"]
     X: Shaped[Tensor, "B ..."]
     y: Shaped[Tensor, "B ..."]
@@ -172,17 +173,6 @@ class StepCheck:
     loss: Loss
     statistics_error: float = 0.0
     without_gradient: Set[str] = frozenset()
-    penalty: Float[Tensor, " P"] | None = None
-
-    @property
-    def unclipped(self) -> Float[Tensor, " P"]:
-        """The gradient of stated loss and penalty before clipping."""
-        return self.gradient if self.penalty is None else self.gradient + self.penalty
-
-    @property
-    def expected(self) -> Float[Tensor, " P"]:
-        """The gradient that the optimizer must have used."""
-        return self.unclipped * self.clip_factor
 
 
 def explain_mismatch(

@@ -256,21 +256,26 @@ def _with_inferred(
         if rates is None:
             continue
         other = _with_penalty(setup, check, penalty.gradient(w, rates))
-        clip = inferred_clip(used, other.unclipped) if setup.clip is None else None
-        other = other if clip is None else replace(other, clip_factor=clip.factor(other.unclipped))
+        clip = inferred_clip(used, other.expected) if setup.clip is None else None
+        other = other if clip is None else _with_penalty(setup, check, penalty.gradient(w, rates), clip)
         is_same = clip is None and torch.equal(rates, penalty.rates)
         if not is_same and _is_consistent(setup, other):
             return other, rates
     return None
 
 
-def _with_penalty(setup: TrainingSetup, check: StepCheck, penalty: Float[Tensor, " P"] | None) -> StepCheck:
-    """Return the check with the gradient of a penalty, and the stated clipping of the sum."""
-    for name, part in ({} if penalty is None else setup.model.unflatten(penalty)).items():
-        if name in check.without_gradient:
-            part.zero_()
-    check = replace(check, penalty=penalty)
-    return replace(check, clip_factor=1.0 if setup.clip is None else setup.clip.factor(check.unclipped))
+def _with_penalty(
+    setup: TrainingSetup, check: StepCheck, penalty: Float[Tensor, " P"] | None, clip: Clip | None = None
+) -> StepCheck:
+    """Return the check with the gradient of a penalty, and a clipping of the sum: the stated one if there is one."""
+    expected = check.gradient
+    if penalty is not None:
+        for name in check.without_gradient:
+            setup.model.unflatten(penalty)[name].zero_()
+        expected = expected + penalty
+    clip = setup.clip or clip
+    factor = 1.0 if clip is None else clip.factor(expected)
+    return replace(check, expected=expected * factor, clip_factor=factor)
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
@@ -290,6 +295,7 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         step=step,
         used=observed.made.gradient,
         gradient=observed.made.gradient,
+        expected=observed.made.gradient,
         clip_factor=1.0,
         X=torch.cat([data.X for data in passes]),
         y=torch.cat([data.y for data in passes]),
@@ -344,9 +350,8 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    clipped = check.expected
-    difference, state, P = (check.used - clipped).abs().max(), check.state, setup.model.num_weights
-    if difference <= relative_rounding(state.dtype) * clipped.abs().max():
+    difference, state, P = (check.used - check.expected).abs().max(), check.state, setup.model.num_weights
+    if difference <= relative_rounding(state.dtype) * check.expected.abs().max():
         return True
     if not _is_repeatable(setup, check):
         return False

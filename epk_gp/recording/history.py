@@ -14,9 +14,11 @@ from epk_gp.core.step import Step, fingerprint_step
 from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates
 from epk_gp.storage.passes import stored_steps, validate_pass
-from epk_gp.storage.schema import ChunkSchema
+from epk_gp.storage.rows import num_seen
+from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
@@ -189,13 +191,21 @@ class CommitSchedule:
 
     A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
     of completed iterations are committed, together with the training state at the end of the last of them: from there a
-    resumed run continues.
+    resumed run continues. The points of a stream, whose setup is `stream`, are committed with the steps that saw them.
 
     Attributes:
         writer: Writes the run's folder.
     """
 
-    def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        storage: Storage,
+        history: RunHistory,
+        training: TrainingState,
+        stream: TrainingSetup | None = None,
+    ) -> None:
+        self._stream, self._num_points = stream, 0 if stream is None else len(stream.X)  # the points that are on disk
         self.writer, self._limits, self._history, self._training = writer, storage, history, training
         self._num_completed = self._num_counted = history.num_steps
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
@@ -224,8 +234,9 @@ class CommitSchedule:
         self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
         self._num_counted = self._num_completed
         limits, waiting = self._limits, self._num_completed - self.num_committed
+        num_bytes = self._num_bytes + (0 if self._stream is None else self._stream.X[self._num_points :].nbytes)
         if waiting and (
-            self._num_bytes >= limits.chunk_bytes
+            num_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)
         ):
@@ -240,7 +251,13 @@ class CommitSchedule:
             schema, steps = self.writer.schema, self._history.steps[first:count]
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self.writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            kept = (states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            rows = dict[str, Tensor]()
+            if (stream := self._stream) is not None:
+                new = slice(self._num_points, num_seen(steps, self._num_points))
+                rows = {INPUTS: stream.X[new], TARGETS: stream.y[new]} if new.stop > new.start else rows
+            self.writer.append(*kept, rows=rows)
+            self._num_points += len(rows.get(INPUTS, ()))
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
         self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
+from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
 from epk_gp.core.inputs import arguments_of_call
-from epk_gp.core.losses import loss_input
+from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.optimizers.update_rules import (
+    NO_UPDATE,
+    WEIGHTS,
+    LinearStep,
+    UpdateCoefficients,
+    WeightPenalty,
+    stack_coefficients,
+)
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import TrainingSetup
 
 StatesBefore = Mapping[str, Mapping[str, Any]]
@@ -42,8 +49,12 @@ class CapturedForward:
         memory_order: The dimensions of the one input from the slowest to the fastest in memory; None if that is their
             own order.
         position: Number of the pass since the recording began.
-        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned.
+        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
+            loss is stated it is all that the network returned for each row.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
+        weights: The weights that the pass saw; None if they are those that the last step left.
+        stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
+            gradient; None if there is none.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -58,6 +69,42 @@ class CapturedForward:
     position: int = 0
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
+    weights: Tensor | None = None
+    stray: tuple[int, ...] | None = None
+
+    def watch(self, returned: Any, num_rows: int) -> Any:
+        """Return what the network returned, with each tensor that a gradient can come into as an alias.
+
+        The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
+        comes through others of those that the network returned too.
+        """
+        columns, tensors = [0], [z.detach() for z in tensors_of(returned) if has_rows(z, num_rows)]
+        self.outputs = (
+            torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1) if tensors else None
+        )
+
+        def watched(z: Tensor) -> Tensor:
+            is_row, first = has_rows(z, num_rows), columns[-1]
+            if is_row:
+                columns.append(first + z.shape[1:].numel())
+            if not z.requires_grad:
+                return z
+            alias = z.view_as(z)
+
+            def add(gradient: Tensor) -> None:
+                if not is_row:
+                    self.stray = tuple(z.shape) if bool(gradient.any()) else self.stray
+                elif self.outputs is not None:
+                    if self.output_gradient is None:
+                        self.output_gradient = torch.zeros_like(self.outputs)
+                    self.output_gradient[:, first : first + z.shape[1:].numel()] += (
+                        gradient.detach().flatten(1).reshape(num_rows, -1)
+                    )
+
+            alias.register_hook(add)
+            return alias
+
+        return map_tensors(returned, watched)
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
@@ -102,16 +149,18 @@ class AnnouncedBatch:
     Attributes:
         indices: Rows of the training data, or None for all of them in order.
         samples: The sample of each row.
-        weight: Factor that the loop puts in front of the batch's loss, or of each row's.
+        weight: Factor that the loop puts in front of the batch's loss, or of each row's; None: it is read.
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
+        targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
     """
 
     indices: Int64[Tensor, " B"] | None
     samples: Int64[Tensor, " B"]
-    weight: float | Tensor
+    weight: float | Tensor | None
     position: int = 0
     forwards: list[CapturedForward] = field(default_factory=list)
+    targets: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -239,6 +288,11 @@ class StepObserver:
             return 0  # a GradScaler skips such a step
         return len(self._announced)
 
+    @property
+    def has_moved_between_passes(self) -> bool:
+        """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
+        return len({forward.weights is None for forward in self._waiting}) == 2
+
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
@@ -256,23 +310,49 @@ class StepObserver:
             hook.remove()
         self._hooks = []
 
-    def announce(self, indices: object, weight: object, index: int) -> None:
+    def announce(self, indices: object, weight: object, index: int, targets: Tensor | None = None) -> None:
         """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
 
         Raises:
             TypeError: The indices are not integers, or the weight is no number and no tensor.
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
-        batch = None if indices is None else _parse_batch(indices, len(self.setup.X), index)
-        samples = torch.arange(len(self.setup.X)) if batch is None else batch.cpu()
-        factor = _parse_weight(weight, len(samples), index)
-        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes))
+        setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
+        if (indices if setup.stream is not None else targets) is not None:
+            raise ValueError(
+                "recorder.batch() must get indices into X, or, of a Stream, whose rows number themselves, the targets "
+                "of the rows: recorder.batch(targets=y)."
+            )
+        num_points = len(setup.X)
+        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        if setup.stream is not None:
+            num_points = self._num_waiting_rows() if targets is None else len(targets)
+        samples = torch.arange(num_points) if batch is None else batch.cpu()
+        factor = None if weight is None else _parse_weight(weight, len(samples), index)
+        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+
+    def _num_waiting_rows(self) -> int:
+        """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
+
+        Raises:
+            ValueError: There are none, or the loss needs their targets.
+        """
+        self._assign_forwards()
+        count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
+        if not isinstance(self.setup.loss, UnstatedLoss) or not count:
+            raise ValueError(
+                "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
+            )
+        return count
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
         if not self._stepped:
             return
         self._assign_forwards()
+        for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
+            later = [f for f in self._waiting if f.weights is not None and f.position > batch.position]
+            batch.forwards = _last_with_rows(later, sum(len(f.inputs) for f in batch.forwards)) or batch.forwards
         model, unseen = self.setup.model, None
         if not all(batch.forwards for batch in self._announced):
             unseen = (
@@ -280,7 +360,14 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
-        zeros = model.unflatten(torch.zeros_like(self._weights()))
+        if (stream := self.setup.stream) is not None:
+            if unseen is not None:
+                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
+            for batch in self._announced:
+                rows = torch.cat([forward.inputs for forward in batch.forwards])
+                batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
+        missing = {name: weight for name, weight in model.unflatten(self._weights()).items() if name not in self._gradients}
+        zeros = {name: torch.zeros_like(weight) for name, weight in missing.items()}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(
             lr=self._lr,
@@ -338,8 +425,9 @@ class StepObserver:
             return
         self.complete()
         self._assign_forwards()
-        if self._announced and all(p.grad is None for p in self._parameters()):
-            # gradients were cleared without a step: a GradScaler skipped it
+        weights = None if self.setup.has_weights(self._weights()) else self.setup.weights()
+        if self._announced and weights is None and all(p.grad is None for p in self._parameters()):
+            # gradients were cleared without a step or another move: a GradScaler skipped it
             self._announced = [batch for batch in self._announced if not batch.forwards]
         setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
         graph, difference = model.signature.graph, None
@@ -365,16 +453,18 @@ class StepObserver:
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
             memory_order=_memory_order(inputs) if model.signature.layout is None else None,
+            weights=weights,
         )
         self._begun.append(forward)
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""
         setup = self.setup
         self.num_passes += 1
         self._statistics = setup.model.statistics_of(setup.net)
         forward = self._begun.pop() if self._begun else None
         if forward is None:
-            return
+            return None
         forward.statistics_after, forward.position = self._statistics, self.num_passes
         if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
             forward.random_state = None
@@ -382,6 +472,8 @@ class StepObserver:
         if before is not None and after is not None and torch.equal(before, after):
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
+        if isinstance(setup.loss, UnstatedLoss):
+            return forward.watch(returned, len(forward.inputs))
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
@@ -389,6 +481,7 @@ class StepObserver:
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
             source.register_hook(forward.add_gradient)
+        return None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         if any(stepped is optimizer for stepped in self._stepped):
@@ -434,8 +527,8 @@ class StepObserver:
             self.complete()
 
 
-def _parse_batch(indices: Any, num_points: int, index: int) -> Int64[Tensor, " B"]:
-    """Return the indices of a step's batch as a tensor of int64."""
+def _parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
+    """Return the indices of a step's batch, from `least` on, as a tensor of int64."""
     try:
         batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -447,10 +540,11 @@ def _parse_batch(indices: Any, num_points: int, index: int) -> Int64[Tensor, " B
     if batch.is_floating_point() or batch.dtype == torch.bool:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
     low, high = int(batch.min()), int(batch.max())
-    if low < 0 or high >= num_points:
+    if low < least or high >= num_points:
+        advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""
         raise ValueError(
             f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
-            "Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one."
+            f"Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one.{advice}"
         )
     return batch.detach().to(torch.int64).clone()
 

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from epk_gp.core.losses import (
     MeanSquaredError,
     NegativeLogLikelihood,
     PerSampleLoss,
+    UnstatedLoss,
     classes_second,
     ignored_class,
     loss_derivatives,
@@ -45,6 +46,7 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
+_BLOCK_ROWS = 4096  # rows of X that are read at a time
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -113,9 +115,11 @@ class PassRecords:
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
         self._setup, self._state, model = setup, setup.state(weights), setup.model
         # targets may be read from the gradient in the outputs only where the loss depends on these alone
-        self._reads_targets = model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
+        is_stated = not isinstance(setup.loss, UnstatedLoss)
+        self._reads_targets = is_stated and (
+            model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
+        )
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
-        self._index_of_row: dict[bytes, int] = {}
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
@@ -144,7 +148,8 @@ class PassRecords:
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
-            stated = batch.weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
+            weight = 1.0 if batch.weight is None else batch.weight
+            stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             forwards = [self._with_own_draws(forward, start) for forward in forwards]
             if self._setup.model.signature.graph is not None:
                 forwards = [forward.of_nodes(samples) for forward in forwards]
@@ -153,6 +158,10 @@ class PassRecords:
             for number, rows in enumerate(samples.split(sizes)):
                 record = ForwardPass(len(rows))
                 if forwards:
+                    if batch.weight is None:
+                        used[number] *= _read_factor(
+                            self._setup.loss, forwards[number], y[rows.to(y.device)], used[number]
+                        )
                     record, used[number] = self._record(forwards[number], rows, used[number], statistics)
                 passes.append(record)
             weights.append(torch.cat(used))
@@ -185,15 +194,20 @@ class PassRecords:
         is_recorded = torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
         if is_same_kind:
             is_recorded = (forward.inputs == recorded).reshape(len(recorded), -1).all(dim=1)
-        inputs, targets = None, None
+        is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
+        is_recorded &= is_known
+        inputs, targets, cotangents = None, None, None
         if not is_recorded.all():
-            self._require_announced_rows(forward.inputs, rows, is_recorded)
+            if not is_recorded[is_known].all():
+                self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
             other = (~is_recorded).nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
             y = setup.y[rows.to(setup.y.device)]
             z, delta = forward.outputs, forward.output_gradient
             targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+        if isinstance(setup.loss, UnstatedLoss):
+            cotangents = _cotangents(forward, self._setup.model.spec.dtype)
         is_random = forward.random_state is not None or forward.device_random_state is not None
         needs_modes = is_random or forward.autocast is not None or self._differs_in(forward.modes)
         before, after = forward.statistics, forward.statistics_after
@@ -208,6 +222,8 @@ class PassRecords:
             statistics_after=None if torch.equal(after, statistics[1]) else after,
             autocast=forward.autocast,
             memory_order=forward.memory_order if is_random else None,
+            cotangents=cotangents,
+            weights=forward.weights,
         )
         return record, c.cpu().double()
 
@@ -221,10 +237,9 @@ class PassRecords:
         if self._has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
             self._has_other_rows = True
             return
-        if not self._index_of_row:
-            self._index_of_row = {bytes(tensor_bytes(row)): number for number, row in enumerate(X)}
-        other = (~is_recorded).nonzero().squeeze(1).tolist()
-        wrong = [(row, self._index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other]
+        other = (~is_recorded).nonzero().squeeze(1)
+        index_of_row = _places(X, seen[other])
+        wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other.tolist()]
         if any(place is None for _, place in wrong):
             self._has_other_rows = True
             return
@@ -271,6 +286,17 @@ class PassRecords:
         return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
 
 
+def _places(X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."]) -> dict[bytes, int]:
+    """Return where X holds some rows, by their bytes; X is read block by block."""
+    wanted, found = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int]()
+    for start in range(0, len(X), _BLOCK_ROWS):
+        block = bytes(tensor_bytes(X[start : start + _BLOCK_ROWS]))
+        size = len(block) // len(X[start : start + _BLOCK_ROWS])
+        contents = {block[at : at + size]: start + at // size for at in range(0, len(block), size)}
+        found |= {content: contents[content] for content in wanted & contents.keys()}
+    return found
+
+
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _LOW_PRECISION = 2e-2
@@ -284,6 +310,52 @@ _FEW_ROWS = 4
 # loss is at work (focal loss: a cross entropy whose weights are a function of its value).
 _FOLLOWS_LOSS = 0.9
 _ENOUGH_ROWS = 6
+
+
+def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
+    """Return what the loop's backward pass sent into each row of what the network returned.
+
+    Raises:
+        StepMismatchError: A gradient came into a tensor that has no rows, or none came at all.
+    """
+    if forward.stray is not None:
+        raise StepMismatchError(
+            "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
+            f"one of shape {forward.stray} that the network returned. Compute the loss outside of the network, or "
+            "state it."
+        )
+    if forward.output_gradient is None:
+        raise StepMismatchError(
+            "with loss=None every pass of a batch must be followed by its backward() before the step: no gradient came "
+            "into what the network returned. Call the network itself, net(X), and recorder.batch() after backward()."
+        )
+    return forward.output_gradient.to(dtype)
+
+
+def _read_factor(loss: Loss, forward: CapturedForward, y: Tensor, c: Float64[Tensor, " n"]) -> float:
+    """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
+
+    Raises:
+        StepMismatchError: The gradient in the outputs is no multiple of the stated loss's.
+    """
+    if isinstance(loss, UnstatedLoss):
+        return 1.0
+    factor = None
+    if forward.outputs is not None and forward.output_gradient is not None:
+        z, delta = forward.outputs.double(), forward.output_gradient.double()
+        if isinstance(loss, CrossEntropy | NegativeLogLikelihood):
+            z, delta = classes_second(z, y), classes_second(delta, y)
+        expected = c.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
+        common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
+        bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
+        factor = float(common) if bool(((delta - common * expected).abs() <= bound).all()) else None
+    if factor is None:
+        raise StepMismatchError(
+            "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
+            f"that of {loss}. State the loop's loss, or none with loss=None."
+        )
+    return factor
+
 
 _KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
 _Used = tuple[SeenRows | None, Tensor]  # targets of rows that have others than the recorded ones, weights of all rows

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,22 +17,25 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import RowIdentity, Step
+from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.optimizers.update_rules import Clip
+from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
+from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
 from epk_gp.storage.run import create_run, is_run, resume_run
+from epk_gp.storage.schema import DATA, map_tensors
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
+
+_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -59,8 +63,6 @@ class Recorder:
     Attributes:
         net: The network.
         optimizer: Its optimizer.
-        X: A copy of the training inputs, in the structure in which they were given.
-        y: A copy of their targets.
         loss: The loss.
         signature: How the network is called, and how its outputs are taken from what it returns.
     """
@@ -69,10 +71,10 @@ class Recorder:
         self,
         net: nn.Module,
         optimizer: Optimizers,
-        X: Inputs,
-        y: Shaped[Tensor, "M ..."],
+        X: TrainingInputs,
+        y: Targets = None,
         *,
-        loss: Loss | nn.Module = CrossEntropy(),
+        loss: Loss | nn.Module | None = CrossEntropy(),
         update_rule: Rules = None,
         clip: Clip | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -90,9 +92,13 @@ class Recorder:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
-                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
-            y: Their targets.
-            loss: The loss that will be minimised.
+                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
+                a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
+            y: Their targets, a tensor or an array; None where no loss is stated and nothing else needs them, and where
+                items of a dataset are pairs (input, target), or dictionaries that hold `labels`, or their key.
+            loss: The loss that will be minimised. None states none: what the loop's own backward pass sends into each
+                row of what the network returns is recorded, which is all that contributions need, whatever the loss is
+                (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
             clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
@@ -130,18 +136,27 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         setup = make_setup(
-            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained, output=output
+            net,
+            optimizer,
+            X,
+            y,
+            loss,
+            update_rule,
+            clip=clip,
+            unexplained=unexplained,
+            trained=trained,
+            output=output,
+            folder=folder,
         )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers, stateful, folder)
         self.signature = setup.model.signature
-        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, setup.y
-        graph = self.signature.graph
-        self.X = self.signature.structure(setup.X) if graph is None else graph.graph
+        self.net, self.optimizer, self.loss = net, optimizer, loss
         header, start = setup.header() | thinning_header(storage, folder), setup.weights()
         self._data_digest: str = header["data_digest"]
+        self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
@@ -172,11 +187,33 @@ class Recorder:
             self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+            if setup.stream is not None:
+                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
+                    self._setup.number(*rows, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
             writer = create_run(folder, header, setup.data(), training, last.end, digest, statistics=last.statistics)
-        self._commits = CommitSchedule(writer, storage, self._history, training)
+        if setup.is_mapped:  # the temporary files are not needed any more
+            data = map_tensors(Path(folder) / DATA)
+            self._setup = replace(self._setup, X=data["inputs"], y=data["targets"])
+        self._commits = CommitSchedule(writer, storage, self._history, training, self._setup if setup.stream else None)
+
+    @property
+    def X(self) -> Inputs:  # noqa: N802  # as the argument
+        """A copy of the training inputs, in the structure of the network's call."""
+        graph = self.signature.graph
+        return self.signature.structure(self._setup.X) if graph is None else graph.graph
+
+    @property
+    def y(self) -> Shaped[Tensor, "M ..."]:
+        """A copy of their targets."""
+        return self._setup.y
+
+    def rows(self, batch: Int64[Tensor, " B"] | None) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."]]:
+        """Return inputs, packed, and targets of some points, None for all."""
+        X, y = self._setup.X, self._setup.y
+        return (X, y) if batch is None else (X[batch], y[batch])
 
     @property
     def num_steps(self) -> int:
@@ -253,7 +290,11 @@ class Recorder:
             self._in_until = False
 
     def batch(
-        self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float | Float[Tensor, " B"] = 1.0
+        self,
+        indices: Int64[Tensor, " B"] | Sequence[int] | None = None,
+        *,
+        weight: float | Float[Tensor, " B"] | None = 1.0,
+        targets: Shaped[Tensor, "B ..."] | None = None,
     ) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
@@ -261,9 +302,13 @@ class Recorder:
         saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
 
         Args:
-            indices: Rows of X that the batch held, each as often as it occurred; None for all of X.
+            indices: Rows of X that the batch held, each as often as it occurred; None for all of X. With loss=None, -1
+                stands for a row that is no training point, such as a generated one.
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
-                row's loss.
+                row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
+                loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+            targets: Of a `Stream`, whose rows are known by their content, the targets of the rows, in the place of
+                indices; None with loss=None, where the rows are those of the last backward pass.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -280,10 +325,10 @@ class Recorder:
         self._observer.complete()
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
-            self._observer.announce(indices, weight, index)
+            self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not torch.equal(self._setup.weights(), last):
+                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
                     raise StepMismatchError(
                         "the weights must be those the last recorded step left: they were changed in between (an "
                         "optimizer.step() outside the recorder's sight, or an edit)."
@@ -302,18 +347,23 @@ class Recorder:
         if commits is not None and not self._is_closed:
             commits.commit()
         states, updates, statistics, digest = (history if commits is None else commits).recorded()
+        steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
+        if setup.stream is not None:
+            count = num_seen(steps, self._num_examples)
+            X, y = X[:count], y[:count]
+            data_digest = fingerprint_data(X, y)
         trajectory = Trajectory(
             model=setup.model,
-            inputs=setup.X,
-            targets=self.y,
+            inputs=X,
+            targets=y,
             loss=self.loss,
             update_rule=setup.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(history.steps[: len(updates)]),
+            steps=steps,
             num_outputs=setup.fingerprint.shape[1],
             digest=digest,
-            data_digest=self._data_digest,
+            data_digest=data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
@@ -346,7 +396,10 @@ class Recorder:
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
-            if is_exact or not self._identity.num_judged:  # until something is known, every step says something
+            # rows of a stream are numbered by what they are
+            if setup.stream is None and (
+                is_exact or not self._identity.num_judged
+            ):  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)

@@ -1,6 +1,7 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,18 +9,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.gradients import with_kept_activations
-from epk_gp.core.graphs import Graph, tensors_of
-from epk_gp.core.inputs import Inputs, Signature, parse_graph, parse_signature
+from epk_gp.core.graphs import Graph, rows_of, tensors_of
+from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
     Loss,
     PerSampleLoss,
+    UnstatedLoss,
     loss_input,
     loss_terms,
     sample_weights,
@@ -28,7 +30,6 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
-    fingerprint_outputs,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -46,6 +47,7 @@ from epk_gp.optimizers.torch_rules import (
 )
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
+from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -54,7 +56,8 @@ __all__ = ["Clip", "ClipNorm", "ClipValue"]
 # weights alone changes: in float32, at perturbed weights, a ResNet-18 turns another order of operations into more than
 # 7.6e-6 of its outputs.
 _ROUNDINGS = 8
-_NUM_ROWS = 64  # inputs on which initial outputs must be finite, and final ones those of the recorded network
+_NUM_ROWS = 64  # inputs on which final outputs must be those of the recorded network
+_NUM_INITIAL_ROWS = 16  # inputs on which initial outputs must be finite
 _NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to see whether they influence each other
 _SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
 
@@ -67,7 +70,7 @@ def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m .
     return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrainingSetup:
     """A training before its first step.
 
@@ -81,6 +84,8 @@ class TrainingSetup:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        is_mapped: Whether X and y are mapped from files that do not grow.
+        stream: The points of a stream; X and y hold those that were seen so far. None for other data.
     """
 
     net: nn.Module
@@ -92,6 +97,8 @@ class TrainingSetup:
     update_rule: UpdateRule
     clip: Clip | None = None
     unexplained: float | None = None
+    is_mapped: bool = False
+    stream: StreamRows | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -102,6 +109,20 @@ class TrainingSetup:
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
+
+    def number(
+        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."] | None, stream: StreamRows
+    ) -> Int64[Tensor, " n"]:
+        """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
+        numbers = stream.number(X, X.new_empty(len(X), 0) if y is None else y)
+        if int(numbers.max()) >= len(self.X):
+            self.X, self.y = stream.mapped()
+        return numbers
+
+    def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
+        """Return whether the network has these weights now; nothing is copied."""
+        named = self.model.unflatten(weights).items()
+        return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
         """Return a copy of the network's present moving statistics; None if it has none."""
@@ -122,6 +143,7 @@ class TrainingSetup:
             data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
             unexplained=self.unexplained,
             clip=self.clip,
+            is_stream=self.stream is not None,
         )
 
     def data(self) -> dict[str, Tensor]:
@@ -234,8 +256,8 @@ class TrainingSetup:
 def make_setup(
     net: nn.Module,
     optimizer: Optimizers,
-    X: Inputs,
-    y: Shaped[Tensor, "M ..."],
+    X: TrainingInputs,
+    y: Targets,
     loss: Loss,
     update_rule: Rules,
     *,
@@ -243,6 +265,7 @@ def make_setup(
     unexplained: float | None,
     trained: Collection[str],
     output: Callable[[Any], Tensor] | None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
@@ -259,7 +282,11 @@ def make_setup(
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
-    X, y, signature = _parse_data(X, y, output)
+    data = map_data(X, y, folder)
+    y = y if data is None else data.y
+    if y is None and not isinstance(loss, UnstatedLoss):
+        raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
+    X, y, signature = _parse_data(X if data is None else data, y, output)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -270,10 +297,13 @@ def make_setup(
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
     state = torch.cat([weights, model.statistics_of(net)])
-    fingerprint = _validated_fingerprint(model, state, X, y)
+    moved = torch.cat([perturbed_initial(weights), state[len(weights) :]])
+    fingerprint = _validated_fingerprint(model, state, moved, X, y)
     model = with_kept_activations(model, state, X)
-    _validate_loss(model, loss, state, X, y)
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained)
+    _validate_loss(model, loss, moved, X, y)
+    stream = None if data is None else data.stream
+    is_mapped = data is not None and stream is None
+    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, is_mapped, stream)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
@@ -309,8 +339,10 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
+
+    Those that are mapped from files are not copied.
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
@@ -318,12 +350,16 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
     """
     if isinstance(X, Graph):
         validate_tensor(y, "y")
-        if y.ndim == 0 or len(y) == 0:
-            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
-        nodes, signature = parse_graph(X, len(y), output)
-        return nodes, y.detach().clone(), signature
-    inputs, signature = parse_signature(X, output)
+        labels = torch.as_tensor(y)
+        if labels.ndim == 0 or len(labels) == 0:
+            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
+        nodes, signature = parse_graph(X, len(labels), output)
+        return nodes, labels.detach().clone(), signature
+    validate_output(output)
+    is_mapped = isinstance(X, MappedData)
+    inputs, signature = (X.X, Signature(X.layout, output)) if is_mapped else parse_signature(X, output)
     validate_tensor(inputs, "X")
+    y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
     validate_tensor(y, "y")
     is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
@@ -333,7 +369,7 @@ def _parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None) ->
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return inputs.detach().clone(), y.detach().clone(), signature
+    return (inputs, y, signature) if is_mapped else (inputs.detach().clone(), y.detach().clone(), signature)
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
@@ -341,7 +377,7 @@ def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple
 
     The counters of batches are among them where the statistics are averages over all batches (momentum None).
     """
-    if not any(module.training for module in net.modules()):
+    if not any(module.training for module in net.modules()) or not any(b.is_floating_point() for b in net.buffers()):
         return ()
     module = copy.deepcopy(net)
     before = {name: value.clone() for name, value in module.named_buffers()}
@@ -355,7 +391,7 @@ def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple
     return tuple(name for name in moved if before[name].is_floating_point() or name in counters)
 
 
-def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor, y: Tensor) -> Tensor:
+def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor, X: Tensor, y: Tensor) -> Tensor:
     """Return the fingerprint outputs of a network, after checking that it can be recorded.
 
     Raises:
@@ -364,8 +400,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor, y: 
         ValueError: Inputs or targets are on another device; the network cannot take them or changes them; or its
             outputs are not finite, random, or depend on other inputs of the batch.
     """
-    start, statistics = state.split([model.num_weights, model.num_statistics])
-    graph = model.signature.graph
+    start, graph = state, model.signature.graph
     if start.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"the weights must be float32 or float64: got {start.dtype}. Convert them with net.float().")
     inputs = {"X": X} if graph is None else {f"tensor {k!r} of the graph": v for k, v in graph.tensors.items()}
@@ -379,7 +414,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor, y: 
             raise ValueError(f"{name} must be on the network's device {start.device}: got {value.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
-    perturbed = model.unflatten(torch.cat([perturbed_initial(start), statistics]))
+    perturbed = model.unflatten(moved)
     with torch.no_grad():
         try:
             returned = model.returned(perturbed, rows)
@@ -410,8 +445,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor, y: 
                     f"output must accept what the network returns, {type(returned).__name__}: it fails with "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        outputs = fingerprint_outputs(model, start, rows[:NUM_FINGERPRINT_POINTS], statistics)
-        initial = model(model.unflatten(state), evenly_spread(X, _NUM_ROWS))
+        outputs = model(perturbed, rows[:NUM_FINGERPRINT_POINTS])  # as `fingerprint_outputs` gives them
+        initial = model(model.unflatten(state), evenly_spread(X, _NUM_INITIAL_ROWS))
     advice = "Repair its forward() or its initial weights."
     validate_finite(initial, "the network's outputs at its initial weights", advice)
     validate_row_independence(model, perturbed, X)
@@ -429,7 +464,7 @@ def validate_row_independence(
         X: Inputs to evaluate it on; 8 of them are used, evenly spread.
 
     Raises:
-        ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than each alone.
+        ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than some of them alone.
     """
     rows = evenly_spread(X, _NUM_COUPLED_ROWS)
     with torch.no_grad():
@@ -440,13 +475,13 @@ def validate_row_independence(
                 "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
                 "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
             )
-        each = [model(weights, row[None]) for row in rows]
+        each = [model(weights, row[None]) for row in rows[::2]]
     if any(z.shape != together[:1].shape for z in each):
         raise ValueError(
             f"the number C of outputs must not depend on the batch: got {together.shape[1]} for {len(rows)} inputs "
             f"and {each[0].shape[1]} for one."
         )
-    difference = (torch.cat(each) - together).abs().max()
+    difference = (torch.cat(each) - together[::2]).abs().max()
     if difference > rounding:
         raise ValueError(
             f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
@@ -470,15 +505,17 @@ def validate_batch_statistics(net: nn.Module) -> None:
             )
 
 
-def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor, y: Tensor) -> None:
+def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor, y: Tensor) -> None:
     """Raise if the loss cannot take what the network returns and the targets, or mixes the samples of a batch.
 
     Raises:
         TypeError, ValueError: The targets do not fit, or the losses of a few samples are not those of each alone.
     """
-    weights, statistics = state.split([model.num_weights, model.num_statistics])
-    params = model.unflatten(torch.cat([perturbed_initial(weights), statistics]))
+    params = model.unflatten(moved)
     n, signature = NUM_FINGERPRINT_POINTS, model.signature
+    if isinstance(loss, UnstatedLoss):
+        _validate_returned_rows(model, params, X[:n])
+        return
     with torch.no_grad():
         returned = model.returned(params, X[:n])
         value = loss_input(signature, loss, returned, y[:n] if y.ndim else y)
@@ -500,3 +537,21 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
                     f"fails on one sample, with {type(error).__name__}: {error}"
                 ) from error
         validate_loss_row_independence(loss, value, y[:n], alone)
+
+
+def _validate_returned_rows(model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
+    """Raise if anything that the network returns has a first dimension that is not that of its inputs.
+
+    Raises:
+        ValueError: The rows of what it returns, evaluated together, are not those of each input alone.
+    """
+    with torch.no_grad():
+        together = rows_of(model.returned(params, X), len(X))
+        alone = [rows_of(model.returned(params, x), 1) for x in X.split(1)]
+    is_same = all(z.shape == together[:1].shape for z in alone)
+    rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+    if not is_same or not (torch.cat(alone) - together).abs().max() <= rounding:
+        raise ValueError(
+            "with loss=None, all floating-point tensors that the network returns must have one row per input, which "
+            "depends on this input alone: they do not. Leave others out of what forward() returns, or state the loss."
+        )

@@ -3,19 +3,19 @@
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.checks import validate_count, validate_generator
-from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.recorder import Recorder
+from epk_gp.storage.rows import Targets, TrainingInputs, num_rows
 
 
 class EpochSampler:
@@ -68,8 +68,8 @@ class EpochSampler:
 
 def train(
     net: nn.Module,
-    X: Inputs,
-    y: Shaped[Tensor, "M ..."],
+    X: TrainingInputs,
+    y: Targets = None,
     *,
     optimizer: Optimizer,
     steps: int,
@@ -85,7 +85,7 @@ def train(
     Args:
         net: The network.
         X: All M training inputs, as `Recorder` takes them.
-        y: Their targets.
+        y: Their targets, as `Recorder` takes them.
         optimizer: The optimizer of the network's parameters.
         steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
         batch_size: Points per step; each epoch is a new permutation, its last batch may be smaller. None: all M points.
@@ -114,18 +114,16 @@ def train(
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
-    num_points = len(y) if isinstance(y, Tensor) and y.ndim else 0  # `Recorder` says what else y must be
-    sampler = None if batch_size is None else EpochSampler(num_points, int(batch_size), generator)
+    sampler = None if batch_size is None else EpochSampler(num_rows(X, y), int(batch_size), generator)
     objects = {"sampler": sampler, "scheduler": scheduler}
     stateful = {name: value for name, value in objects.items() if value is not None}
     with Recorder(net, optimizer, X, y, clip=clip, stateful=stateful, **options) as recorder:
         signature = recorder.signature
-        X = signature.pack(recorder.X)
         begun, remaining = recorder.num_steps, recorder.until(steps)
         remaining = tracked(remaining, "training", total=steps, unit="step", initial=begun, shown=progress)
         for _ in remaining:
             batch = None if sampler is None else sampler.next_batch()
-            inputs, targets = (X, recorder.y) if batch is None else (X[batch], recorder.y[batch])
+            inputs, targets = recorder.rows(batch)
             optimizer.zero_grad()
             with torch.enable_grad(), disable_fused_attention():
                 values = loss_terms(signature, recorder.loss, signature.call(net, inputs), targets)

@@ -76,6 +76,7 @@ class Terms:
         unexplained: (L, R).
         running: The output before training, and with the terms of each range added, (R + 1,): under momentum a batch
             acts in later steps too, and its terms count to its own range. The last one is the trained network's output.
+        sources: (L, R); what is no training point, all together; None where there is none.
     """
 
     quantum: float
@@ -84,6 +85,7 @@ class Terms:
     statistics: Int64[Tensor, " R"]
     unexplained: Int64[Tensor, "L R"]
     running: tuple[int, ...]
+    sources: Int64[Tensor, "L R"] | None = None
 
 
 class Explained(NamedTuple):
@@ -139,15 +141,18 @@ def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Te
     """
     place = (number, 0)
     statistics = result.statistics[place][:, 0].sum(dim=0) + result.statistics_of_no_sample[place][0, 0]
-    terms = (result.values[place], result.decay[place][0], statistics, result.unexplained[place][0])
+    terms = [result.values[place], result.decay[place][0], statistics, result.unexplained[place][0]]
+    if result.sources:
+        terms.append(torch.stack([*result.sources.values()]).sum(dim=0)[place][0])
     initial, network = float(result.initial[number, 0]), float(result.network[number, 0])
     size = sum(float(term.double().abs().sum()) for term in terms)
     quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
     of_ranges = [term.double().reshape(-1, term.shape[-1]).sum(dim=0) for term in terms]
     running = torch.stack(of_ranges).sum(dim=0).cumsum(dim=0) + initial
     ends = [initial, *running[:-1].tolist(), network]
-    samples, decay, moved, unexplained = (to_units(term, quantum) for term in terms)
-    return Terms(quantum, samples, decay, moved, unexplained, tuple(round(value / quantum) for value in ends))
+    samples, decay, moved, unexplained, *others = (to_units(term, quantum) for term in terms)
+    whole = tuple(round(value / quantum) for value in ends)
+    return Terms(quantum, samples, decay, moved, unexplained, whole, others[0] if others else None)
 
 
 def all_views(
@@ -207,6 +212,9 @@ def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tens
         "statistics": int(terms.statistics[ranges].sum()) if layer is None else 0,
         "unexplained": int(terms.unexplained[layers, ranges].sum()),
     }
+    if terms.sources is not None:
+        others["sources"] = int(terms.sources[layers, ranges].sum())
+
     total = terms_sum = int(samples.sum()) + sum(others.values())
     if layer is None:  # the change of the output, against which the terms are held; that of one layer is none's output
         first, last = (0, -1) if r is None else (r, r + 1)

@@ -28,7 +28,8 @@ from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients,
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.schema import ChunkSchema, Count, GroupRecord, Record, validated
+from epk_gp.storage.rows import RowFile, num_seen
+from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
 MATRICES_NAME = "matrices"  # those of each step, packed
@@ -215,6 +216,8 @@ def _validate_layout(
         optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
         optional[GROUPS] = ((any_length,), "U8")
+        if schema.is_stream:
+            optional |= {name: actual[name] for name in (INPUTS, TARGETS) if name in actual}
         if MATRICES_NAME in actual:
             expected |= {MATRICES_NAME: ((any_length,), "U8"), f"{MATRICES_NAME}.at": ((j, 2), "I64")}
         if PASSES in actual:
@@ -244,12 +247,13 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
         tensors.get_tensor(name) for name in ("sizes", "lengths", "batches", "weighted", "sample_weights")
     )
     counts = lengths.clamp(min=0)
+    num_points = 1 << 62 if schema.is_stream else schema.num_points  # `stream_data` counts them
     is_sound = (
         bool((rates >= 0).all() and ((lengths >= 1) | (lengths == -1)).all() and (counts <= len(batches)).all())
         and int(counts.sum()) == len(batches)
         and int(counts[is_weighted].sum()) == len(weights)
         and not bool((is_weighted & (lengths < 0)).any())
-        and (not len(batches) or 0 <= int(batches.min()) <= int(batches.max()) < schema.num_points)
+        and (not len(batches) or schema.least_index <= int(batches.min()) <= int(batches.max()) < num_points)
     )
     if not is_sound:
         raise ValueError(f"{where} must hold steps on batches of the {schema.num_points} training points: it does not.")
@@ -369,6 +373,26 @@ class StoredUpdates(_Stored):
             stored = set(tensors.keys())
             places = {n: read_row(tensors, at, step - chunk.first_step) for n, at in names.items() if at in stored}
         return {name: at for name, at in places.items() if bool((at >= 0).any())}
+
+
+def stream_data(
+    path: str | os.PathLike[str], data: Mapping[str, Tensor], chunks: Sequence[Chunk], steps: Sequence[Step]
+) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
+    """Return inputs and targets of a stream: those of the header, and those in chunks; mapped from temporary files.
+
+    Raises:
+        ValueError: The chunks do not hold the points of their steps.
+    """
+    inputs, targets = RowFile(), RowFile()
+    for name, file in (("inputs", inputs), ("targets", targets)):
+        file.append(data[name], name)
+        for chunk in chunks:
+            with opened_chunk(path, chunk) as tensors:
+                if f"rows.{name}" in tensors.keys():  # noqa: SIM118  # not a mapping
+                    file.append(tensors.get_tensor(f"rows.{name}"), name)
+        if len(file) < num_seen(steps):
+            raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(file)}.")
+    return inputs.mapped(), targets.mapped()
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:

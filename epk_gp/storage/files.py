@@ -48,6 +48,15 @@ _CAN_SYNC_FOLDERS = os.name != "nt"
 
 
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+# Those that a network's buffers may have beside.
+_OTHER_DTYPES = {
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 @dataclass(frozen=True)
@@ -340,7 +349,7 @@ def tensor_file(tensors: Mapping[str, Tensor | Rows], metadata: Mapping[str, str
     for name in names:
         value, start = tensors[name], end
         end = start + math.prod(value.shape) * value.dtype.itemsize
-        dtype = SAFETENSORS_DTYPES[value.dtype]
+        dtype = (SAFETENSORS_DTYPES | _OTHER_DTYPES)[value.dtype]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -25,6 +25,8 @@ _VECTORS = {
     "statistics": (torch.float32, torch.float64),
     "statistics_after": (torch.float32, torch.float64),
     "memory_order": (torch.int64,),
+    "weights": (torch.float32, torch.float64),
+    "cotangents": (torch.float32, torch.float64, torch.float16, torch.bfloat16),  # the one that is no vector: (n, D)
 }
 _SEEN = ("inputs", "targets")
 PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
@@ -188,11 +190,13 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
     if schema is not None:
         lengths["modes"] = (schema.num_modules, schema.num_modules)
         lengths["statistics"] = lengths["statistics_after"] = (schema.num_statistics, schema.num_statistics)
+        lengths["weights"] = (schema.num_weights, schema.num_weights)
+    lengths["cotangents"] = (forward.num_rows, forward.num_rows)
     for name, dtypes in _VECTORS.items():
         value = getattr(forward, name)
         if value is None:
             continue
-        if value.ndim != 1 or value.dtype not in dtypes:
+        if value.ndim != (2 if name == "cotangents" else 1) or value.dtype not in dtypes:
             raise ValueError(f"{name} must be a vector of {dtypes[-1]}: got {tuple(value.shape)} of {value.dtype}.")
         least, most = lengths.get(name, (0, len(value)))
         if not least <= len(value) <= most:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core import losses
 from epk_gp.core.gradients import batch_gradient, with_kept_activations
 from epk_gp.core.inputs import signature_from_json
-from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
+from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
@@ -21,7 +21,7 @@ from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps, with_computed_states
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps, stream_data, with_computed_states
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
@@ -29,7 +29,7 @@ from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 _KNOWN_LOSSES: dict[str, Any] = {
-    kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
+    kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError, UnstatedLoss)
 }
 # What a run that is resumed may have otherwise: what its files hold of themselves.
 _OF_FILES = ("format", "version", "data_blake2b", "data_bytes")
@@ -308,6 +308,9 @@ def load_trajectory(
         clip=clip_from_json(header["clip"]),
     )
     validate_forward_function(trajectory, data["probe"])
+    if schema.is_stream:
+        X, y = stream_data(path, data, chunks, steps)
+        trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
     trajectory = with_computed_states(trajectory)

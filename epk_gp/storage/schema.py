@@ -11,15 +11,27 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from epk_gp.core.losses import Loss
+from epk_gp.core.checks import is_finite
+from epk_gp.core.losses import Loss, UnstatedLoss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_checked, read_checksummed_json
+from epk_gp.storage.files import (
+    DAMAGED,
+    MAX_JSON_BYTES,
+    checksum_file,
+    load_tensors,
+    open_tensors,
+    read_bytes,
+    read_checked,
+    read_checksummed_json,
+)
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
+INPUTS, TARGETS = "rows.inputs", "rows.targets"  # the points of a stream that the steps of a chunk saw first
+_IN_MEMORY = 1 << 26  # bytes of data up to which they are read into memory, where no change of the file can reach them
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -63,6 +75,7 @@ class RunDescription(Record):
     unexplained: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     signature: Any = None  # checked by `signature_from_json`
     clip: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1, max_length=2)] | None = None
+    is_stream: bool = False
 
     @model_validator(mode="after")
     def _has_weights_and_loss(self) -> "RunDescription":
@@ -139,6 +152,8 @@ class ChunkSchema:
         keep_every: Every so many-th state is held.
         scaled: Which coefficients of each parameter a preconditioner scales: where not every state is held, they are
             held for one weight.
+        least_index: The smallest index of a batch: -1 where rows may be no training points.
+        is_stream: Whether chunks hold further training points.
     """
 
     sizes: tuple[int, ...]
@@ -148,6 +163,8 @@ class ChunkSchema:
     num_modules: int = 0
     keep_every: int = 1
     scaled: tuple[frozenset[str], ...] = ()
+    least_index: int = 0
+    is_stream: bool = False
 
     @property
     def thins(self) -> bool:
@@ -176,6 +193,8 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         num_modules=len(header["modules"]),
         keep_every=header["keep_every"],
         scaled=scaled_fields(groups, header["names"]) if header["keep_every"] > 1 else (),
+        least_index=-1 if header["loss"]["kind"] == UnstatedLoss.__name__ else 0,
+        is_stream=header["is_stream"],
     )
 
 
@@ -189,6 +208,7 @@ def run_header(
     data_digest: str,
     unexplained: float | None = None,
     clip: Clip | None = None,
+    is_stream: bool = False,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
@@ -204,6 +224,7 @@ def run_header(
         data_digest: Digest of the training data.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         clip: The stated gradient clipping.
+        is_stream: Whether steps add training points to those of the header.
     """
     optional = {
         "statistics": list(model.statistics),
@@ -211,6 +232,7 @@ def run_header(
         "unexplained": unexplained,
         "signature": model.signature.to_json(),
         "clip": None if clip is None else [float(value) for value in astuple(clip)],
+        "is_stream": is_stream or None,
     }
     return {
         "names": list(model.names),
@@ -250,17 +272,34 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read inputs, targets, frozen state and fingerprint outputs of a run, checked against the header's checksum.
 
+    A file of more than 64 MiB is mapped, after its checksum was taken block by block.
+
     Raises:
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged, or does not hold the tensors that the header describes.
     """
     file = Path(path) / DATA
-    where = str(file)
-    data = load_tensors(read_checked(file, header["data_bytes"], header["data_blake2b"], where), where)
+    where, size, blake2b = str(file), header["data_bytes"], header["data_blake2b"]
+    if size <= _IN_MEMORY:
+        data = load_tensors(read_checked(file, size, blake2b, where), where)
+    elif checksum_file(file, size, where) != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
+    else:
+        data = map_tensors(file)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")
     for name, value in data.items():
-        if value.is_floating_point() and not name.startswith("constant.") and not torch.isfinite(value).all():
+        if value.is_floating_point() and not name.startswith("constant.") and not is_finite(value):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
     return data
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """Map all tensors of a safetensors file that was checked.
+
+    Raises:
+        ValueError: It is no safetensors file.
+    """
+    with open_tensors(file, str(file)) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping

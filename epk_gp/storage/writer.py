@@ -5,11 +5,13 @@ however it ends. Readers need no lock.
 """
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -20,7 +22,14 @@ from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
+from epk_gp.storage.files import (
+    atomic_write,
+    checksum,
+    checksummed_json,
+    open_descriptor,
+    regular_file_size,
+    tensor_file,
+)
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
@@ -133,6 +142,8 @@ class RunWriter:
         digest: str,
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
+        *,
+        rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
@@ -143,6 +154,7 @@ class RunWriter:
             digest: Digest of the run up to the last of the states.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
+            rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
 
         Raises:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced.
@@ -150,7 +162,7 @@ class RunWriter:
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, start = len(self.chunks), self._journal_bytes
-        content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics) | dict(rows))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
@@ -265,8 +277,11 @@ def create_run_dir(
     """
     folder = Path(path)
     require_empty_dir(folder)
-    content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    of_data = {"data_blake2b": checksum(content), "data_bytes": len(content)}
+    hasher, size = hashlib.blake2b(digest_size=16), 0
+    for part in tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
+        hasher.update(part)
+        size += len(part)
+    of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
     message = f"{folder / HEADER} must be the header of an epk_gp run of version 1"
     full = validated(RunHeader, FORMAT | of_data | dict(header), message).model_dump()
     with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
@@ -275,7 +290,7 @@ def create_run_dir(
         with writer.closed_on_error():
             require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
             os.ftruncate(writer._journal, 0)
-            atomic_write(folder / DATA, content)
+            atomic_write(folder / DATA, tensor_file(data, {}))
     return writer, full
 
 

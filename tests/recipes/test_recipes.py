@@ -152,7 +152,6 @@ def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe, least
     [
         pytest.param(targets.contrastive, epk.StepMismatchError, "step 0: .* no call of the network", id="contrastive"),
         pytest.param(targets.lbfgs, ValueError, "must take one gradient a step: LBFGS", id="lbfgs"),
-        pytest.param(unusual.sharpness_aware, epk.StepMismatchError, "step 0: the weights must be those", id="sam"),
         pytest.param(unusual.dropout_in_evaluation, ValueError, "also in evaluation mode", id="mc_dropout"),
     ],
 )

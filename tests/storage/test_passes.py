@@ -173,6 +173,8 @@ CHANGED = {
     "statistics_after": None,
     "memory_order": None,
     "autocast": torch.float16,
+    "cotangents": torch.ones(4, 3, dtype=torch.float64),
+    "weights": torch.arange(3.0),
 }
 
 

@@ -19,6 +19,7 @@ const OTHER_TERMS = [
   ['decay', 'Weight decay', 'What shrinking the weights at each step did.'],
   ['statistics', 'Moving statistics', 'What the moving averages of normalisation layers did.'],
   ['unexplained', 'Unexplained', 'What the recorded steps did beyond the update rule on the training data.'],
+  ['sources', 'Other sources', 'What rows that are no training points, and an optimizer that was loaded, added.'],
   content.certificate.certified
     ? ['rounding', 'Rounding', 'What writing each term as a whole multiple of the quantum left out.']
     : ['rounding', 'Missing', 'What all terms miss of the output: rounding, and what is not certified.'],
@@ -62,7 +63,7 @@ function termsOf(view, source) {
       countSource: `${source}.rest_lowered.0`,
       source: `${source}.rest_lowered.1`,
     },
-    ...OTHER_TERMS.map(([key, name, sentence]) => ({
+    ...OTHER_TERMS.filter(([key]) => key in view).map(([key, name, sentence]) => ({
       key,
       name,
       sentence,

@@ -1,0 +1,233 @@
+"""Data in arrays, memory maps, datasets and loaders: the run is that with tensors in memory, to the last bit."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import epk_gp as epk
+from epk_gp.callbacks import IndexedDataset
+from epk_gp.storage import schema
+from page_code import load
+
+M, STEPS = 150, 8
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(M, 5, dtype=torch.float64, generator=GENERATOR)
+Y = torch.arange(M) % 3
+TEST = torch.randn(4, 5, dtype=torch.float64, generator=GENERATOR)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+    def forward(self, x, mask=None):
+        return self.layers(x if mask is None else x * mask)
+
+
+class Pairs(Dataset):
+    def __len__(self):
+        return M
+
+    def __getitem__(self, index):
+        return X[index].numpy(), int(Y[index])
+
+
+class Dicts(Pairs):
+    def __getitem__(self, index):
+        return {"x": X[index], "mask": torch.ones(5), "labels": int(Y[index])}
+
+
+class Inputs(Pairs):
+    def __getitem__(self, index):
+        return X[index]
+
+
+def hugging_face():
+    datasets = pytest.importorskip("datasets")
+    columns = {"x": X.numpy(), "mask": np.ones((M, 5), np.float32), "labels": Y.tolist()}
+    return datasets.Dataset.from_dict(columns).with_format("torch", dtype=None), None
+
+
+def mapped(name, folder):
+    array = {"X": X.numpy(), "Y": Y.numpy(), "mask": np.ones((M, 5), np.float32)}[name]
+    np.save(folder / f"{name}.npy", array)
+    return np.load(folder / f"{name}.npy", mmap_mode="r")
+
+
+ONE = {
+    "arrays": lambda folder: (X.numpy(), Y.numpy()),
+    "strided array": lambda folder: (np.asfortranarray(X.numpy())[:], Y.numpy()),
+    "memory maps": lambda folder: (mapped("X", folder), mapped("Y", folder)),
+    "dataset of pairs": lambda folder: (Pairs(), None),
+    "dataset of inputs": lambda folder: (Inputs(), Y),
+    "tensor dataset": lambda folder: (TensorDataset(X), Y.numpy()),
+    "subset": lambda folder: (Subset(TensorDataset(X.flip(0), Y.flip(0)), list(range(M))[::-1]), None),
+    "loader": lambda folder: (DataLoader(IndexedDataset(Pairs()), 7, shuffle=True), None),
+    "loader with workers": lambda folder: (DataLoader(Pairs(), 7, num_workers=2), None),
+}
+SEVERAL = {
+    "memory maps": lambda folder: ({"x": mapped("X", folder), "mask": mapped("mask", folder)}, Y),
+    "dataset of dictionaries": lambda folder: (Dicts(), None),
+    "key of the targets": lambda folder: (Dicts(), "labels"),
+    "Hugging Face": lambda folder: hugging_face(),
+}
+
+
+def train(inputs, targets, steps=STEPS, **options):
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(2)
+    return epk.train(
+        net, inputs, targets, optimizer=optimizer, steps=steps, batch_size=40, generator=generator, **options
+    )
+
+
+def asserted_same(run, expected, test):
+    assert run.digest == expected.digest
+    assert run.data_digest == expected.data_digest
+    parts, others = epk.attribute(run, test), epk.attribute(expected, test)
+    assert parts.certified
+    assert torch.equal(parts.samples, others.samples)
+    assert torch.equal(parts.total, others.total)
+
+
+@pytest.mark.parametrize("source", ONE)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
+    options = {"folder": tmp_path / "run"} if is_on_disk else {}
+    expected = train(X, Y)
+    asserted_same(train(*ONE[source](tmp_path), **options), expected, TEST)
+    if is_on_disk:
+        asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, TEST)
+
+
+@pytest.mark.parametrize("source", SEVERAL)
+def test_the_run_of_several_inputs_is_that_with_tensors_in_memory(source, tmp_path):
+    expected = train({"x": X, "mask": torch.ones(M, 5)}, Y)
+    asserted_same(train(*SEVERAL[source](tmp_path)), expected, {"x": TEST, "mask": torch.ones(4, 5)})
+
+
+def test_a_loop_over_a_loader_is_recorded_with_the_loader_as_X():
+    """As it is written: the loader shuffles, the recorder reads its dataset in order."""
+    loader = DataLoader(IndexedDataset(Pairs()), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, loader) as recorder:
+        for indices, (inputs, labels) in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs), labels).backward()
+            recorder.batch(indices)
+            optimizer.step()
+    assert torch.equal(recorder.X, X)
+    assert torch.equal(recorder.y, Y)
+    assert not any(step.passes for step in recorder.steps)  # all rows are those of X
+    assert epk.attribute(recorder.trajectory, TEST).certified
+
+
+def test_reading_leaves_the_random_numbers_as_they_are():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    for loader in (DataLoader(Pairs(), 7), Pairs()):
+        net = Net()
+        torch.manual_seed(3)
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_on_a_dataset_is_resumed_to_the_same_end(tmp_path):
+    expected = train(X, Y)
+    train(Pairs(), None, steps=3, folder=tmp_path / "run", resume=True)
+    asserted_same(train(Pairs(), None, folder=tmp_path / "run", resume=True), expected, TEST)
+    other = TensorDataset(X + 1, Y)
+    with pytest.raises(ValueError, match="data_digest must be the recorded one"):
+        train(other, None, steps=9, folder=tmp_path / "run", resume=True)
+
+
+def test_files_of_rows_go_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run = train(Pairs(), None)
+    assert os.listdir(tmp_path / "temporary") == []  # mapped, without a name
+    assert torch.equal(run.inputs, X)
+    (tmp_path / "runs").mkdir()
+    train(Pairs(), None, folder=tmp_path / "runs" / "run")
+    assert os.listdir(tmp_path / "runs") == ["run"]
+
+
+def test_mapped_data_of_a_loaded_run_are_checked(tmp_path, monkeypatch):
+    expected = train(Pairs(), None, folder=tmp_path / "run")
+    monkeypatch.setattr(schema, "_IN_MEMORY", 0)
+    asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, TEST)
+    file = tmp_path / "run" / "data.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="must have the checksum it was written with"):
+        epk.load_trajectory(tmp_path / "run", Net())
+
+
+class Augmented(Pairs):
+    def __getitem__(self, index):
+        return X[index] + 0.1 * torch.randn(5), int(Y[index])
+
+
+class Ragged(Pairs):
+    def __getitem__(self, index):
+        return X[index, : 1 + index % 3], int(Y[index])
+
+
+class LateRagged(Pairs):
+    def __getitem__(self, index):
+        return X[index, : 5 - index // 64], int(Y[index])
+
+
+class Texts(Pairs):
+    def __getitem__(self, index):
+        return "a text", int(Y[index])
+
+
+class Generated(IterableDataset):
+    def __iter__(self):
+        return iter(Pairs())
+
+
+REFUSED = {
+    "augmentation": (Augmented(), None, ValueError, "the same each time it is read: item 0 is another one.*without"),
+    "ragged": (Ragged(), None, TypeError, "of one shape, which default_collate puts together"),
+    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(4,\).* those before are \(5,\)"),
+    "texts": (Texts(), None, TypeError, "X must be a torch.Tensor: got tuple"),
+    "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
+    "no targets": (Inputs(), None, TypeError, "y must be the targets that the stated loss takes"),
+    "unknown key": (Dicts(), "label", ValueError, "y must be a key of the dataset's items"),
+    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "one entry per point"),
+    "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_are_no_rows_are_refused(name):
+    inputs, targets, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        train(inputs, targets)
+
+
+@pytest.mark.slow
+def test_a_run_over_rows_on_disk_takes_memory_that_does_not_grow_with_them(tmp_path):
+    """Growth of anonymous memory, MiB, where the rows are 76 MiB; as a tensor they are copied, the control."""
+    benchmark = load(Path(__file__).parents[2] / "benchmarks" / "data_on_disk.py")
+    peaks = benchmark.measure(200_000, tmp_path)
+    assert max(peaks[phase] for phase in ("creating", "recording", "loading")) < 25
+    assert peaks["attribute"] < 60  # 10 times the result, 4.6 MiB
+    rows, labels = (np.load(tmp_path / f"{name}.npy") for name in "Xy")
+    net = benchmark.network()
+    with peaks.of("in memory"):
+        epk.Recorder(net, torch.optim.Adam(net.parameters()), torch.from_numpy(rows), torch.from_numpy(labels))
+    assert peaks["in memory"] > 70

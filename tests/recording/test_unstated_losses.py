@@ -1,0 +1,289 @@
+"""Losses that are not stated: contributions follow from what the loop's own backward pass sends into each row."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.step import NOT_OF_DATA
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_step
+from epk_gp.kernel_machine.influence import self_influence
+from epk_gp.recording.causes import StepMismatchError
+from helpers import refusal
+from loops import data, mlp, sgd
+
+X, Y = data()
+BATCHES = [torch.tensor(rows) for rows in ([0, 3, 5, 7], [1, 2, 9, 3], [8, 0, 4, 6])]
+X_TEST = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+class TwoReturned(nn.Module):
+    """A network that returns features and what is computed from them: a gradient may come into both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return {"features": h, "outputs": self.head(h)}
+
+
+def outputs_of(returned):
+    return returned["outputs"] if isinstance(returned, dict) else returned
+
+
+def contrastive(net, rows, others):
+    """A loss that couples all rows, of two passes, through features and outputs."""
+    first, second = (net(x) for x in (X[rows], X[rows] + 0.1))
+    z = F.normalize(torch.cat([outputs_of(first), outputs_of(second)]))
+    likeness = (z @ z.T / 0.5).fill_diagonal_(-1e9)
+    n = len(rows)
+    loss = F.cross_entropy(likeness, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+    return loss + (0.1 * (first["features"] - second["features"]).square().sum() if isinstance(first, dict) else 0.0)
+
+
+def focal(net, rows, others):
+    values = F.cross_entropy(outputs_of(net(X[rows])), Y[rows], reduction="none")
+    return ((1 - (-values).exp()) ** 2 * values).mean()
+
+
+def critic(net, rows, others):
+    real, fake = outputs_of(net(X[rows])), outputs_of(net(others))
+    return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+
+LOSSES = {contrastive: 2, focal: 1, critic: -1}  # passes on the batch's rows; -1: one, and one on rows of no data
+
+
+def indices_of(loss, rows):
+    return torch.cat([rows, torch.full_like(rows, -1)]) if LOSSES[loss] < 0 else rows.repeat(LOSSES[loss])
+
+
+def record(net, loss, *, lr=0.1, **options):
+    generator = torch.Generator().manual_seed(7)
+    optimizer = sgd(net, lr, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, None, loss=None, output=outputs_of, **options) as recorder:
+        for rows in BATCHES:
+            optimizer.zero_grad()
+            loss(net, rows, torch.randn(4, 4, generator=generator, dtype=torch.float64)).backward()
+            recorder.batch(indices_of(loss, rows))
+            optimizer.step()
+    return recorder
+
+
+def shares_by_hand(net, loss, lr=0.1):
+    """Each row's share of the change along straight steps, (n, C, M + 1), its gradient J^T delta by a pass of its own.
+
+    The last column is that of rows which are no training points.
+    """
+    generator = torch.Generator().manual_seed(7)
+    total, momentum = torch.zeros(3, 3, 11, dtype=torch.float64), dict[str, torch.Tensor]()
+    nodes, weights = (torch.as_tensor(v) for v in _gauss_legendre(20))
+    for rows in BATCHES:
+        others, seen = torch.randn(4, 4, generator=generator, dtype=torch.float64), []
+
+        def watched(x, seen=seen):
+            returned = net(x)
+            direct = {k: v.clone() for k, v in returned.items()} if isinstance(returned, dict) else returned.clone()
+            for value in direct.values() if isinstance(direct, dict) else [direct]:
+                value.retain_grad()
+            seen.append((x, direct))
+            return direct
+
+        net.zero_grad()
+        loss(watched, rows, others).backward()
+        samples, shares = indices_of(loss, rows), []
+        for x, direct in seen:
+            for i in range(len(x)):
+                returned = net(x[i : i + 1])
+                if isinstance(returned, dict):
+                    pairs = [(returned[k], direct[k].grad) for k in returned if direct[k].grad is not None]
+                else:
+                    pairs = [(returned, direct.grad)]
+                value = sum((delta[i] * z[0]).sum() for z, delta in pairs)
+                shares.append(torch.autograd.grad(value, list(net.parameters()), allow_unused=True))
+        start = copy.deepcopy(net.state_dict())
+        steps = {}
+        for k, (name, p) in enumerate(net.named_parameters()):
+            g = torch.zeros(11, *p.shape, dtype=torch.float64)
+            for sample, share in zip(samples.tolist(), shares, strict=True):
+                g[sample] += 0 if share[k] is None else share[k]
+            momentum[name] = g + (0.9 * momentum[name] if name in momentum else 0)
+            steps[name] = -lr * momentum[name]
+        for t, weight in zip(nodes.tolist(), weights.tolist(), strict=True):
+            params = {name: start[name] + t * steps[name].sum(dim=0) for name in start}
+            leaves = {name: value.requires_grad_() for name, value in params.items()}
+            f = outputs_of(torch.func.functional_call(net, leaves, (X_TEST,)))
+            for n in range(3):
+                for c in range(3):
+                    found = torch.autograd.grad(f[n, c], list(leaves.values()), retain_graph=True)
+                    for name, slope in zip(leaves, found, strict=True):
+                        total[n, c] += weight * (steps[name] * slope).flatten(1).sum(dim=1)
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p += steps[name].sum(dim=0)
+    return total
+
+
+def _gauss_legendre(count):
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return (nodes + 1) / 2, weights / 2
+
+
+@pytest.mark.parametrize("make", [mlp, TwoReturned], ids=["one_tensor", "two_tensors"])
+@pytest.mark.parametrize("loss", LOSSES, ids=[loss.__name__ for loss in LOSSES])
+def test_contributions_are_the_parts_of_the_gradient_that_came_through_each_row(loss, make):
+    net = make()
+    initial = copy.deepcopy(net)
+    recorder = record(net, loss)
+    parts = epk.attribute(recorder.trajectory, X_TEST)
+    expected = shares_by_hand(initial, loss)
+    assert parts.certified
+    assert (parts.total - outputs_of(net(X_TEST))).abs().max() < 1e-10
+    assert (parts.samples - expected[..., :10]).abs().max() < 1e-8
+    assert parts.samples.abs().max() > 1e-3
+    assert list(parts.sources) == ([NOT_OF_DATA] if LOSSES[loss] < 0 else [])
+    for value in parts.sources.values():
+        assert (value - expected[..., 10]).abs().max() < 1e-8
+        assert value.abs().max() > 1e-3
+    by_layer = attribute_by(recorder.trajectory, X_TEST, [by_step(recorder.trajectory)])
+    assert (by_layer.total - parts.total).abs().max() < 1e-10
+    assert torch.allclose(by_layer.values.sum(dim=2), parts.samples.sum(dim=2), atol=1e-10)
+
+
+def test_a_run_on_disk_is_the_run_in_memory_and_resumes(tmp_path):
+    in_memory = record(TwoReturned(), critic).trajectory
+    recorder = record(TwoReturned(), critic, folder=tmp_path / "run")
+    opened = epk.load_trajectory(tmp_path / "run", TwoReturned(), output=outputs_of)
+    assert opened.digest == in_memory.digest == recorder.trajectory.digest
+    assert opened.targets.shape == (10, 0)
+    one, other = (epk.attribute(run, X_TEST) for run in (in_memory, opened))
+    assert torch.equal(one.samples, other.samples)
+    assert torch.equal(one.sources[NOT_OF_DATA], other.sources[NOT_OF_DATA])
+    net = TwoReturned()
+    optimizer = sgd(net, momentum=0.9)
+    with epk.Recorder(
+        net, optimizer, X, None, loss=None, output=outputs_of, folder=tmp_path / "run", resume=True
+    ) as again:
+        assert again.num_steps == 3
+        focal(net, BATCHES[0], None).backward()
+        again.batch(BATCHES[0])
+        optimizer.step()
+    assert epk.attribute(again.trajectory, X_TEST).certified
+
+
+def test_a_run_without_a_loss_reconstructs_its_network_and_has_a_kernel():
+    run = record(mlp(), contrastive).trajectory
+    again = epk.reconstruct(run, X_TEST)
+    assert again.certified
+    assert (again.outputs - again.network).abs().max() < 1e-10
+    points = epk.Points(X_TEST, is_train=False)
+    assert epk.gram_block(run, points, points).isfinite().all()
+
+
+def test_what_needs_the_loss_as_a_function_says_so():
+    run = record(mlp(), focal).trajectory
+    message = "needs the loss as a function of the outputs"
+    calls = (
+        lambda: epk.influence(run, X_TEST),
+        lambda: epk.retrain(run, torch.ones(10)),
+        lambda: self_influence(run),
+    )
+    assert [refusal(ValueError, message, call) for call in calls] == [None] * 3
+
+
+class ReturnsItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        z = self.net(x)
+        return z, z.square().mean()
+
+
+def test_wrong_uses_are_refused_at_the_door():
+    net = mlp()
+    optimizer = sgd(net)
+
+    def run(value, indices, net=net, y=None, **options):
+        optimizer = sgd(net)
+        with epk.Recorder(net, optimizer, X, y, **{"loss": None, **options}) as recorder:
+            optimizer.zero_grad()
+            value(net, BATCHES[0], None).backward()
+            recorder.batch(indices)
+            optimizer.step()
+
+    def without_backward():
+        with epk.Recorder(net, optimizer, X, None, loss=None) as recorder:
+            focal(net, BATCHES[0], None)
+            recorder.batch(BATCHES[0])
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+
+    def with_its_loss(net, rows, others):
+        return net(X[rows])[1]
+
+    def wrong_factor():
+        with epk.Recorder(net, optimizer, X, Y) as recorder:
+            optimizer.zero_grad()
+            focal(net, BATCHES[0], None).backward()
+            recorder.batch(BATCHES[0], weight=None)
+            optimizer.step()
+
+    refusals = {
+        "y must be the targets that the stated loss takes": lambda: epk.Recorder(net, optimizer, X, None),
+        "-1, for a row that is no training point, needs": lambda: run(
+            focal, [-1, 0, 1, 2], y=Y, loss=epk.CrossEntropy()
+        ),
+        "a gradient came into one of shape": lambda: run(
+            with_its_loss, BATCHES[0], ReturnsItsLoss(), output=lambda returned: returned[0]
+        ),
+        "no gradient came into what the network returned": without_backward,
+        "must find one factor for all rows": wrong_factor,
+        "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
+    }
+    for message, call in refusals.items():
+        assert refusal((TypeError, ValueError), re.escape(message), call) is None, message
+
+
+def test_wrong_indices_are_found_without_a_loss():
+    net, wrong = mlp(), torch.tensor([1, 3, 5, 7])
+    optimizer = sgd(net)
+
+    def run():
+        with epk.Recorder(net, optimizer, X, None, loss=None) as recorder:
+            focal(net, BATCHES[0], None).backward()
+            recorder.batch(wrong)
+            optimizer.step()
+
+    with pytest.raises(StepMismatchError, match=r"row 0 was X\[0\], the batch says X\[1\]"):
+        run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_common_factor_is_read_where_it_is_not_stated(dtype):
+    """Whatever the loop multiplies a batch's loss with: the run is the one in which it is stated."""
+    digests = []
+    for weight in (0.75, None):
+        net = mlp(dtype)
+        optimizer, inputs = sgd(net), X.to(dtype)
+        with epk.Recorder(net, optimizer, inputs, Y) as recorder:
+            for rows in BATCHES:
+                optimizer.zero_grad()
+                (0.75 * F.cross_entropy(net(inputs[rows]), Y[rows])).backward()
+                recorder.batch(rows, weight=weight)
+                optimizer.step()
+        digests.append(epk.attribute(recorder.trajectory, X_TEST.to(dtype)).samples)
+        assert torch.allclose(recorder.steps[0].sample_weights, torch.full((4,), 0.1875).double(), rtol=1e-6)
+    assert torch.allclose(*digests, rtol=1e-5)
