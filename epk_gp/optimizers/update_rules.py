@@ -185,20 +185,23 @@ def predict_step(
         m: The momentum buffer before the step; zero before the first step.
     """
 
-    if update.has_matrices or w.device.type != "cpu" or len(w) <= _BLOCK:
+    if update.has_matrices or w.device.type != "cpu" or len(w) <= BLOCK:
         return _predicted(update, sizes, w, g, m)
     # in blocks that stay in the cache: new memory for each sum of large vectors would cost more than the sums
     step, after, coefficients = torch.empty_like(w), torch.empty_like(w), list(update)
     for first, last, block in _blocks(sizes):
         numbers = [v[first:last] if len(v) == len(sizes) else v[block] for v in coefficients]
         step[block], after[block] = _predicted(
-            UpdateCoefficients(*numbers), [block.stop - block.start] if last - first == 1 else sizes[first:last],
-            w[block], g[block], m[block],
+            UpdateCoefficients(*numbers),
+            [block.stop - block.start] if last - first == 1 else sizes[first:last],
+            w[block],
+            g[block],
+            m[block],
         )
     return step, after
 
 
-_BLOCK = 1 << 18  # weights
+BLOCK = 1 << 18  # weights
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
@@ -206,16 +209,18 @@ def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
     first = place = 0
     while first < len(sizes):
         last, size = first + 1, sizes[first]
-        while last < len(sizes) and size + sizes[last] <= _BLOCK:
+        while last < len(sizes) and size + sizes[last] <= BLOCK:
             size, last = size + sizes[last], last + 1
-        for begin in range(place, place + size, _BLOCK):
-            yield first, last, slice(begin, min(begin + _BLOCK, place + size))
+        for begin in range(place, place + size, BLOCK):
+            yield first, last, slice(begin, min(begin + BLOCK, place + size))
         first, place = last, place + size
 
 
 def _predicted(
     update: UpdateCoefficients, sizes: Sequence[int], w: Tensor, g: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the step and the momentum buffer of all weights, or of a block."""
+
     def sum_of(*terms: tuple[Tensor, Tensor]) -> Tensor:
         """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""
         total: Tensor | None = None
@@ -453,7 +458,9 @@ class WeightPenalty:
 
     def needs_check(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> bool:
         """Return whether a step must be checked because rates move, or because one can be seen for the first time."""
-        return self._num_changes > _MOST_CHANGES or bool((self._is_guess & self._is_seen(w, used)).any())
+        if self._num_changes > _MOST_CHANGES or not bool(self._is_guess.any()):
+            return self._num_changes > _MOST_CHANGES
+        return bool((self._is_guess & self._is_seen(w, used)).any())
 
     def learn(self, rates: Float[Tensor, " L"], w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> None:
         """Take the rates of a step that was checked, from weights w with a gradient."""

@@ -17,6 +17,7 @@ from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
+    BLOCK,
     CLIP_ROUNDING,
     EPSILON,
     Clip,
@@ -52,6 +53,7 @@ class CheckSchedule:
             many as keep recording as a whole within 15 % of the time of steps of 20 ms or more.
         device: The device of the training. Time is the thread's own on the CPU, so that nothing else counts.
         num_checked: Steps checked so far.
+        cost: Seconds of the last check.
     """
 
     def __init__(self, every: int | None, device: torch.device) -> None:
@@ -63,7 +65,7 @@ class CheckSchedule:
         self._num_steps = 0
         self._gain = _SHARE * _SHORTEST_STEP  # seconds of checks that a step pays for
         self._debt = 0.0  # seconds of checks that no step has paid for
-        self._cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
+        self.cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -81,8 +83,8 @@ class CheckSchedule:
         """Count the time inside as that of a check, which the steps that follow pay for."""
         began = self.now()
         yield
-        self._cost = self.now() - began
-        self._checks += self._cost
+        self.cost = self.now() - began
+        self._checks += self.cost
 
     def now(self) -> float:
         """Return the time in seconds that checks are measured by."""
@@ -113,9 +115,9 @@ class CheckSchedule:
             return place == (_hash_of(block) % self.every if block else 0)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
-    def steps_that_pay(self) -> int:
-        """Return the number of steps that pay for a check like the last one; 0 where checks have fixed places."""
-        return 0 if self.every is not None else math.ceil(self._cost / self._gain)
+    def steps_that_pay(self, cost: float) -> int:
+        """Return the number of steps that pay for a check of so many seconds; 0 where checks have fixed places."""
+        return 0 if self.every is not None else math.ceil(cost / self._gain)
 
     def add(self, index: int) -> None:
         """Count the check of a step, and choose the next one.
@@ -123,7 +125,7 @@ class CheckSchedule:
         A hash chooses within a range whose mean is the number of steps that pay for the checks so far.
         """
         self.num_checked += 1
-        self._smallest_cost = min(self._smallest_cost, self._cost)
+        self._smallest_cost = min(self._smallest_cost, self.cost)
         steps = max(1, math.ceil((self._smallest_cost + self._debt) / self._gain))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)
 
@@ -191,11 +193,12 @@ def check_step(
     made, start, sizes = observed.made, observed.start, setup.model.sizes
     expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
     predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
-    residual = (observed.end - start).sub_(predicted)
-    difference = float(largest_entry(residual))
+    size = BLOCK if start.device.type == "cpu" else len(start)
+    vectors = zip(observed.end.split(size), start.split(size), predicted.split(size), strict=True)
+    difference = max(float(largest_entry((w - w0).sub_(d))) for w, w0, d in vectors)
     follows_rule = difference <= step_tolerance(start, predicted)
     if not exact:
-        if not follows_rule and not _is_accepted(setup, observed, residual):
+        if not follows_rule and not _is_accepted(setup, observed, observed.end - start - predicted):
             raise StepMismatchError(
                 f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
                 "work, or the weights were changed."
@@ -325,7 +328,7 @@ def _gradient_of(
     model, error, step = setup.model, 0.0, check.step
     spec = TensorSpec(dtype or state.dtype, state.device)
     if check.step.passes:
-        replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
+        replay, gradient = setup.replay, torch.zeros_like(state[: model.num_weights])
         for data in passes_of(step, setup.X, setup.y, setup.loss):
             replayed = replay.gradient(state, data)
             gradient += replayed.gradient

@@ -366,7 +366,9 @@ class StepObserver:
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
-        missing = {name: weight for name, weight in model.unflatten(self._weights()).items() if name not in self._gradients}
+        missing = {
+            name: weight for name, weight in model.unflatten(self._weights()).items() if name not in self._gradients
+        }
         zeros = {name: torch.zeros_like(weight) for name, weight in missing.items()}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(

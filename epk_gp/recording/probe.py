@@ -20,11 +20,12 @@ from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.optimizers.update_rules import move_by_rounding
+from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding
 from epk_gp.recording.check import CheckSchedule
 from epk_gp.recording.observer import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
+_LEAST_WAIT = 12  # steps
 _NUM_ROWS, _FEW_ROWS = 16, 4  # rows of the batch that are looked at; those of the first looks at derivatives
 _NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
 _POSITIONS = (0.0, -0.29, 0.33)  # from the middle of the step; at its ends a kink is likelier than elsewhere
@@ -71,7 +72,11 @@ class _Segment:
             return self.model(params, self.X), leaves
 
     def weights(self, t: float) -> Float[Tensor, " P"]:
-        return torch.add(self.middle, self.d, alpha=t) if t else self.middle
+        return torch.add(self.middle, self.d, alpha=t, out=self._moved) if t else self.middle
+
+    @cached_property
+    def _moved(self) -> Float[Tensor, " P"]:  # written anew each time: new memory costs more than the sum
+        return torch.empty_like(self.middle)
 
     def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
         return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
@@ -85,7 +90,8 @@ class _Segment:
 class DerivativeProbe:
     """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once."""
 
-    _next = 0
+    _next, _cost = 0, 0.0  # the step at which the next look is due; seconds of the last one
+    _has_seen_all = False  # whether each parameter had a gradient in the first step
 
     def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
         """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
@@ -101,9 +107,15 @@ class DerivativeProbe:
         batch = observed.step.batch
         rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
         path = (observed.start, observed.end, observed.start_statistics)
+        if index == 3 and self._has_seen_all:  # by now it is known how many steps pay for the first look
+            self._next = index + max(_LEAST_WAIT, 2 * schedule.steps_that_pay(self._cost))
+            return
         with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
             cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
-        wait = 2 * schedule.steps_that_pay() if index else 0  # layers that begin at zero hide others in step 0
+        self._cost, gradients = schedule.cost, setup.model.unflatten(observed.made.gradient).values()
+        if not index:  # layers that begin at zero hide others, which have no gradient
+            self._has_seen_all = all(bool(g.any()) for g in gradients)
+        wait = 2 * schedule.steps_that_pay(self._cost) if index else 0
         self._next = max(4 * (index + 1) - 1, index + 1 + wait)
         if cause is None:
             return
@@ -207,7 +219,7 @@ class _Look:
         """
         segment, t, scale = self.segment, self.t, float(self.V.norm())  # of the combinations of outputs of size 1
         eps, slope = torch.finfo(self.V.dtype).eps, float(self.slopes.norm())
-        reach, largest = float(segment.d.abs().max()), float(segment.middle.abs().max())
+        reach, largest = float(largest_entry(segment.d)), float(largest_entry(segment.middle))
         h = min(change * self.size * scale / max(slope, 1e-300), (1e-3 * largest + 1e-6) / reach)
         if h * reach < 1e3 * eps * largest:
             return 0.0  # weights do not resolve the change: the training diverges
@@ -264,38 +276,47 @@ def _largest_jump(
         F: The outputs there.
         rounding: That of the outputs.
     """
-    change = F.diff(dim=0)
+    change, own, wide = F.diff(dim=0), *segments
     smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
     smooth[0], smooth[-1] = change[1], change[-2]
     distance = (change - smooth).abs().amax(dim=2)
+    distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # else a polynomial is as near as that
     largest = 0.0
     for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
         k, row = divmod(suspect, distance.shape[1])
-        if float(distance[k, row]) > rounding / 2:
-            jumps = (_jump(s, row, grid[k : k + 2], smooth[k, row] * _NUM_INTERVALS) for s in segments)
-            largest = max(largest, min(jumps))
+        if float(distance[k, row]) <= rounding / 2:
+            break
+        slope, ends = smooth[k, row] * _NUM_INTERVALS, F[k : k + 2, row]
+        jump = _jump(own, row, grid[k : k + 2], slope, ends, rounding)
+        if jump > rounding and wide.model is not own.model:
+            ends = torch.cat([wide.outputs(t, wide.X[row : row + 1]) for t in grid[k : k + 2]])
+            jump = _jump(wide, row, grid[k : k + 2], slope, ends, rounding)
+        largest = max(largest, jump)
     return largest if largest > rounding else None
 
 
-def _jump(segment: _Segment, row: int, interval: list[float], slope: Float[Tensor, " C"]) -> float:
-    """Return the size of a jump of one row's outputs in an interval; 0 if they are continuous.
+def _jump(
+    segment: _Segment,
+    row: int,
+    interval: list[float],
+    slope: Float[Tensor, " C"],
+    ends: Float[Tensor, "2 C"],
+    rounding: float,
+) -> float:
+    """Return the size of a jump of one row's outputs in an interval; 0 if they are continuous up to rounding.
 
     The interval is halved: at a kink the distance from the line falls with its length, at a jump it does not.
     """
-
-    def rest(t: float) -> Tensor:
-        f = segment.outputs(t, segment.X[row : row + 1])[0]
-        return f - t * slope.to(f)
-
     a, b = interval
-    f_a, f_b = rest(a), rest(b)
+    slope = slope.to(ends)
+    f_a, f_b = ends[0] - a * slope, ends[1] - b * slope
     jumps = [float((f_b - f_a).abs().max())]
-    for _ in range(_HALVINGS[f_a.dtype]):
+    for _ in range(_HALVINGS[ends.dtype]):
         middle = (a + b) / 2
-        f = rest(middle)
+        f = segment.outputs(middle, segment.X[row : row + 1])[0] - middle * slope
         left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
         a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
         jumps.append(max(left, right))
-        if jumps[-1] < _FALL * jumps[-1 - min(3, len(jumps) - 1)]:
+        if jumps[-1] <= max(rounding, _FALL * jumps[-1 - min(3, len(jumps) - 1)]):
             return 0.0
     return jumps[-1]
