@@ -64,6 +64,11 @@ def _file(page: Path, file: str) -> str:
     return (ROOT / file).read_text()
 
 
+def _program(page: Path, file: str) -> str:
+    """Return a program, whose path begins at the page's folder, as code."""
+    return f"```python\n{(page.parent / file).read_text()}```"
+
+
 def _section(page: Path, *heading: str) -> str:
     """Return what stands in the README under a heading, with links from here."""
     words = re.escape(" ".join(heading))
@@ -286,6 +291,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "results": lambda page: headline(),
     "saved": _tables,
     "file": _file,
+    "program": _program,
     "section": _section,
     "names": _names,
     "exported": _exported,

@@ -31,7 +31,7 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, random_state_kept
+from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
@@ -120,7 +120,7 @@ class TrainingReplay:
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
         model, module = self.model, self._module(data, exact=exact)
-        leaves = _leaves_of(module, model, self.state(state, data, exact=exact))
+        leaves = leaves_of(module, model, self.state(state, data, exact=exact))
         try:
             with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
                 values = self._losses(self._call(module, data, exact), data)
@@ -271,18 +271,6 @@ def _set_modes(module: nn.Module, forward: ForwardPass) -> None:
         part.training = mode
 
 
-def _leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
-    """Write weights and statistics into a network, and return its weights, which require gradients."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    with torch.no_grad():
-        for name, value in model.unflatten(state).items():
-            tensors[name].copy_(value)
-    leaves = [tensors[name].requires_grad_(True) for name in model.names]
-    for leaf in leaves:
-        leaf.grad = None
-    return leaves
-
-
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
     """A step that was computed once more, from the training gradients.
@@ -311,17 +299,19 @@ class ReplayedStep:
 
 @dataclass(frozen=True, eq=False)
 class UnseenMove:
-    """A move of moving statistics between recorded passes: by passes without a loss, or by a reset.
+    """A move of moving statistics between recorded passes: by passes without a loss, a reset, or to another process.
 
     Attributes:
         moved: Which statistics moved, by whole tensors.
         values: All of them after the move.
         is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
+        returns: Whether all are those at the start of the step again, with which each process begins.
     """
 
     moved: Bool[Tensor, " Q"]
     values: Float[Tensor, " Q"]
     is_reset: bool
+    returns: bool
 
 
 def replayed_steps(
@@ -414,9 +404,9 @@ class RunReplay:
         forwards = [data.forward for data in passes]
         starts = [start if forward.statistics is None else forward.statistics for forward in forwards]
         ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
-        return [self._unseen_move(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True)]
+        return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
 
-    def _unseen_move(self, end: Float[Tensor, " Q"], start: Float[Tensor, " Q"]) -> UnseenMove | None:
+    def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
         """Compare the statistics that one pass left with those that the next one found."""
         sizes = [shape.numel() for shape in self.model.statistic_shapes]
         moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
@@ -425,7 +415,7 @@ class RunReplay:
             if not torch.equal(before, after.to(before)):
                 is_moved.fill_(True)
                 is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
-        return UnseenMove(moved, start, is_reset) if bool(moved.any()) else None
+        return UnseenMove(moved, start, is_reset, torch.equal(start, first)) if bool(moved.any()) else None
 
 
 def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:
@@ -485,12 +475,18 @@ def mismatch_ratio(
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
-    """Move the weights that passes of a step saw by their own rounding, where they are others than w_s."""
-    moved = [
-        p if p.weights is None else replace(p, weights=move_by_rounding(p.weights, torch.finfo(dtype).eps))
-        for p in step.passes
-    ]
-    return replace(step, passes=tuple(moved))
+    """Move the weights that passes of a step saw, and their recorded gradients in the outputs, by their rounding.
+
+    Sums of the latter alone, as in the last bias, do not depend on the weights: their terms are moved by some eps, or
+    the sums may come out the same.
+    """
+
+    def moved(value: Tensor | None, eps: float) -> Tensor | None:
+        return None if value is None else move_by_rounding(value.flatten(), eps).view_as(value)
+
+    eps = torch.finfo(dtype).eps
+    passes = (replace(p, weights=moved(p.weights, eps), cotangents=moved(p.cotangents, 8 * eps)) for p in step.passes)
+    return replace(step, passes=tuple(passes))
 
 
 def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
@@ -535,69 +531,3 @@ def batch_gradient(
 def allclose(a: Tensor, b: Tensor) -> bool:
     """Return whether two gradients agree up to the square root of eps, relative to the largest entry of b."""
     return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())
-
-
-_HOOKS_ARE_OFF = "epk_gp: this forward pass must set no hooks."
-
-
-def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> FunctionalModel:
-    """Return the model, such that nothing of a forward pass is computed again in the backward pass.
-
-    It is the same model if the network uses no activation checkpointing in evaluation mode.
-
-    Raises:
-        ValueError: It checkpoints re-entrantly, or around functions whose activations cannot be kept; or it cannot be
-            differentiated.
-    """
-    rows = X[:NUM_FINGERPRINT_POINTS]
-    weights, statistics = state.split([model.num_weights, model.num_statistics])
-    state = torch.cat([1.1 * weights + 0.01, statistics])  # other weights than those in the module
-
-    def evaluated(model: FunctionalModel) -> tuple[Tensor, list[Tensor]]:
-        params = {name: value.detach() for name, value in model.unflatten(state).items()}
-        leaves = [params[name].requires_grad_() for name in model.names]
-        with torch.enable_grad():
-            return model(params, rows), leaves
-
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS_ARE_OFF):
-            is_kept = not _has_reentrant_checkpoint(evaluated(model)[0])
-    except RuntimeError as error:
-        if _HOOKS_ARE_OFF not in str(error):
-            raise ValueError(
-                f"the network must be differentiable in its weights: a forward pass with gradients fails: {error}"
-            ) from error
-        model, module, signature = model.keeping_activations(), copy.deepcopy(model.module), model.signature
-        leaves = _leaves_of(module, model, state)
-        try:
-            with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
-                again = signature.outputs(signature.call(module, rows, model.spec))
-                is_kept = allclose(_gradient_along_a_wave(*evaluated(model)), _gradient_along_a_wave(again, leaves))
-        except RuntimeError:
-            is_kept = False
-    if not is_kept:
-        raise ValueError(
-            "activation checkpointing in evaluation mode must be torch.utils.checkpoint with use_reentrant=False "
-            "around torch's own functions: others are recomputed with other weights. Pass use_reentrant=False, call a "
-            "function of another kind (a torch.autograd.Function, or a scripted one) outside of the checkpoint, or "
-            "checkpoint in training mode only (if self.training)."
-        )
-    return model
-
-
-def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
-    wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
-    gradients = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.reshape(-1) for g in gradients])
-
-
-def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
-    waiting, seen = [outputs.grad_fn], set[object]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node.name() == "CheckpointFunctionBackward":
-                return True
-            waiting.extend(parent for parent, _ in node.next_functions)
-    return False

@@ -405,3 +405,84 @@ def fingerprint_outputs(
         state = torch.cat([state, statistics.to(state)])
     with torch.no_grad():
         return model(model.unflatten(state), inputs[:NUM_FINGERPRINT_POINTS])
+
+
+def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
+    """Write weights and statistics into a network, and return its weights, which require gradients."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with torch.no_grad():
+        for name, value in model.unflatten(state).items():
+            tensors[name].copy_(value)
+    leaves = [tensors[name].requires_grad_(True) for name in model.names]
+    for leaf in leaves:
+        leaf.grad = None
+    return leaves
+
+
+_HOOKS_ARE_OFF = "epk_gp: this forward pass must set no hooks."
+
+
+def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> FunctionalModel:
+    """Return the model, such that nothing of a forward pass is computed again in the backward pass.
+
+    It is the same model if the network uses no activation checkpointing in evaluation mode.
+
+    Raises:
+        ValueError: It checkpoints re-entrantly, or around functions whose activations cannot be kept; or it cannot be
+            differentiated.
+    """
+    rows = X[:NUM_FINGERPRINT_POINTS]
+    weights, statistics = state.split([model.num_weights, model.num_statistics])
+    state = torch.cat([1.1 * weights + 0.01, statistics])  # other weights than those in the module
+
+    def evaluated(model: FunctionalModel) -> tuple[Tensor, list[Tensor]]:
+        params = {name: value.detach() for name, value in model.unflatten(state).items()}
+        leaves = [params[name].requires_grad_() for name in model.names]
+        with torch.enable_grad():
+            return model(params, rows), leaves
+
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS_ARE_OFF):
+            is_kept = not _has_reentrant_checkpoint(evaluated(model)[0])
+    except RuntimeError as error:
+        if _HOOKS_ARE_OFF not in str(error):
+            raise ValueError(
+                f"the network must be differentiable in its weights: a forward pass with gradients fails: {error}"
+            ) from error
+        model, module, signature = model.keeping_activations(), copy.deepcopy(model.module), model.signature
+        leaves = leaves_of(module, model, state)
+        try:
+            with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
+                again = signature.outputs(signature.call(module, rows, model.spec))
+                kept, expected = _gradient_along_a_wave(*evaluated(model)), _gradient_along_a_wave(again, leaves)
+                is_kept = bool(
+                    (kept - expected).abs().max() <= torch.finfo(kept.dtype).eps ** 0.5 * expected.abs().max()
+                )
+        except RuntimeError:
+            is_kept = False
+    if not is_kept:
+        raise ValueError(
+            "activation checkpointing in evaluation mode must be torch.utils.checkpoint with use_reentrant=False "
+            "around torch's own functions: others are recomputed with other weights. Pass use_reentrant=False, call a "
+            "function of another kind (a torch.autograd.Function, or a scripted one) outside of the checkpoint, or "
+            "checkpoint in training mode only (if self.training)."
+        )
+    return model
+
+
+def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
+    wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
+    gradients = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.reshape(-1) for g in gradients])
+
+
+def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
+    waiting, seen = [outputs.grad_fn], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            waiting.extend(parent for parent, _ in node.next_functions)
+    return False

@@ -587,7 +587,11 @@ class AdjointTerms(AttributionWork):
             totals.add_statistics(s, total, None)
             return
         state, samples, added = flat_state(block.trajectory.trained, s, block.X), [], []
-        for data in products.run.data(step):
+        passes = products.run.data(step)
+        moves = products.run.unseen_moves(step, passes)
+        for number, data in enumerate(passes):
+            if any(move is not None and move.returns for move in moves[number + 1 :]):
+                continue  # what it moved was left for the statistics at the start of the step
             increments = statistics_increments(products.run.passes, state, data)
             samples.append(data.samples)
             added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))

@@ -153,9 +153,12 @@ class LossCurvature:
         state = flat_state(self.run.trajectory, step.index, self.run.reference)
         of_weights, products = torch.zeros_like(of_gradient), list[tuple[Tensor, Tensor]]()
         passes = self.run.data(step)
-        moves = self.run.unseen_moves(step, passes)
+        moves, at_start = self.run.unseen_moves(step, passes), list[Tensor]()
         for number in reversed(range(len(passes))):
-            carried = of_statistics = self._before_move(moves[number + 1], of_statistics)
+            move = moves[number + 1]
+            if move is not None and move.returns and of_statistics is not None:
+                at_start.append(of_statistics.masked_fill(~move.moved.to(of_statistics.device), 0.0))
+            carried = of_statistics = self._before_move(move, of_statistics)
             of_statistics = None if carried is None else torch.zeros_like(carried)
             for data in self._blocks(passes[number]):
                 leaves, results = self._graph(
@@ -170,13 +173,14 @@ class LossCurvature:
                     if of_statistics is not None and statistics.numel():
                         of_statistics[rows] += statistics
                 products.append((data.samples, values))
-        return products, of_weights, self._before_move(moves[0], of_statistics)
+        of_statistics = self._before_move(moves[0], of_statistics)
+        return products, of_weights, None if of_statistics is None else sum(at_start, of_statistics)
 
     def _before_move(self, move: UnseenMove | None, of_statistics: Tensor | None) -> Tensor | None:
         """Return the adjoints of the statistics before a move between passes, which is held as recorded."""
         if move is None or of_statistics is None:
             return of_statistics
-        self.explains_statistics = self.explains_statistics and move.is_reset
+        self.explains_statistics = self.explains_statistics and (move.is_reset or move.returns)
         return of_statistics.masked_fill(move.moved.to(of_statistics.device), 0.0)
 
     def _blocks(self, data: PassData) -> Iterator[PassData]:

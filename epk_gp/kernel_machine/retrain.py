@@ -129,23 +129,27 @@ class StackedTraining:
         """
         P, passes = self.net.num_weights, self.run.data(step)
         moves = self.run.unseen_moves(step, passes)
-        total, before, after = torch.zeros_like(states[:, :P]), [self._moved(moves[0], states[:, P:])], list[Tensor]()
+        total, start, after = torch.zeros_like(states[:, :P]), states[:, P:], list[Tensor]()
+        before = [self._moved(moves[0], start, start)]
         for data, move in zip(passes, moves[1:], strict=True):
             # each run has its own statistics before the pass
             own = replace(data, forward=replace(data.forward, statistics=None, statistics_after=None))
             c = data.c * weights[:, data.samples.to(weights.device)].to(data.c)
             gradients, statistics = self._pass(torch.cat([states[:, :P], before[-1]], dim=1), own, c)
             after.append(statistics)
-            before.append(self._moved(move, statistics))
+            before.append(self._moved(move, statistics, start))
             total += gradients
         return total, before, after
 
-    def _moved(self, move: UnseenMove | None, statistics: Float[Tensor, "m Q"]) -> Float[Tensor, "m Q"]:
-        """Move statistics between passes as recorded."""
+    def _moved(
+        self, move: UnseenMove | None, statistics: Float[Tensor, "m Q"], start: Float[Tensor, "m Q"]
+    ) -> Float[Tensor, "m Q"]:
+        """Move statistics between passes as recorded, or to those at the start of the step."""
         if move is None:
             return statistics
-        self.holds_statistics |= not move.is_reset
-        return torch.where(move.moved.to(statistics.device), move.values.to(statistics), statistics)
+        self.holds_statistics |= not (move.is_reset or move.returns)
+        values = start if move.returns else move.values.to(statistics)
+        return torch.where(move.moved.to(statistics.device), values, statistics)
 
     def _pass(
         self, states: Float[Tensor, "m PQ"], data: PassData, c: Float[Tensor, "m n"]

@@ -184,7 +184,6 @@ def predict_step(
         g: The gradient of the batch's loss at w.
         m: The momentum buffer before the step; zero before the first step.
     """
-
     if update.has_matrices or w.device.type != "cpu" or len(w) <= BLOCK:
         return _predicted(update, sizes, w, g, m)
     # in blocks that stay in the cache: new memory for each sum of large vectors would cost more than the sums

@@ -1,14 +1,11 @@
-"""Targets that do not fit a loss, and why a recorded step is not what the update rule predicts."""
+"""Targets that do not fit a loss, and settings of a network that change during a recording."""
 
 import math
-from collections.abc import Iterator, Set
-from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.gradients import allclose, batch_gradient
 from epk_gp.core.losses import (
     ELEMENTWISE,
     ClassLoss,
@@ -19,13 +16,8 @@ from epk_gp.core.losses import (
     PerSampleLoss,
     classes_second,
     ignored_class,
-    loss_input,
-    per_sample_losses,
-    sample_weights,
-    soft_targets,
 )
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.step import Step
 
 _REGRESSION = "For regression, state loss=nn.MSELoss()."
 
@@ -131,137 +123,9 @@ def validate_output_scale(
 
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 
-_COMPILED = (
-    "; or random numbers of a network that torch.compile compiled, which cannot be drawn again: set "
-    "torch._inductor.config.fallback_random = True, or do not compile it"
-)
-
 
 class StepMismatchError(ValueError):
     """A recorded step is not the stated optimizer's step on the stated loss, data and network."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepCheck:
-    """A step beside the gradient that was recomputed from what the user states of it.
-
-    Attributes:
-        state: Weights before the step, then moving statistics, (P + Q,).
-        step: The step.
-        used: The gradient that the optimizer used, (P,).
-        gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped.
-        expected: The gradient that the optimizer must have used: the stated loss's and an L2 penalty's, clipped, (P,).
-        clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
-        X: The stated batch.
-        y: Its targets.
-        c: The weights of its samples, (B,).
-        loss: The stated loss.
-        statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
-            of what rounding explains.
-        without_gradient: Names of the parameters that have no gradient in this step; theirs is zero here.
-    """
-
-    state: Float[Tensor, " PQ"]
-    step: Step
-    used: Float[Tensor, " P"]
-    gradient: Float[Tensor, " P"]
-    expected: Float[Tensor, " P"]
-    clip_factor: float | Float[Tensor, " P"]
-    X: Shaped[Tensor, "B ..."]
-    y: Shaped[Tensor, "B ..."]
-    c: Float[Tensor, " B"]
-    loss: Loss
-    statistics_error: float = 0.0
-    without_gradient: Set[str] = frozenset()
-
-
-def explain_mismatch(
-    net: nn.Module, model: FunctionalModel, check: StepCheck, *, follows_rule: bool, unseen: str | None
-) -> str:
-    """Return the likeliest reason why a step is not the stated one, as a clause without a full stop.
-
-    Args:
-        net: The user's network, as it is right after the step.
-        model: The recorded network.
-        check: The step.
-        follows_rule: Whether the step is the update rule's step on the gradient that the optimizer used.
-        unseen: What calls of the network were seen, as a clause, if none was on the batch's rows.
-    """
-    used = check.used
-    if not torch.isfinite(used).all():
-        return "the gradient holds NaN or infinity: training diverged"
-    if not follows_rule and allclose(used, check.expected):
-        return (
-            "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
-            "another optimizer or option is at work, or the weights or options were changed between batch() and the "
-            "step"
-        )
-    for cause, other in _likely_gradients(model, check):
-        if bool(other.any()) and allclose(used, other):
-            return cause
-    known = unseen or changed_setting(net, model)
-    compiled = _COMPILED if any(not part.is_deterministic for part in check.step.passes) else ""
-    return known or (
-        "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
-        "inputs, further arguments of the network's call, another loss, gradients of single parameters that were "
-        f"clipped or scaled, gradients left over from an earlier backward() or of another batch{compiled}"
-    )
-
-
-def _likely_gradients(model: FunctionalModel, check: StepCheck) -> Iterator[tuple[str, Tensor]]:
-    """Yield gradients that loops use by mistake, each with a clause that says which one it is."""
-    stated, y, used, own = check.loss, check.y, check.used, check.gradient
-    yield "the gradient is that of the stated loss before clipping: state the loop's clipping, or none", own
-    params, x = model.unflatten(check.state), check.X[:1]
-    with torch.no_grad():
-        returned, C = model.returned(params, x), model(params, x).shape[1]
-
-    def sample_shape(loss: Loss, targets: Tensor) -> tuple[int, ...]:
-        value = loss_input(model.signature, loss, returned, targets[:1])
-        return tuple(value.shape[1:]) if isinstance(value, Tensor) else ()
-
-    def gradient(loss: Loss, targets: Tensor) -> Tensor:
-        return batch_gradient(model, check.state, check.X, targets, loss, sample_weights(loss, targets))
-
-    candidates: list[Loss] = [replace(stated, reduction="sum" if stated.reduction == "mean" else "mean")]
-    kinds = (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
-    candidates += [kind(reduction) for kind in kinds for reduction in ("mean", "sum")]
-    for loss in candidates:
-        is_one_hot = isinstance(stated, CrossEntropy) and not y.is_floating_point() and y.ndim == 1
-        is_one_hot = is_one_hot and isinstance(loss, MeanSquaredError)
-        targets = soft_targets(CrossEntropy(), y, check.state.new_empty(0, C)) if is_one_hot else y
-        try:
-            validate_targets(loss, targets, len(check.X), C, sample_shape(loss, targets))
-        except (TypeError, ValueError):
-            continue
-        if loss != stated:
-            yield f"the gradient is that of {loss}, not of the stated {stated}", gradient(loss, targets)
-    is_elementwise = isinstance(stated, PerSampleLoss) and isinstance(stated.function, ELEMENTWISE)
-    if (isinstance(stated, MeanSquaredError) or is_elementwise) and y.ndim == 1 and sample_shape(stated, y) == (1,):
-
-        def against_all(z: Tensor, _: Tensor) -> Tensor:
-            return per_sample_losses(stated, z.expand(-1, len(y)), y.to(z).expand(len(z), -1))
-
-        yield (
-            "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
-            "target: give both one shape, as in net(X).squeeze(1) or y[:, None]",
-            batch_gradient(model, check.state, check.X, y, PerSampleLoss(against_all), check.c),
-        )
-    if isinstance(stated, ClassLoss) and not y.is_floating_point() and y.ndim == 2:
-        yield (
-            "the loop's loss compares the scores of each position with the label of the next one, as causal language "
-            "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y",
-            gradient(stated, torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignored_class(stated))], dim=1)),
-        )
-    ratio, bound = float(used @ own / (own @ own).clamp(min=1e-300)), float(used.abs().max())
-    yield (
-        f"the gradient is {ratio:.6g} times that of the stated loss: it was clipped or scaled (tell the recorder: "
-        "clip=ClipNorm(...), or recorder.batch(indices, weight=...) for a scaled loss), or accumulated over several "
-        "backward() calls (call recorder.batch() for each of their batches)",
-        ratio * own,
-    )
-    clause = f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    yield clause, own.clamp(-bound, bound)
 
 
 def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:

@@ -5,16 +5,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
-from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.core.gradients import CANCELLATION_FACTOR, batch_gradient, passes_of, statistics_error
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
     BLOCK,
@@ -32,9 +30,10 @@ from epk_gp.optimizers.update_rules import (
     scale_gradient,
     step_tolerance,
 )
-from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
+from epk_gp.recording.causes import StepMismatchError, changed_setting
+from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
 from epk_gp.recording.observer import ObservedStep
-from epk_gp.recording.setup import TrainingSetup, evenly_spread
+from epk_gp.recording.setup import TrainingSetup
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
 # long. Shorter ones pay for more than that: some milliseconds of checks are worth their time in any loop.
@@ -224,7 +223,7 @@ def check_step(
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
-            cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=made.unseen)
+            cause = explain_mismatch(setup, observed, check, follows_rule=follows_rule)
             if not _is_repeatable(setup, check):
                 cause = (
                     "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
@@ -248,7 +247,7 @@ def _with_inferred(
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed:
+        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed)):
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)
@@ -303,7 +302,6 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         X=torch.cat([data.X for data in passes]),
         y=torch.cat([data.y for data in passes]),
         c=torch.cat([data.c for data in passes]),
-        loss=setup.loss,
         without_gradient=observed.made.without_gradient,
     )
     gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)

@@ -153,6 +153,11 @@ class RunHistory:
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
 
+    def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Go on from a step that another process records; earlier results are forgotten, and there is no digest."""
+        self._results = {self.num_steps: StepResult(str, end, None, statistics)}
+        self.steps.append(step)
+
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""
         return [self._results[index] for index in range(first, end)]

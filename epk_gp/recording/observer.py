@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
-from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
+from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call
 from epk_gp.core.losses import UnstatedLoss, loss_input
 from epk_gp.core.step import Step
@@ -52,6 +52,8 @@ class CapturedForward:
         outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
             loss is stated it is all that the network returned for each row.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
+        num_backwards: Number of backward passes that brought a gradient to the outputs.
+        num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
         stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
             gradient; None if there is none.
@@ -69,6 +71,8 @@ class CapturedForward:
     position: int = 0
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
+    num_backwards: int = 0
+    num_arguments: int = 1
     weights: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
@@ -78,18 +82,16 @@ class CapturedForward:
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that the network returned too.
         """
-        columns, tensors = [0], [z.detach() for z in tensors_of(returned) if has_rows(z, num_rows)]
-        self.outputs = (
-            torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1) if tensors else None
-        )
+        columns = [0]
+        if any(has_rows(z, num_rows) for z in tensors_of(returned)):
+            self.outputs = rows_of(returned, num_rows).detach()
 
         def watched(z: Tensor) -> Tensor:
-            is_row, first = has_rows(z, num_rows), columns[-1]
-            if is_row:
+            first = columns[-1]
+            if is_row := has_rows(z, num_rows):
                 columns.append(first + z.shape[1:].numel())
             if not z.requires_grad:
                 return z
-            alias = z.view_as(z)
 
             def add(gradient: Tensor) -> None:
                 if not is_row:
@@ -97,10 +99,10 @@ class CapturedForward:
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
-                    self.output_gradient[:, first : first + z.shape[1:].numel()] += (
-                        gradient.detach().flatten(1).reshape(num_rows, -1)
-                    )
+                    own = gradient.detach().reshape(num_rows, -1)
+                    self.output_gradient[:, first : first + own.shape[1]] += own
 
+            alias = z.clone()  # no view: hooks of a view are lost where the loop changes it in place
             alias.register_hook(add)
             return alias
 
@@ -108,6 +110,7 @@ class CapturedForward:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
+        self.num_backwards += 1
         gradient = gradient.detach()
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
@@ -176,6 +179,8 @@ class MadeStep:
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        others: Forward passes with a gradient in their outputs that are no announced batch's.
+        gradient_before: The gradient that the step before used; of no entries for the first one.
     """
 
     lr: float
@@ -185,6 +190,8 @@ class MadeStep:
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
     unseen: str | None
+    others: Sequence[CapturedForward]
+    gradient_before: Float[Tensor, " _"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +279,7 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._lr = 0.0
+        self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
         self._before: StatesBefore = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -369,7 +376,6 @@ class StepObserver:
         missing = {
             name: weight for name, weight in model.unflatten(self._weights()).items() if name not in self._gradients
         }
-        zeros = {name: torch.zeros_like(weight) for name, weight in missing.items()}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(
             lr=self._lr,
@@ -379,9 +385,11 @@ class StepObserver:
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
             unseen=unseen,
+            others=[forward for forward in self._waiting if forward.output_gradient is not None],
+            gradient_before=self._gradient_before,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients = {}, {}
+        self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
         self._report(made)
 
     def statistics(self) -> Float[Tensor, " Q"]:
@@ -455,6 +463,7 @@ class StepObserver:
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
             memory_order=_memory_order(inputs) if model.signature.layout is None else None,
+            num_arguments=len(args) + len(kwargs),
             weights=weights,
         )
         self._begun.append(forward)

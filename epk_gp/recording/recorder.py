@@ -23,6 +23,7 @@ from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, give
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
+from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
@@ -135,6 +136,8 @@ class Recorder:
             validate_count(check_every, "check_every")
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
+        self._ranks = Ranks(net)
+        net = self._ranks.net
         setup = make_setup(
             net,
             optimizer,
@@ -159,12 +162,27 @@ class Recorder:
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
+        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
+            optimizers, momentum = (), momentum[:0]
+        elif self._ranks.size > 1:
+            objects = {**stateful, OTHER_RANKS: self._ranks}
+        self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
+        self._needs_until = bool(stateful)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         self._setup = setup
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
-            self._open(folder, header, storage, resume)
+        with self._ranks.together():
+            if self._ranks.size > 1:
+                self._ranks.require_same(self._data_digest, "X and y")
+            if folder is not None and self._ranks.is_writer:
+                self._open(folder, header, storage, resume)
+        if folder is not None and self._ranks.size > 1:
+            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
+            if not self._ranks.is_writer:
+                self._setup = replace(setup, model=functionalize_like(setup.model, net))
+                self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
@@ -238,6 +256,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
+        self._ranks.watch_joins(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -246,18 +265,19 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
+        self._ranks.stop()
         if self._is_closed:
             return
         self._is_recording, self._is_closed = False, True
         try:
             if kind is None:
                 self._observer.complete()
-                if self._commits is not None:
-                    self._commits.complete_iteration()
+                self._complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
             if kind is None:
-                self._finish()
+                with self._ranks.together():
+                    self._finish()
         finally:
             self._history.close()
             if self._commits is not None:
@@ -280,8 +300,7 @@ class Recorder:
         self._in_until = True
         try:
             while True:
-                if self._commits is not None:
-                    self._commits.complete_iteration()
+                self._complete_iteration()
                 if self.num_steps == steps:
                     return
                 yield self.num_steps
@@ -318,7 +337,7 @@ class Recorder:
         """
         if not self._is_recording:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        if self._training.stateful and not self._in_until:
+        if self._needs_until and not self._in_until:
             raise RuntimeError(
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
@@ -340,8 +359,13 @@ class Recorder:
         """The run recorded so far.
 
         Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
+
+        Raises:
+            RuntimeError: This is not rank 0 of the processes that train the network, which has the run.
         """
         setup, history, commits = self._setup, self._history, self._commits
+        if not self._ranks.is_writer:
+            raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
         if commits is not None and not self._is_closed:
@@ -374,23 +398,39 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps):
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
+        if not self._ranks.is_writer:
+            self._follow(made.lr, [batch.samples for batch in made.announced])
+        if not self._in_until:
+            self._complete_iteration()
 
-    def _record_step(self, made: MadeStep) -> None:
-        index, setup, last = self.num_steps, self._setup, self._history.last
+    def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
+        """Return the record of this process's rows, and the moving statistics before and after the step."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
-        end = setup.weights()
         if not is_finite(end):
             raise StepMismatchError(
                 "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
             )
-        after = self._observer.statistics()
+        last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
-        step = self._passes.step(index, made.lr, made.announced, last.end, (before, after))
+        known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
+        return self._passes.step(self.num_steps, made.lr, made.announced, last.end, known), before, after
+
+    def _record_step(self, made: MadeStep) -> None:
+        index, setup, last = self.num_steps, self._setup, self._history.last
+        end = setup.weights()
+        if self._ranks.size > 1:
+            whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
+        else:
+            whole, made.unseen = self._own_step(made, end), made.unseen or self._ranks.warning
+        if whole is None:
+            return
+        step, before, after = whole
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
         is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
@@ -406,8 +446,31 @@ class Recorder:
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
-        if self._commits is not None and not self._in_until:
+
+    def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
+        """Go on from a step that rank 0 has recorded."""
+        batch = torch.cat([torch.zeros(0, dtype=torch.int64), *samples])
+        self._history.follow(Step(self.num_steps, lr, batch), self._setup.weights(), self._setup.statistics())
+
+    def _shadow_step(self) -> None:
+        """Take part in a step of other ranks inside of `net.join()`, where this one has used up its batches."""
+        with _errors_of_step(self.num_steps), self._ranks.together():
+            self._ranks.shadow_step()
+        self._follow(learning_rate(self._optimizers))
+        self._complete_iteration()
+
+    def _rejoin(self) -> None:
+        """Take the weights that all ranks have at the end of `net.join()`."""
+        if not self._ranks.is_writer and self.num_steps:
+            last = self._history.steps.pop()
+            self._history.follow(last, self._setup.weights(), self._setup.statistics())
+
+    def _complete_iteration(self) -> None:
+        """Keep what a resumed run continues from, if the run is on disk."""
+        if self._commits is not None:
             self._commits.complete_iteration()
+        if not self._ranks.is_writer:
+            self._ranks.send_state(self._training)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -439,6 +502,8 @@ class Recorder:
         if not self._has_refused:
             last = self._history.last
             self._setup.validate_end(last.end, last.statistics, self.num_steps)
+        if not self._ranks.is_writer:
+            return
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
         if self._identity.doubt is not None:
             warn_uncertified(

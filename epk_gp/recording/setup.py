@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
-from epk_gp.core.gradients import TrainingReplay, with_kept_activations
+from epk_gp.core.gradients import TrainingReplay
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
@@ -33,6 +33,7 @@ from epk_gp.core.model import (
     functionalize,
     perturbed_initial,
     random_state_kept,
+    with_kept_activations,
 )
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints

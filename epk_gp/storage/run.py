@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.gradients import batch_gradient, with_kept_activations
+from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
-from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
+from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from recipes.problem import as_tuple
-from recipes.reference import step_terms, updates
+from recipes.reference import move, step_terms, updates
 
 NODES = 16
 TOLERANCE = 1e-11  # of an integral along a step; smooth steps reach rounding with the first nodes
@@ -44,7 +44,7 @@ class Pattern(TorchFunctionMode):
         self.parts = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (F.relu, torch.relu):
+        if function in (F.relu, torch.relu, F.leaky_relu):
             self.parts.append((args[0] > 0).flatten())
         elif getattr(function, "__name__", "") in ("max_pool2d", "_max_pool2d", "boolean_dispatch", "fn"):
             size, stride = args[1] if len(args) > 1 else kwargs["kernel_size"], (kwargs or {}).get("stride")
@@ -55,9 +55,10 @@ class Pattern(TorchFunctionMode):
 
 @dataclass
 class Terms:
-    """Terms of the change of the outputs: of each sample (n, C, M), of weight decay and of statistics (n, C)."""
+    """Terms of the change of the outputs: of each sample (n, C, M), of other rows, decay and statistics (n, C)."""
 
     samples: torch.Tensor
+    outside: torch.Tensor
     decay: torch.Tensor
     statistics: torch.Tensor
 
@@ -69,7 +70,7 @@ class Line:
         self.net = copy.deepcopy(result.net).eval()
         self.inputs, self.output = result.X_test, result.output
         names = [name for name, _ in (*self.net.named_parameters(), *self.net.named_buffers())]
-        self.moving = [name for name in names if start[name].is_floating_point()]
+        self.moving = [name for name in names if name in start and start[name].is_floating_point()]
         self.start, self.end = start, end
 
     def outputs(self, t):
@@ -134,18 +135,22 @@ class Line:
 
 
 def brute_force_terms(result):
-    """Return the terms of a watched run, summed over its steps."""
-    watched, M = result.recorder, len(result.y)
+    """Return the terms of a watched run, summed over its steps, each with the move of the weights that followed it."""
+    watched, M = result.recorder, result.recorder.num_samples
     n, C = (result.outputs if result.outputs.ndim > 1 else result.outputs[:, None]).shape
-    samples, statistics = torch.zeros(n, C, M + 1, dtype=torch.float64), torch.zeros(n, C, dtype=torch.float64)
-    momentum = {}
+    shares, statistics = torch.zeros(n, C, M + 2, dtype=torch.float64), torch.zeros(n, C, dtype=torch.float64)
+    parameters = dict(watched.net.named_parameters())
+    moved, memory = dict.fromkeys(parameters, 0.0), {}
     for step in watched.steps:
-        terms, _ = step_terms(watched, step, M)
-        Phi = Line(result, step.start, step.end).average_gradients()
-        changes = {name: updates(step, name, part, momentum) for name, part in terms.items()}
-        for name, phi in Phi.items():
+        terms, _ = step_terms(watched, step)
+        changes = {name: updates(step, name, part, memory) for name, part in terms.items()}
+        for name in changes:
+            if step.left is not step.end:
+                changes[name] += move(watched, step, name, moved[name] + changes[name], memory)
+            moved[name] = moved[name] + changes[name]
+        for name, phi in Line(result, step.start, step.left).average_gradients().items():
             if name in changes:
-                samples += phi.flatten(2) @ changes[name].flatten(1).T
-            elif name not in dict(watched.net.named_parameters()):
-                statistics += phi.flatten(2) @ (step.end[name] - step.start[name]).flatten()
-    return Terms(samples[..., :-1], samples[..., -1], statistics)
+                shares += phi.flatten(2) @ changes[name].flatten(1).T
+            elif name not in parameters:
+                statistics += phi.flatten(2) @ (step.left[name] - step.start[name]).flatten()
+    return Terms(shares[..., :M], shares[..., M], shares[..., M + 1], statistics)

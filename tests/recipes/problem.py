@@ -115,7 +115,7 @@ def train(
     options |= {} if output is itself else {"output": output}
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
         net.train()
-        for batch in batches(len(y), size, epochs):
+        for batch in batches(len(X) if y is None else len(y), size, epochs):
             for each in several:
                 each.zero_grad()
             loss_of(batch).backward()

@@ -38,13 +38,17 @@ class Announced:
 
 @dataclass
 class WatchedStep:
-    """A step: its batches, the state around it, gradients and optimizer states."""
+    """A step: its batches, the state around it, gradients and optimizer states.
+
+    `left` is the state that it left when the loop had moved its `end`, before the next step began.
+    """
 
     batches: list
     start: dict
     gradients: dict
     before: dict  # optimizer states
     end: dict = field(default_factory=dict)
+    left: dict = field(default_factory=dict)
     after: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # of each parameter: optimizer class and group
 
@@ -68,7 +72,9 @@ class Watched:
 
     def __init__(self, net, optimizer, X, y, **options):
         self.net, self.X, self.y, self.options = net, X, y, options
-        self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self.num_samples = len(next(iter(X.values())) if isinstance(X, dict) else y if y is not None else X)
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self.optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # accelerate's holds the user's own
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
         self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
         self.first, self.last = snapshot(net), snapshot(net)
@@ -87,12 +93,14 @@ class Watched:
     def __exit__(self, *error):
         for hook in self.hooks:
             hook.remove()
+        if self.steps and not self._is_as(snapshot(self.net), self.last, self.last):
+            self.steps[-1].left = snapshot(self.net)
         return None if self.inner is None else self.inner.__exit__(*error)
 
     def batch(self, indices, *, weight=1.0):
         if self.inner is not None:
             self.inner.batch(indices, weight=weight)
-        rows = torch.arange(len(self.y)) if indices is None else torch.as_tensor(indices)
+        rows = torch.arange(self.num_samples) if indices is None else torch.as_tensor(indices)
         self.announced.append(Announced(None, rows, weight, len(self.passes)))
 
     @property
@@ -131,18 +139,29 @@ class Watched:
             for p in group["params"]
         }
 
+    @staticmethod
+    def _is_as(state, other, names):
+        """Whether states are equal to rounding, as those are that schedule-free optimizers change to and fro."""
+        return all(torch.allclose(state[name], other[name], rtol=1e-13, atol=1e-14) for name in names)
+
     def _before_step(self, optimizer, args, kwargs):
-        self.before = self._states()
+        self.before, self.gradients = self._states(), self._gradients()
+
+    def _gradients(self):
+        return {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
 
     def _after_step(self, optimizer, args, kwargs):
-        gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
+        gradients = self.gradients or self._gradients()  # optimizers may overwrite them; a closure makes them
+        seen = self.passes[0].state
+        if self.steps and not self._is_as(seen, self.last, dict(self.net.named_parameters())):
+            self.steps[-1].left = self.last = seen
         step = WatchedStep(self.announced, self.last, gradients, self.before)
         for position in {announced.position for announced in step.batches}:
             together = [announced for announced in step.batches if announced.position == position]
             before = [one for one in self.passes[:position] if one.grads] or self.passes  # a closure's come later
             for announced, watched in zip(together, before[-len(together) :], strict=True):
                 announced.watched = watched
-        step.end = self.last = snapshot(self.net)
+        step.end = step.left = self.last = snapshot(self.net)
         step.after = self._states()
         names = {p: name for name, p in self.net.named_parameters()}
         for one in self.optimizers:
@@ -163,7 +182,7 @@ def gradients_of_terms(watched, announced):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
         returned = net(*run.args, **run.kwargs)
     terms = loss_terms(watched, announced, returned)
-    parameters = dict(net.named_parameters())
+    parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
     rows = [torch.autograd.grad(t, list(parameters.values()), retain_graph=True, allow_unused=True) for t in terms]
     return {
         name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
@@ -186,17 +205,18 @@ def loss_terms(watched, announced, returned):
     return loss.function(returned, watched.y[announced.rows]) * announced.weight / B
 
 
-def step_terms(watched, step, num_samples):
-    """Return each sample's share of the gradient that the optimizer was given, by parameter, (M, *shape).
+def step_terms(watched, step):
+    """Return each sample's share of the gradient that the optimizer was given, by parameter, (M + 1, *shape).
 
-    The factor between the terms' sum and the gradient is that of clipping or of a scaler; there must be one.
+    The last one is that of rows that are no sample's, announced as -1. The factor between the terms' sum and the
+    gradient is that of clipping or of a scaler; there must be one.
     """
     total = {}
     for announced in step.batches:
         for name, terms in gradients_of_terms(watched, announced).items():
             if name in step.gradients:
-                total.setdefault(name, terms.new_zeros(num_samples, *terms.shape[1:]))
-                total[name].index_add_(0, announced.rows, terms)
+                total.setdefault(name, terms.new_zeros(watched.num_samples + 1, *terms.shape[1:]))
+                total[name].index_add_(0, announced.rows % (watched.num_samples + 1), terms)
     summed = torch.cat([total[name].sum(dim=0).flatten() for name in step.gradients])
     used = torch.cat([step.gradients[name].flatten() for name in step.gradients])
     factor = (used @ summed) / (summed @ summed)
@@ -205,7 +225,7 @@ def step_terms(watched, step, num_samples):
 
 
 def updates(step, name, gradients, momentum):
-    """Return each source's share of one parameter's step, (M + 1, *shape): samples, and weight decay in the last row.
+    """Return each source's share of one parameter's step, (M + 2, *shape): terms, and weight decay in the last row.
 
     The optimizer's own numbers (preconditioners) are taken from its state.
     """
@@ -213,7 +233,7 @@ def updates(step, name, gradients, momentum):
     w, lr, decay = step.start[name], float(group["lr"]), group.get("weight_decay", 0.0)
     before, after = step.before.get(name, {}), step.after.get(name, {})
     g = torch.cat([gradients, torch.zeros_like(w)[None]])
-    if kind != "AdamW":
+    if not kind.startswith("AdamW"):
         g[-1] += decay * w
     if kind == "SGD":
         mu = group["momentum"]
@@ -232,4 +252,36 @@ def updates(step, name, gradients, momentum):
     if kind == "Adadelta":
         acc = before["acc_delta"] if before else torch.zeros_like(w)
         return -lr * g * (acc + group["eps"]).sqrt() / (after["square_avg"] + group["eps"]).sqrt()
+    if kind == "AdamWScheduleFree":
+        (b1, b2), k, lr = group["betas"], group["k"], group["scheduled_lr"]
+        g = g / ((after["exp_avg_sq"] / (1 - b2**k)).sqrt() + group["eps"])
+        g[-1] += decay * w
+        share = k ** group["r"] * group["lr_max"] ** group["weight_lr_power"] / group["weight_sum"]
+        apart = momentum.get(name, torch.zeros_like(g))  # z - y
+        change = share * apart + lr * (b1 * (1 - share) - 1) * g
+        momentum[name] = apart - lr * g - change
+        return change
     raise NotImplementedError(kind)
+
+
+def move(watched, step, name, moved, memory):
+    """Return each source's share of how a parameter was moved after a step, (M + 2, *shape).
+
+    Schedule-free optimizers put the averaged weights in the place of those that they train. Lookahead puts slow weights
+    there, after they went a part of the way to the fast ones.
+
+    Args:
+        watched: The run.
+        step: The step.
+        name: The parameter.
+        moved: Each source's share of all that moved it until the step's own end.
+        memory: What `updates` and this function keep.
+    """
+    kind, group = step.options[name]
+    if kind == "AdamWScheduleFree":
+        return (1 - 1 / group["betas"][0]) * memory[name]
+    slow, of_slow = memory.get(("slow", name), (watched.first[name], torch.zeros_like(moved)))
+    way = (step.end[name] - slow).flatten()
+    part = (step.left[name] - slow).flatten() @ way / (way @ way)
+    memory["slow", name] = step.left[name], torch.lerp(of_slow, moved, part)
+    return memory["slow", name][1] - moved

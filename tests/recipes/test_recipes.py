@@ -7,12 +7,13 @@ import torch
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory
-from recipes import graphs, images, loops, sequences, targets, unusual, variants
+from epk_gp.core.step import NOT_OF_DATA
+from recipes import coupled, graphs, images, loops, programs, sequences, targets, unusual, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-FAMILIES = (images, sequences, loops, targets, unusual, variants, graphs)
+FAMILIES = (images, sequences, loops, targets, unusual, variants, graphs, coupled, programs)
 EXACT = [recipe for family in FAMILIES for recipe in family.RECIPES]
 LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
@@ -61,10 +62,10 @@ def test_the_reference_closes_by_itself(recipe):
     result = recorded(recipe)
     watched = result.recorder
     first = watched.steps[0]
-    assert step_terms(watched, first, len(result.y))[1] < 1e-12
+    assert step_terms(watched, first)[1] < 1e-12
     terms = brute_force(recipe)
     change = result.outputs - initial_outputs(result)
-    total = terms.samples.sum(dim=2) + terms.decay + terms.statistics
+    total = terms.samples.sum(dim=2) + terms.outside + terms.decay + terms.statistics
     assert relative_error(total, change.reshape(total.shape)) < 1e-10
 
 
@@ -100,7 +101,7 @@ def test_the_kernel_machine_is_the_trained_network(recipe):
 @pytest.mark.parametrize("recipe", named(EXACT))
 def test_the_terms_sum_to_the_trained_network(recipe):
     parts, result = attributed(recipe), recorded(recipe)
-    assert relative_error(parts.total, result.outputs.reshape(parts.total.shape)) < 1e-9
+    assert relative_error(parts.total, result.outputs.reshape(parts.total.shape)) < 1e-10
     if parts.unexplained is not None:  # float64: rounding only
         assert parts.unexplained.norm() < 1e-9 * parts.total.norm()
 
@@ -111,6 +112,8 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
     scale = expected.samples.norm()
     assert float((parts.samples - expected.samples).norm()) < 1e-8 * scale
     assert float((parts.decay - expected.decay).norm()) < 1e-8 * scale
+    outside = parts.sources.get(NOT_OF_DATA, torch.zeros_like(expected.outside))
+    assert float((outside - expected.outside).norm()) < 1e-8 * scale
     if parts.statistics is not None:
         assert float((parts.statistics - expected.statistics).norm()) < 1e-8 * scale
     else:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import epk_gp as epk
-from epk_gp.core.gradients import batch_gradient, with_kept_activations
-from epk_gp.core.model import functionalize
+from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.model import functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.adjoint import LossProducts

@@ -160,6 +160,67 @@ def test_contributions_are_the_parts_of_the_gradient_that_came_through_each_row(
     assert torch.allclose(by_layer.values.sum(dim=2), parts.samples.sum(dim=2), atol=1e-10)
 
 
+class WithValues(nn.Module):
+    """A policy that returns logits and one value per row, as actor-critic networks do, after a normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.policy, self.value = nn.Linear(6, 3), nn.Linear(6, 1)
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.body(x)))
+        return [self.policy(h), self.value(h).squeeze(1)]
+
+
+def ppo(net, rows):
+    logits, values = net(X[rows])
+    advantages = torch.linspace(-1, 2, len(rows), dtype=torch.float64)
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    log_p = logits.log_softmax(dim=1)
+    taken = log_p[torch.arange(len(rows)), Y[rows]]
+    ratio = (taken - taken.detach()).exp()
+    entropy = -(log_p.exp() * log_p).sum(dim=1).mean()
+    clipped = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -clipped.mean() + 0.5 * (values - advantages).square().mean() - 0.01 * entropy
+
+
+def changed_in_place(net, rows):
+    z = net(X[rows])[0]
+    z.div_(2.0)
+    return F.cross_entropy(z, Y[rows])
+
+
+def triplet(net, rows):
+    """It does not change when all outputs are shifted: the gradient of the last bias is nothing but rounding."""
+    return F.triplet_margin_loss(*(net(X[(rows + k) % 10])[0] for k in range(3)))
+
+
+def two_backwards(net, rows):
+    z = net(X[rows])[0]
+    F.cross_entropy(z[:2], Y[rows[:2]]).backward(retain_graph=True)
+    return z.square().mean()
+
+
+@pytest.mark.parametrize("loss", [ppo, changed_in_place, triplet, two_backwards])
+def test_whatever_a_loop_does_to_outputs_is_in_the_gradient_that_comes_into_them(loss):
+    """Under AdamW, with batch normalisation in training mode."""
+    net = WithValues()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with epk.Recorder(net, optimizer, X, None, loss=None, output=lambda returned: returned[0]) as recorder:
+        for rows in BATCHES:
+            optimizer.zero_grad()
+            loss(net, rows).backward()
+            recorder.batch(torch.cat([(rows + k) % 10 for k in range(3)]) if loss is triplet else rows)
+            optimizer.step()
+    parts = epk.attribute(recorder.trajectory, X_TEST)
+    assert parts.certified
+    assert (parts.total - net.eval()(X_TEST)[0]).abs().max() < 1e-8
+    assert parts.samples.abs().max() > 1e-3
+
+
 def test_a_run_on_disk_is_the_run_in_memory_and_resumes(tmp_path):
     in_memory = record(TwoReturned(), critic).trajectory
     recorder = record(TwoReturned(), critic, folder=tmp_path / "run")

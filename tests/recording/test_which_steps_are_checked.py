@@ -65,7 +65,9 @@ def test_a_slow_first_step_is_not_paid_for_by_others_and_other_checks_are():
     with quick.schedule.recording(), quick.schedule.checking():
         quick.time += 2.0
     cost = quick.schedule.cost
-    assert quick.schedule.steps_that_pay(cost) == pytest.approx(1000, rel=0.05)  # 15 % of 20 ms are 3, of which 1 is taken
+    assert quick.schedule.steps_that_pay(cost) == pytest.approx(
+        1000, rel=0.05
+    )  # 15 % of 20 ms are 3, of which 1 is taken
     quick.run(500, 20 * MS, own=1 * MS, check=25 * MS)
     assert len(quick.checked) - before < 10
 

@@ -1,0 +1,277 @@
+"""A training of several processes as one run: each rank records its own forward passes, rank 0 gathers and writes them.
+
+`DistributedDataParallel` averages the gradients of W ranks in the backward pass. So a step is one on the rows of all
+ranks, with their weights divided by W; gradients, weights and optimizers are the same on all ranks, and rank 0 checks
+and records the step. The moving statistics of the run are those of rank 0. In a step the passes of other ranks come
+before those of rank 0, whose last one leaves the statistics of the run.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from epk_gp.core.losses import sample_weights
+from epk_gp.core.step import ForwardPass, Step
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.observer import MadeStep
+from epk_gp.recording.setup import TrainingSetup
+from epk_gp.storage.training_state import TrainingState
+
+OTHER_RANKS = "other ranks"  # name of their states in the training state of the run
+
+_Value = TypeVar("_Value")
+_OwnStep = tuple[Step, Tensor, Tensor]  # a step, the moving statistics before and after it
+
+
+class Ranks:
+    """The processes that train one network together; of a training in one process this one alone.
+
+    Attributes:
+        net: The network without its wrapper.
+        rank: Number of this process among them.
+        size: How many they are.
+        is_writer: Whether this process checks and writes the steps.
+        warning: The likeliest cause, as a clause, of a step that is not explained: processes without a wrapper.
+    """
+
+    def __init__(self, net: Any) -> None:
+        """Find the processes by the network's wrapper, which is looked for if it is not given.
+
+        Raises:
+            ValueError: The network normalises by the rows of all ranks.
+        """
+        self.net: Any = net.module if isinstance(net, DistributedDataParallel) else net
+        self.rank, self.size, self._first, self._group, self.is_writer = 0, 1, 0, None, True
+        self.warning: str | None = None
+        self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
+        self._sends_states, self._loaded = False, cast("list[dict[str, Tensor]] | None", None)
+        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self._wrapper is None and count > 1:  # each may train a network of its own, or it may be wrapped later
+            self.warning = (
+                f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
+                "network that DistributedDataParallel has wrapped"
+            )
+        if self._wrapper is None:
+            return
+        members = dist.get_process_group_ranks(self._wrapper.process_group)
+        self.rank, self.size, self._first = members.index(dist.get_rank()), len(members), members[0]
+        self.is_writer = self.rank == 0
+        if self.size == 1:
+            return
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules()):
+            raise ValueError(
+                "a forward pass must depend on the rows of its own rank: SyncBatchNorm normalises by those of all. Use "
+                "BatchNorm, with statistics of each rank's batch, or a normalisation of single rows, such as GroupNorm."
+            )
+        # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
+        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks on the writing rank, and none on the others."""
+        values: list[Any] | None = [None] * self.size if self.is_writer else None
+        dist.gather_object(value, values, dst=self._first, group=self._group)
+        return values or []
+
+    def share(self, value: _Value) -> _Value:
+        """Return the writing rank's value on all ranks."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=self._first, group=self._group)
+        return values[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all ranks what the writing rank raises inside.
+
+        Raises:
+            StepMismatchError: It raised a `ValueError`.
+            RuntimeError: It raised another error.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_value = isinstance(error, ValueError)
+            self.share((is_value, str(error) if is_value else f"rank 0 raised {type(error).__name__}: {error}"))
+            raise
+        is_value, message = self.share((False, ""))
+        if message:
+            raise StepMismatchError(message) if is_value else RuntimeError(message)
+
+    def require_same(self, value: object, name: str) -> None:
+        """Raise on the writing rank if another one has another value.
+
+        Raises:
+            ValueError: It has.
+        """
+        values = self.gather(value)
+        if other := [rank for rank, own in enumerate(values) if own != values[0]]:
+            raise ValueError(f"{name} must be the same on all ranks: those of rank {other[0]} are not those of rank 0.")
+
+    def whole_step(
+        self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]
+    ) -> _OwnStep | None:
+        """Return the step on the rows of all ranks, on the writing rank; None on the others.
+
+        Args:
+            record: Returns this rank's part of the step, with all moving statistics of its passes.
+            setup: The training.
+            made: The step as this rank saw it; it learns what calls a rank saw that saw none on its rows.
+            end: The weights after the step.
+
+        Raises:
+            StepMismatchError: A rank cannot record its part, or its weights are not those of rank 0.
+        """
+        own, error = None, None
+        try:
+            own = record()
+        except ValueError as raised:
+            error = str(raised)
+        bits = end.view(torch.int64 if end.dtype == torch.float64 else torch.int32).sum().item()
+        parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, made.unseen, bits))
+        active = [(rank, *part) for rank, part in enumerate(parts) if part is not None]
+        for rank, _, error, unseen, bits in active:
+            if error is not None:
+                raise StepMismatchError(f"rank {rank}: {error}")
+            if bits != active[0][-1]:
+                raise StepMismatchError(
+                    f"the weights after a step must be the same on all ranks: those of rank {rank} are not those of "
+                    "rank 0. Likely causes: other learning rates, or optimizers that are not in the same state, as "
+                    "momentum is after net.join()."
+                )
+            made.unseen = made.unseen or (unseen and f"on rank {rank} {unseen}")
+        if own is None or not self.is_writer:
+            return None
+        divides_by_all = getattr(self._wrapper, "_divide_by_initial_world_size", True)  # set by net.join()
+        factor = 1 / (self.size if divides_by_all else len(active))
+        _, before, after = own
+        steps = [step for _, step, *_ in reversed(active) if step is not None]
+        return _joined(steps, factor, setup, before, after), before, after
+
+    def shadow_step(self) -> None:
+        """Take part in a step whose rows are all on other ranks.
+
+        Raises:
+            StepMismatchError: This is the writing rank.
+        """
+        self.gather(None)
+        if self.is_writer:
+            raise StepMismatchError(
+                "rank 0 must have as many batches as any other rank, for it writes the run: it has fewer. Give the "
+                "longest part of the data to rank 0."
+            )
+
+    def watch_joins(self, shadow: Callable[[], None], rejoin: Callable[[], None]) -> None:
+        """Let this rank take part in what is gathered when it has used up its rows, inside of `net.join()`.
+
+        Args:
+            shadow: Called for each step that other ranks make then.
+            rejoin: Called when all ranks have used up their rows, and have the same weights again.
+        """
+        if self.size == 1 or not isinstance(self._wrapper, DistributedDataParallel):
+            return
+        wrapper: Any = self._wrapper
+
+        def join_hook(**options: Any) -> SimpleNamespace:
+            hook = type(wrapper).join_hook(wrapper, **options)
+
+            def main_hook() -> None:
+                hook.main_hook()
+                if wrapper.require_forward_param_sync:  # not for a backward pass of no_sync()
+                    shadow()
+
+            def post_hook(is_last_joiner: bool) -> None:
+                hook.post_hook(is_last_joiner)
+                rejoin()
+
+            return SimpleNamespace(main_hook=main_hook, post_hook=post_hook)
+
+        vars(wrapper)["join_hook"] = join_hook
+
+    def stop(self) -> None:
+        """Leave `net.join()` as it was."""
+        if self._wrapper is not None:
+            vars(self._wrapper).pop("join_hook", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states that the other ranks send; none before the first step."""
+        return {"size": self.size, "states": self.gather({}) if self._sends_states else []}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Keep the states of the other ranks until `restore`.
+
+        Raises:
+            ValueError: The run was recorded by another number of processes.
+        """
+        if state["size"] != self.size:
+            raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
+        self._loaded = state["states"]
+
+    def send_state(self, state: TrainingState) -> None:
+        """Send what this rank goes on from to the writing rank: random numbers, objects and buffers."""
+        if self._sends_states:
+            self.gather(state.state_dict())
+
+    def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
+        """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
+
+        Args:
+            optimizers: The optimizers, whose state is that of the writing rank.
+            own: What this rank goes on from beside them, which becomes what it was on this rank.
+            steps: The recorded steps, on the writing rank.
+
+        Returns:
+            The recorded steps, without their passes.
+        """
+        state = TrainingState(optimizers, {}, torch.zeros(0))
+        self._sends_states = self.size > 1
+        known = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps])
+        loaded, tensors, steps = self.share(known)
+        if loaded is None:
+            return list(steps)
+        for tensor in (*self.net.parameters(), *self.net.buffers()):
+            on_cpu = tensor.detach().cpu()
+            dist.broadcast(on_cpu, self._first, self._group)
+            tensor.data.copy_(on_cpu)
+        if not self.is_writer:
+            with torch.random.fork_rng(devices=[]):
+                state.load_state_dict(tensors, "rank 0")
+            buffers = own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}
+            for name, buffer in buffers.items():
+                self.net.get_buffer(name).copy_(buffer)
+        return list(steps)
+
+
+def _joined(steps: Sequence[Step], factor: float, setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
+    """Join the parts of a step, whose rows have the weights of their own rank times a factor."""
+    y, batches, weights, passes = setup.y, list[Tensor](), list[Tensor](), list[ForwardPass]()
+    for step in steps:
+        rows = torch.arange(len(setup.X)) if step.batch is None else step.batch
+        c = sample_weights(setup.loss, y[rows.to(y.device)]) if step.sample_weights is None else step.sample_weights
+        batches.append(rows)
+        weights.append(factor * c.cpu().double())
+        passes += step.passes or [ForwardPass(len(rows))]
+    for number, one in enumerate(passes):
+        start = None if one.statistics is None or torch.equal(one.statistics.to(before), before) else one.statistics
+        end = one.statistics_after
+        end = None if end is None or torch.equal(end.to(after), after) else end
+        passes[number] = replace(one, statistics=start, statistics_after=end)
+    needed = () if all(one.is_plain for one in passes) else tuple(passes)
+    return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
+
+
+def _wrapper_of(net: Any) -> DistributedDataParallel | None:
+    """Return the wrapper that trains a network in several processes; None if there is none."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    wrappers = [own for own in gc.get_objects() if issubclass(type(own), DistributedDataParallel)]
+    return next((own for own in reversed(wrappers) if any(part is net for part in own.modules())), None)

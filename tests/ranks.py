@@ -1,0 +1,251 @@
+"""Processes that train one network together on this machine, and the same loops in one process."""
+
+import multiprocessing
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import epk_gp as epk
+
+TIMEOUT = 60.0  # seconds until ranks that wait for each other fail
+POINTS, CLASSES, SIZE = 16, 3, 2
+
+# Its processes begin with everything imported, in some milliseconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["epk_gp.analysis.labels", "torch._dynamo", "torch.distributed.fsdp"])
+
+
+def data(points: int = POINTS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(points, 4, generator=generator, dtype=torch.float64), torch.arange(points) % CLASSES
+
+
+def network(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), *layers, nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+
+def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """Run a program in so many processes with gloo, and return what each rank returned.
+
+    Args:
+        size: Number of processes.
+        program: A function of a module that the processes can import.
+        folder: Where they meet, and where their results lie.
+        args: Arguments of the program.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    ranks = [_CONTEXT.Process(target=_rank, args=(rank, size, program, folder, args)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(TIMEOUT)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    errors = [file.read_text() for file in sorted(folder.glob("error.*"))]
+    assert [process.exitcode for process in ranks] == [0] * size, "\n".join(errors)
+    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(size)]
+
+
+def _rank(rank: int, size: int, program: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", UserWarning)
+    torch.manual_seed(10 + rank)
+    place, wait = f"file://{folder / 'rendezvous'}", timedelta(seconds=TIMEOUT / 2)
+    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=wait)
+    try:
+        torch.save(program(*args), folder / f"result.{rank}")
+    except BaseException:
+        (folder / f"error.{rank}").write_text(traceback.format_exc())
+        sys.stderr.flush()
+        raise
+    distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop, as several processes run it and as one does.
+
+    Attributes:
+        layers: Layers in the middle of the network.
+        parts: Number of backward passes of a step, all but the last of them without communication.
+        sizes: How many rows of a batch each rank gets; None for equal parts.
+        options: Options of the optimizer.
+        module: Give the recorder the network inside of the wrapper.
+    """
+
+    layers: Callable[[], tuple[nn.Module, ...]] = tuple
+    parts: int = 1
+    sizes: tuple[int, ...] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    options: Any = None
+    module: bool = False
+    steps: int = 4
+    batch_size: int = 8
+
+    def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = network(*self.layers())
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} if self.options is None else self.options
+        return net, self.optimizer(net.parameters(), **options)
+
+    def batches(self, size: int) -> list[list[Tensor]]:
+        """The rows of each step, by rank."""
+        generator = torch.Generator().manual_seed(3)
+        found = []
+        for _ in range(self.steps):
+            batch = torch.randperm(POINTS, generator=generator)[: self.batch_size]
+            found.append(list(batch.split(list(self.sizes or [self.batch_size // size] * size))))
+        return found
+
+
+PLAIN = Loop()
+LOOPS = {
+    "plain": PLAIN,
+    "module": Loop(module=True),
+    "dropout": Loop(lambda: (nn.Dropout(0.3),)),
+    "batch_norm": Loop(lambda: (nn.BatchNorm1d(6),)),
+    "accumulated": Loop(lambda: (nn.BatchNorm1d(6), nn.Dropout(0.2)), parts=2),
+    "accumulated_batch_norm": Loop(lambda: (nn.BatchNorm1d(6),), parts=2),
+    "uneven": Loop(sizes=(6, 2)),
+    "adamw": Loop(optimizer=torch.optim.AdamW, options={"lr": 0.02, "weight_decay": 0.1}),
+}
+
+
+def on_rank(name: str, **options: Any) -> Any:
+    """Record a loop on this rank; return the trajectory on rank 0, and the error of asking for it on the others."""
+    loop, (X, y) = LOOPS[name], data()
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    net, optimizer = loop.make()
+    wrapped = DistributedDataParallel(net)
+    torch.manual_seed(10 + rank)
+    with epk.Recorder(net if loop.module else wrapped, optimizer, X, y, check_every=1, **options) as recorder:
+        for batches in loop.batches(size):
+            optimizer.zero_grad()
+            parts = batches[rank].chunk(loop.parts)
+            for number, rows in enumerate(parts, start=1):
+                with nullcontext() if number == loop.parts else wrapped.no_sync():
+                    (F.cross_entropy(wrapped(X[rows]), y[rows]) / loop.parts).backward()
+                recorder.batch(rows, weight=1 / loop.parts)
+            optimizer.step()
+    if rank == 0:
+        return recorder.trajectory
+    try:
+        return recorder.trajectory
+    except RuntimeError as error:
+        return str(error)
+
+
+def in_one_process(name: str, size: int = SIZE, weights: Tensor | None = None) -> Any:
+    """Record the loop that so many ranks run, pass by pass in one process; or only train, with weights of the samples.
+
+    Each rank draws its own random numbers, and begins a step with the moving statistics of rank 0.
+    """
+    loop, (X, y) = LOOPS[name], data()
+    net, optimizer = loop.make()
+    states = [torch.Generator().manual_seed(10 + rank).get_state() for rank in range(size)]
+    recording = epk.Recorder(net, optimizer, X, y) if weights is None else nullcontext()
+    with recording as recorder:
+        for batches in loop.batches(size):
+            optimizer.zero_grad()
+            buffers = [value.clone() for value in net.buffers()]
+            for rank in reversed(range(size)):
+                for value, first in zip(net.buffers(), buffers, strict=True):
+                    value.copy_(first)
+                torch.set_rng_state(states[rank])
+                for rows in batches[rank].chunk(loop.parts):
+                    factor = 1 / (loop.parts * size)
+                    c = 1.0 if weights is None else weights[rows]
+                    (factor * c * F.cross_entropy(net(X[rows]), y[rows], reduction="none")).mean().backward()
+                    if recorder is not None:
+                        recorder.batch(rows, weight=factor)
+                states[rank] = torch.get_rng_state()
+            optimizer.step()
+    return net.eval() if recorder is None else recorder.trajectory
+
+
+def on_whole_batches(name: str) -> Any:
+    """Record the loop of one process that computes the gradient of each step's whole batch at once."""
+    loop, (X, y) = LOOPS[name], data()
+    net, optimizer = loop.make()
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for batches in loop.batches(1):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batches[0]]), y[batches[0]]).backward()
+            recorder.batch(batches[0])
+            optimizer.step()
+    return recorder.trajectory
+
+
+def with_fault(fault: str) -> str:
+    """Return what this rank says of a loop that goes wrong on rank 1 at step 2."""
+    (X, y), rank = data(), distributed.get_rank()
+    net, _ = PLAIN.make()
+    wrapped = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2 if fault == "lr" and rank else 0.1)
+    X = X + 1 if fault == "data" and rank else X
+    try:
+        with epk.Recorder(wrapped, optimizer, X, y, check_every=1) as recorder:
+            for step, batches in enumerate(PLAIN.batches(SIZE)):
+                is_wrong, rows = rank == 1 and step == 2, batches[rank]
+                optimizer.zero_grad()
+                seen = X[:, :3].repeat(1, 2)[rows, :4] if fault == "unseen" and is_wrong else X[rows]
+                F.cross_entropy(wrapped(seen), y[rows]).backward()
+                if fault == "shuffled" and is_wrong:
+                    rows = rows.flip(0)
+                if fault == "fewer" and is_wrong:
+                    rows = rows[1:]
+                if not (fault == "silent" and is_wrong):
+                    recorder.batch(rows)
+                optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return f"{recorder.num_steps} {error}" if fault != "data" else str(error)
+    return "nothing"
+
+
+def unwrapped_when_recorded() -> str:
+    """Return what a recorder says that was made before the network was wrapped."""
+    X, y = data()
+    net, optimizer = PLAIN.make()
+    rows = PLAIN.batches(SIZE)[0][distributed.get_rank()]
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        wrapped = DistributedDataParallel(net)
+        F.cross_entropy(wrapped(X[rows]), y[rows]).backward()
+        recorder.batch(rows)
+        try:
+            optimizer.step()
+        except epk.StepMismatchError as error:
+            return str(error)
+    return "nothing"
+
+
+def with_uneven_ends(divide: bool, numbers: tuple[int, ...]) -> Any:
+    """Record ranks that have other numbers of batches, in two epochs; return the run, or the error of rank 0."""
+    (X, y), rank = data(), distributed.get_rank()
+    net = network()
+    wrapped, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(wrapped, optimizer, X, y, check_every=1) as recorder:
+        try:
+            for epoch in range(2):
+                with wrapped.join(divide_by_initial_world_size=divide):
+                    for number in range(numbers[rank]):
+                        rows = torch.tensor([number, 5 + rank + epoch, 10 - number])
+                        optimizer.zero_grad()
+                        F.cross_entropy(wrapped(X[rows]), y[rows]).backward()
+                        recorder.batch(rows)
+                        optimizer.step()
+        except epk.StepMismatchError as error:
+            return str(error)
+    return recorder.trajectory if rank == 0 else recorder.num_steps

@@ -1,0 +1,187 @@
+"""Losses that are not stated: their rows hold one another, a teacher, an advantage, or are no rows of the data."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+from torch.nn import functional as F
+
+from recipes.loops import mlp
+from recipes.problem import C, train, vectors
+
+X, Y = vectors(24)
+TEST = vectors(26)[0][24:]
+NO_SAMPLE = torch.full((8,), -1)
+
+
+def unstated(net, loss_of_batch, *passes, **options):
+    """Train without a loss for the recorder. `passes` return the rows of each pass from those of the batch."""
+
+    def announce(recorder, batch):
+        for rows in passes or (lambda batch: batch,):
+            recorder.batch(rows(batch))
+
+    return train(net, X, None, TEST, loss_of_batch, announce=announce, loss=None, **options)
+
+
+def focal(logits, labels, gamma=2.0):
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    return ((1 - torch.exp(-ce)) ** gamma * ce).mean()
+
+
+def focal_loss():
+    net = mlp(dropout=0.2)
+    return unstated(net, lambda b: focal(net(X[b]), Y[b]))
+
+
+def smoothed_and_mixed():
+    net = mlp(batch_norm=True)
+
+    def loss(batch):
+        other = batch.flip(0)
+        z = net(0.7 * X[batch] + 0.3 * X[other])
+        mixed = 0.7 * F.cross_entropy(z, Y[batch], label_smoothing=0.1)
+        return mixed + 0.3 * F.cross_entropy(z, Y[other], label_smoothing=0.1)
+
+    return unstated(net, loss)
+
+
+def info_nce(queries, keys, temperature=0.2):
+    scores = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T / temperature
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def info_nce_of_two_passes():
+    net = mlp(dropout=0.2)
+    same = (lambda b: b,) * 2
+    return unstated(net, lambda b: info_nce(net(X[b]), net(X[b] + 0.1 * torch.randn_like(X[b]))), *same)
+
+
+def siamese_pairs():
+    """The contrastive loss of Hadsell et al. (2006), on two calls of the network."""
+    net = mlp()
+
+    def loss(batch):
+        other = batch.roll(1)
+        distance = F.pairwise_distance(net(X[batch]), net(X[other]))
+        is_same = (Y[batch] == Y[other]).double()
+        return (is_same * distance**2 + (1 - is_same) * F.relu(1.5 - distance) ** 2).mean()
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return unstated(net, loss, lambda b: b, lambda b: b.roll(1), optimizer=optimizer)
+
+
+def triplets_in_one_pass():
+    net = mlp(batch_norm=True)
+    triplet = nn.TripletMarginLoss(margin=1.0)
+
+    def rows(batch):
+        return torch.cat([batch, batch.roll(3), batch.roll(1)])
+
+    return unstated(net, lambda b: triplet(*net(X[rows(b)]).chunk(3)), rows)
+
+
+def negatives_of_no_data():
+    """Noise-contrastive: rows of noise are to be scored below those of the data."""
+    net = mlp()
+
+    def loss(batch):
+        score, of_noise = net(torch.cat([X[batch], 2 * torch.randn(8, 5).double()])).logsumexp(dim=1).chunk(2)
+        return F.softplus(-score).mean() + F.softplus(of_noise).mean()
+
+    return unstated(net, loss, lambda b: torch.cat([b, NO_SAMPLE]), optimizer=torch.optim.AdamW(net.parameters()))
+
+
+def supervised_contrastive():
+    """Khosla et al. (2020)."""
+    net = mlp(dropout=0.1)
+
+    def loss(batch):
+        z, labels = F.normalize(net(X[batch]), dim=1), Y[batch]
+        own = torch.eye(len(z), dtype=torch.bool)
+        log_p = F.log_softmax((z @ z.T / 0.5).masked_fill(own, -1e9), dim=1)
+        positive = (labels[:, None] == labels).double().masked_fill(own, 0.0)
+        return -((positive * log_p).sum(dim=1) / positive.sum(dim=1).clamp(min=1)).mean()
+
+    return unstated(net, loss)
+
+
+def mean_teacher():
+    """Tarvainen and Valpola (2017): the targets are those of a moving average of the network."""
+    net = mlp(dropout=0.3)
+    teacher = copy.deepcopy(net)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), net.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+    def loss(batch):
+        z = net(X[batch])
+        with torch.no_grad():
+            target = teacher(X[batch]).softmax(dim=1)
+        return F.cross_entropy(z, Y[batch]) + 3.0 * F.mse_loss(z.softmax(dim=1), target)
+
+    return unstated(net, loss, after_step=follow)
+
+
+ACTIONS, RETURNS = torch.arange(24) * 7 % C, torch.linspace(-1.0, 2.0, 24).double().cos()
+
+
+def reinforce():
+    """Williams (1992): weights of both signs."""
+    net = mlp()
+
+    def loss(batch):
+        return -(Categorical(logits=net(X[batch])).log_prob(ACTIONS[batch]) * RETURNS[batch]).sum()
+
+    return unstated(net, loss, optimizer=torch.optim.Adam(net.parameters(), lr=0.01))
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
+        self.actor, self.critic = nn.Linear(7, C), nn.Linear(7, 1)
+
+    def forward(self, x):
+        h = self.trunk(x)
+        return self.actor(h), self.critic(h).squeeze(1)
+
+
+def policy(returned):
+    return returned[0]
+
+
+def ppo():
+    """Schulman et al. (2017), with advantages normalised in each batch, a clipped ratio, and an entropy term."""
+    net = ActorCritic().double()
+    with torch.no_grad():
+        logits, values = net(X)
+        old, advantages = Categorical(logits=logits).log_prob(ACTIONS), RETURNS - values
+
+    def loss(batch):
+        logits, values = net(X[batch])
+        actions = Categorical(logits=logits)
+        ratio = (actions.log_prob(ACTIONS[batch]) - old[batch]).exp()
+        a = (advantages[batch] - advantages[batch].mean()) / (advantages[batch].std() + 1e-8)
+        gain = torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a).mean() + 0.01 * actions.entropy().mean()
+        return 0.5 * F.mse_loss(values, RETURNS[batch]) - gain
+
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02, eps=1e-5)
+    return unstated(net, loss, optimizer=optimizer, epochs=3, output=policy)
+
+
+RECIPES = [
+    focal_loss,
+    smoothed_and_mixed,
+    info_nce_of_two_passes,
+    siamese_pairs,
+    triplets_in_one_pass,
+    negatives_of_no_data,
+    supervised_contrastive,
+    mean_teacher,
+    reinforce,
+    ppo,
+]

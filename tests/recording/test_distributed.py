@@ -1,0 +1,123 @@
+"""Trainings of several processes are recorded as one run, which is the run of the same loop in one process."""
+
+import pytest
+import torch
+
+import epk_gp as epk
+from ranks import (
+    LOOPS,
+    POINTS,
+    SIZE,
+    data,
+    in_one_process,
+    on_rank,
+    on_ranks,
+    on_whole_batches,
+    unwrapped_when_recorded,
+    with_fault,
+    with_uneven_ends,
+)
+
+TEST = data()[0][:3] + 0.1
+
+
+def assert_exact(trajectory):
+    """Certified, exact to 1e-10."""
+    parts = epk.attribute(trajectory, TEST)
+    assert parts.certified
+    assert float((parts.total - parts.network).abs().max()) < 1e-10
+    return parts
+
+
+def assert_same(trajectory, expected):
+    """Exact, and as the loop in one process to 1e-12."""
+    one, other = assert_exact(trajectory), epk.attribute(expected, TEST)
+    for name in ("samples", "decay", "network"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert float((a - b).abs().max()) < 1e-12 * max(1.0, float(b.abs().max())), name
+    assert torch.equal(trajectory.targets, expected.targets)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_run_of_two_ranks_is_that_of_the_loop_in_one_process(name, tmp_path):
+    """A step has the passes of all ranks, and the moving statistics are those of rank 0."""
+    trajectory, refusal = on_ranks(SIZE, on_rank, tmp_path, name)
+    expected = in_one_process(name)
+    assert_same(trajectory, expected)
+    assert "on rank 0" in refusal
+    assert trajectory.num_steps == LOOPS[name].steps
+    if trajectory.statistics is not None:
+        assert torch.allclose(trajectory.statistics[-1], expected.statistics[-1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_ranks_gives_the_contributions_of_one_process_on_whole_batches(size, tmp_path):
+    trajectory = on_ranks(size, on_rank, tmp_path, "plain")[0]
+    assert_same(trajectory, on_whole_batches("plain"))
+    assert [len(step.batch) for step in trajectory.steps] == [8] * 4
+    assert not any(step.passes for step in trajectory.steps)
+
+
+FAULTS = {
+    "shuffled": "2 step 2: rank 1: recorder.batch() must get the indices of the rows that the network saw: row 0 was",
+    "silent": "2 step 2: rank 1: optimizer.step() must be preceded by recorder.batch(indices): it was not",
+    "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
+    "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0",
+    "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_named_on_all(fault, tmp_path):
+    said = on_ranks(SIZE, with_fault, tmp_path, fault)
+    assert all(FAULTS[fault] in one for one in said), said
+
+
+def test_a_sound_loop_says_nothing(tmp_path):
+    """The negative control."""
+    assert on_ranks(SIZE, with_fault, tmp_path, "none") == ["nothing"] * SIZE
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_averaged_behind_the_recorder_is_the_named_cause(tmp_path):
+    for said in on_ranks(SIZE, unwrapped_when_recorded, tmp_path):
+        assert "Likely cause: the gradient was averaged over the 2 processes" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divide", [True, False])
+def test_ranks_that_have_fewer_batches_take_part_until_the_others_end(divide, tmp_path):
+    """torch divides by the number of all ranks, or of those that still have batches."""
+    trajectory, count = on_ranks(SIZE, with_uneven_ends, tmp_path, divide, (3, 2))
+    assert trajectory.num_steps == count == 6
+    assert_exact(trajectory)
+    sums = [float(step.sample_weights.sum()) for step in trajectory.steps]
+    assert sums == pytest.approx([1, 1, 0.5 if divide else 1] * 2)
+
+
+@pytest.mark.slow
+def test_the_writing_rank_must_not_end_first(tmp_path):
+    for said in on_ranks(SIZE, with_uneven_ends, tmp_path, True, (1, 2)):
+        assert "step 1: rank 0 must have as many batches as any other rank" in said
+
+
+@pytest.mark.slow
+def test_influence_and_retraining_follow_the_statistics_of_each_rank(tmp_path):
+    """Each rank begins a step with the statistics of rank 0, and those that it leaves are not used; by differences."""
+    trajectory, _ = on_ranks(SIZE, on_rank, tmp_path, "accumulated_batch_norm")
+    found = epk.influence(trajectory, TEST, head="logits")
+    assert found.certified
+    for sample in range(3):
+        ends, h = [], 1e-5
+        for sign in (1, -1):
+            weights = torch.ones(POINTS, dtype=torch.float64)
+            weights[sample] += sign * h
+            net = in_one_process("accumulated_batch_norm", weights=weights)
+            ends.append(net(TEST).detach())
+            again = epk.retrain(trajectory, weights).outputs(TEST, head="logits")[0]
+            assert float((again - ends[-1]).abs().max()) < 1e-10
+        expected = (ends[0] - ends[1]) / (2 * h)
+        assert float((found.values[:, :, sample] - expected).abs().max()) < 1e-7 * float(expected.abs().max())

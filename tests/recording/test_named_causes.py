@@ -1,0 +1,255 @@
+"""Each planted fault is refused, and one cause is named: the right one."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.optimizers.update_rules import ClipNorm
+
+POINTS, ROWS, STEPS, FAULTY = 24, 8, 3, 1
+CLASSES = 4
+
+
+class Transformer(nn.Module):
+    """Two tokens of attention with LayerNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Linear(4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        h = self.embed(x.view(len(x), 4, 4))
+        return self.out(self.norm(h + self.attention(h, h, h, need_weights=False)[0]).mean(dim=1))
+
+
+NETWORKS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
+    "cnn": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    ),
+    "transformer": Transformer,
+}  # fmt: skip
+
+
+def scale_last(loop, factor):
+    p = [*loop.net.parameters()][-1]
+    p.grad.mul_(factor)
+
+
+def clip_last(loop):
+    nn.utils.clip_grad_norm_([*loop.net.parameters()][-2:], 1e-3)
+
+
+def keep(loop):
+    loop.clear = False
+
+
+def forget(loop):
+    loop.clear = True
+
+
+def extra_backward(loop):
+    rows = torch.arange(3)
+    F.cross_entropy(loop.net(loop.X[rows]), loop.y[rows]).backward()
+
+
+def edit_weight(loop):
+    with torch.no_grad():
+        [*loop.net.parameters()][-1].view(-1)[0] += 0.01
+
+
+def another_step(loop):
+    torch.optim.SGD(loop.net.parameters(), lr=0.02).step()
+
+
+def add_noise(loop):
+    for p in loop.net.parameters():
+        p.grad += 0.01 * torch.randn_like(p)
+
+
+def edit_gradient(loop):
+    next(loop.net.parameters()).grad.view(-1)[2] += 0.1
+
+
+def hook(loop):
+    [*loop.net.parameters()][-1].register_hook(lambda g: g + 0.1)
+
+
+def last_layer(loop):
+    for p in [*loop.net.parameters()][-2:]:
+        p.grad.zero_()
+
+
+def l1(loop):
+    return F.cross_entropy(loop.z, loop.t) + 1e-2 * sum(p.abs().sum() for p in loop.net.parameters())
+
+
+def orthogonal(loop):
+    rest = (W @ W.T - torch.eye(len(W)).to(W) for W in loop.net.parameters() if W.ndim == 2)
+    return F.cross_entropy(loop.z, loop.t) + 0.1 * sum(gram.square().sum() for gram in rest)
+
+
+def fourth_powers(loop):
+    return F.cross_entropy(loop.z, loop.t) + 0.1 * sum(p.pow(4).sum() for p in loop.net.parameters() if p.ndim > 1)
+
+
+def focal(loop):
+    values = F.cross_entropy(loop.z, loop.t, reduction="none")
+    return ((1 - (-values).exp()) ** 2 * values).mean()
+
+
+def teacher(loop):
+    generator = torch.Generator().manual_seed(8)
+    q = torch.randn(loop.z.shape, generator=generator, dtype=torch.float64).softmax(dim=1).to(loop.z)
+    return F.kl_div(loop.z.log_softmax(dim=1), q, reduction="batchmean")
+
+
+def smoothed(value):
+    return lambda loop: F.cross_entropy(loop.z, loop.t, label_smoothing=value)
+
+
+def squares(loop):
+    return F.mse_loss(loop.z, F.one_hot(loop.t, CLASSES).to(loop.z))
+
+
+def entropy(loop):
+    p = loop.z.softmax(dim=1)
+    return F.cross_entropy(loop.z, loop.t) + 0.1 * (p * p.log()).sum(dim=1).mean()
+
+
+def with_class_weights(loop):
+    weight = torch.tensor([1.0, 2.0, 1.0, 3.0]).to(loop.z)
+    return F.cross_entropy(loop.z, loop.t, weight=weight)
+
+
+def later(loop):
+    loop.net.register_forward_hook(lambda module, args, returned: returned)  # one that only looks
+    [*loop.net.modules()][-1].register_forward_hook(lambda module, args, returned: 1.1 * returned)
+
+
+@dataclass
+class Fault:
+    """What goes wrong, in which place of the loop, and what the message must say."""
+
+    cause: str
+    at: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    value: Callable[[Any], Any] | None = None
+    announced: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+    targets: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ALREADY = "is 2 times that of the stated loss, because backward.. went through the pass 2 times"
+FAULTS = {
+    "indices in another order": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: rows.roll(1)),
+    "indices of others": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: (rows + 5) % POINTS),
+    "targets in another order": Fault("in the loop's loss are the batch's in another order",
+        targets=lambda rows: rows.flip(0)),
+    "targets of others": Fault("in the loop's loss are those of other points",
+        value=lambda loop: F.cross_entropy(loop.z, (loop.t + 1) % CLASSES)),
+    "left over": Fault("gradient of the step before was left over: call optimizer.zero_grad", {"clear": keep}),
+    "backward of other rows": Fault("that of a backward.. of 3 other rows", {"begin": extra_backward}),
+    "backward twice": Fault(ALREADY, {"twice": lambda loop: loop.loss.backward(retain_graph=True)}),
+    "weights edited": Fault(r"the weights of '\S+' were changed between batch.. and", {"step": edit_weight}),
+    "another optimizer": Fault("another optimizer moved the weights by 0.02 times it", {"step": another_step}),
+    "smoothing .05": Fault(r"CrossEntropy\(.*label_smoothing=0.05\), not of the stated", value=smoothed(0.05)),
+    "smoothing .1": Fault(r"CrossEntropy\(.*label_smoothing=0.1\), not of the stated", value=smoothed(0.1)),
+    "smoothing .2": Fault(r"CrossEntropy\(.*label_smoothing=0.2\), not of the stated", value=smoothed(0.2)),
+    "sum for mean": Fault(r"CrossEntropy\(reduction='sum'\), not of the stated",
+        value=lambda loop: F.cross_entropy(loop.z, loop.t, reduction="sum")),
+    "squares": Fault(r"that of MeanSquaredError\(reduction='mean'\), not of the stated", value=squares),
+    "focal": Fault("is the focal loss of exponent 2", value=focal),
+    "distillation": Fault("probabilities that are not those of y, such as a teacher's", value=teacher),
+    "scaled loss": Fault("loop's loss is 1.5 times that of the stated loss: .*weight=1.5",
+        value=lambda loop: 1.5 * F.cross_entropy(loop.z, loop.t)),
+    "entropy": Fault("loop's loss is not CrossEntropy.*loss=None records the run without", value=entropy),
+    "L1 penalty": Fault("an L1 penalty of factor 0.01 .*unexplained=SHARE records it", value=l1),
+    "fourth powers": Fault("a penalty on each weight .*unexplained=SHARE records it", value=fourth_powers),
+    "orthogonality": Fault("does not come .*: something else than the loss of the outputs adds to it",
+        value=orthogonal),
+    "gradient edited": Fault("an edit of .grad. unexplained=SHARE", {"announced": edit_gradient}),
+    "clipped in part": Fault(r"alone were clipped or scaled \(by 0.0", {"announced": clip_last}),
+    "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
+    "all scaled": Fault("is 3 times that which comes through the outputs: it was scaled",
+        {"announced": lambda loop: [p.grad.mul_(3) for p in loop.net.parameters()]}),
+    "clipped otherwise": Fault("it was clipped or scaled after backward.*ClipNorm.0.002",
+        {"announced": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 2e-3)},
+        options={"clip": ClipNorm(1e-3)}),
+    "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
+    "frozen part": Fault("no gradient reached", {"announced": last_layer}),
+    "noise": Fault("gradient noise of deviation 0.01", {"announced": add_noise}),
+    "hook on gradients": Fault("a backward hook at .* changes gradients", {"begin": hook}),
+    "hook on outputs": Fault("a forward hook of module .* changes them", {"begin": later}),
+}  # fmt: skip
+
+
+def train(name, dtype, fault):
+    """Train three steps, of which the second has the fault."""
+    torch.manual_seed(1)
+    net = NETWORKS[name]().to(dtype)
+    draw = torch.Generator().manual_seed(2)
+    X = torch.randn(POINTS, 16, generator=draw, dtype=torch.float64).to(dtype)
+    y = torch.randint(0, CLASSES, (POINTS,), generator=draw)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    loop = SimpleNamespace(net=net, X=X, y=y, clear=True)
+    is_stated_clip = "clip" in fault.options
+    with epk.Recorder(net, optimizer, X, y, check_every=1, **fault.options) as recorder:
+        for step in range(STEPS):
+            at = fault.at if step == FAULTY else {}
+            rows = torch.randperm(POINTS, generator=draw)[:ROWS]
+            is_faulty = step == FAULTY
+            act = lambda place, at=at: at.get(place, id)(loop)  # noqa: E731
+            act("clear")
+            if loop.clear:
+                optimizer.zero_grad()
+            act("begin")
+            loop.t = y[fault.targets(rows) if is_faulty else rows]
+            loop.z = net(X[rows])
+            is_plain = fault.value is None or not is_faulty
+            loop.loss = F.cross_entropy(loop.z, loop.t) if is_plain else fault.value(loop)
+            act("twice")
+            loop.loss.backward()
+            recorder.batch(fault.announced(rows) if is_faulty else rows)
+            if is_stated_clip and not is_faulty:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            act("announced")
+            act("step")
+            optimizer.step()
+    return recorder
+
+
+CASES = [
+    pytest.param(name, dtype, fault, id=f"{fault}-{name}-{str(dtype).removeprefix('torch.')}")
+    for fault in FAULTS
+    for name, dtype in [("mlp", torch.float64), ("cnn", torch.float64), ("transformer", torch.float64),
+                        ("mlp", torch.float32), ("cnn", torch.float32), ("transformer", torch.float32)]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "fault"), CASES)
+def test_the_cause_of_a_fault_is_named_and_no_other(name, dtype, fault):
+    with pytest.raises(epk.StepMismatchError) as error:
+        train(name, dtype, FAULTS[fault])
+    message = str(error.value)
+    assert message.startswith(f"step {FAULTY}: ")
+    assert re.search(FAULTS[fault].cause, message), message
+    named = [
+        other for other, row in FAULTS.items() if row.cause != FAULTS[fault].cause and re.search(row.cause, message)
+    ]
+    assert not named, f"{named}: {message}"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_loop_without_a_fault_is_recorded(name):
+    assert train(name, torch.float64, Fault("")).num_steps == STEPS
+    assert train(name, torch.float32, Fault("")).num_steps == STEPS
