@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import CANCELLATION_FACTOR, batch_gradient, passes_of, statistics_error
+from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import (
@@ -326,7 +326,7 @@ def _gradient_of(
     model, error, step = setup.model, 0.0, check.step
     spec = TensorSpec(dtype or state.dtype, state.device)
     if check.step.passes:
-        replay, gradient = setup.replay, torch.zeros_like(state[: model.num_weights])
+        replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
         for data in passes_of(step, setup.X, setup.y, setup.loss):
             replayed = replay.gradient(state, data)
             gradient += replayed.gradient

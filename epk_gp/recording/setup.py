@@ -15,7 +15,6 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from epk_gp.core.checks import validate_finite, validate_tensor
-from epk_gp.core.gradients import TrainingReplay
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
@@ -106,11 +105,6 @@ class TrainingSetup:
         """Buffers and frozen parameters as recorded, but those by which torch's normalisations count batches."""
         state = self.model.frozen_state().items()
         return {name: value for name, value in state if not name.endswith("num_batches_tracked")}
-
-    @cached_property
-    def replay(self) -> TrainingReplay:
-        """Recomputes the passes of the checked steps in the run's own dtype, by one copy of the network."""
-        return TrainingReplay(self.model, self.loss, self.model.spec)
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
