@@ -1,5 +1,6 @@
 """Processes that train one network together on this machine, and the same loops in one process."""
 
+import importlib
 import multiprocessing
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,6 +87,7 @@ class Loop:
         sizes: How many rows of a batch each rank gets; None for equal parts.
         options: Options of the optimizer.
         module: Give the recorder the network inside of the wrapper.
+        kind: How the processes share the training: "ddp", "fully_shard", or "zero".
     """
 
     layers: Callable[[], tuple[nn.Module, ...]] = tuple
@@ -93,13 +96,17 @@ class Loop:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     options: Any = None
     module: bool = False
+    kind: str = "ddp"
     steps: int = 4
     batch_size: int = 8
 
     def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         net = network(*self.layers())
+        return net, self.make_optimizer(net)
+
+    def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} if self.options is None else self.options
-        return net, self.optimizer(net.parameters(), **options)
+        return self.optimizer(net.parameters(), **options)
 
     def batches(self, size: int) -> list[list[Tensor]]:
         """The rows of each step, by rank."""
@@ -111,6 +118,7 @@ class Loop:
         return found
 
 
+ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "options": {"lr": 0.02, "weight_decay": 0.1}}
 PLAIN = Loop()
 LOOPS = {
     "plain": PLAIN,
@@ -120,7 +128,10 @@ LOOPS = {
     "accumulated": Loop(lambda: (nn.BatchNorm1d(6), nn.Dropout(0.2)), parts=2),
     "accumulated_batch_norm": Loop(lambda: (nn.BatchNorm1d(6),), parts=2),
     "uneven": Loop(sizes=(6, 2)),
-    "adamw": Loop(optimizer=torch.optim.AdamW, options={"lr": 0.02, "weight_decay": 0.1}),
+    "fully_shard": Loop(lambda: (nn.BatchNorm1d(6), nn.Dropout(0.2)), kind="fully_shard", **ADAMW),
+    "fully_shard_accumulated": Loop(lambda: (nn.Dropout(0.2),), parts=2, kind="fully_shard"),
+    "zero": Loop(kind="zero", **ADAMW),
+    "adamw": Loop(**ADAMW),
 }
 
 
@@ -129,14 +140,27 @@ def on_rank(name: str, **options: Any) -> Any:
     loop, (X, y) = LOOPS[name], data()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     net, optimizer = loop.make()
-    wrapped = DistributedDataParallel(net)
+    if loop.kind == "fully_shard":
+        for layer in net:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer)
+        wrapped = fully_shard(net)
+        optimizer = loop.make_optimizer(net)
+    else:
+        wrapped = DistributedDataParallel(net)
+    if loop.kind == "zero":
+        of_torch = importlib.import_module("torch.distributed.optim")  # warns when it is imported
+        optimizer = of_torch.ZeroRedundancyOptimizer(net.parameters(), type(optimizer), **loop.options)
     torch.manual_seed(10 + rank)
     with epk.Recorder(net if loop.module else wrapped, optimizer, X, y, check_every=1, **options) as recorder:
         for batches in loop.batches(size):
             optimizer.zero_grad()
             parts = batches[rank].chunk(loop.parts)
             for number, rows in enumerate(parts, start=1):
-                with nullcontext() if number == loop.parts else wrapped.no_sync():
+                if loop.kind == "fully_shard":
+                    wrapped.set_requires_gradient_sync(number == loop.parts)
+                is_last = number == loop.parts or loop.kind == "fully_shard"
+                with nullcontext() if is_last else wrapped.no_sync():
                     (F.cross_entropy(wrapped(X[rows]), y[rows]) / loop.parts).backward()
                 recorder.batch(rows, weight=1 / loop.parts)
             optimizer.step()

@@ -278,7 +278,7 @@ class ReplayedStep:
     Attributes:
         step: Its learning rate, batch and forward passes.
         w: The weights w_s before it.
-        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients.
+        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
         momentum: The momentum buffer before it.
         as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
             automatic mixed precision.
@@ -348,6 +348,7 @@ def replayed_steps(
         if law is not None and memory is not None:
             memory = replace(memory, momentum=before_trained)
             by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
+        d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
         yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
 
 
@@ -468,7 +469,7 @@ def mismatch_ratio(
             with disable_fused_attention():
                 g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
         again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
-        rounding = _largest_by_parameter(model, again - d)
+        rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
     return float(torch.where(differences == 0, 0.0, differences / allowed).max())

@@ -488,3 +488,12 @@ class Points:
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
         return (self.mask == is_train).nonzero().squeeze(1).to(self.X.device)
+
+
+def memory_order(x: Tensor) -> Tensor | None:
+    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
+    if x.is_contiguous() or x.ndim < 2:
+        return None
+    strides = list(x.stride())
+    order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
+    return torch.tensor(order) if order != list(range(x.ndim)) else None

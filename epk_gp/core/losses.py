@@ -122,6 +122,10 @@ class UnstatedLoss:
 
     reduction: Reduction = "sum"
 
+    def __str__(self) -> str:
+        """Return what stands in the place of its name."""
+        return "the loop's own loss"
+
 
 # Loss modules of torch that compare outputs and targets entry by entry.
 ELEMENTWISE = (

@@ -265,6 +265,11 @@ def _marked(x: Tensor) -> Tensor:
     return view
 
 
+def device_random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's random numbers; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Leave torch's random numbers on the CPU and on one device as they were, whatever a network draws."""

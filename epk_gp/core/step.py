@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.moves import Move
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 
@@ -119,6 +120,8 @@ class Step:
             if the network in evaluation mode, on X and y as recorded, computes the same.
         groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
             None where they are those of the step before.
+        move: How the loop moved the weights after the optimizer's step, without a gradient (Lookahead, a checkpoint
+            that is restored); w_{s+1} are the weights after it. None if it did not.
     """
 
     index: int
@@ -127,6 +130,7 @@ class Step:
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Sequence[ForwardPass] = ()
     groups: tuple[OptimizerGroup, ...] | None = None
+    move: Move | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
@@ -137,7 +141,7 @@ class Step:
 
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
-_DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
+DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
 def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
@@ -151,7 +155,7 @@ def fingerprint(*parts: object) -> str:
     The number of threads is hashed too, because torch splits sums by it: results of another number of threads agree up
     to rounding only.
     """
-    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, Tensor):
             hasher.update(repr((tuple(part.shape), part.dtype)).encode())
@@ -172,7 +176,7 @@ def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
 
 def fingerprint_data(*tensors: Shaped[Tensor, "..."]) -> str:
     """Hash the shapes, dtypes and entries of tensors, such as those of the training data."""
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for tensor in tensors:
         _hash_tensor(hasher, tensor)
     return hasher.hexdigest()
@@ -194,7 +198,7 @@ def fingerprint_start(
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
     """
-    hasher = hashlib.blake2b(repr(header).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
     if statistics is not None:
@@ -214,7 +218,7 @@ def fingerprint_step(
         end: The weights after the step.
         statistics: The moving statistics after the step; None for a network without them.
     """
-    hasher = hashlib.blake2b(start.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(start.encode(), digest_size=DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:
@@ -228,6 +232,8 @@ def fingerprint_step(
         _hash_pass(hasher, forward)
     if step.groups is not None:
         hasher.update(repr([group.to_json() for group in step.groups]).encode())
+    if step.move is not None:
+        hasher.update(repr(step.move).encode())
     return hasher.hexdigest()
 
 

@@ -9,17 +9,19 @@ A checkpointed function is called again in the backward pass, and takes the weig
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast, final
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 # torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products.
 _SWITCHES = (
@@ -246,3 +248,35 @@ def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
         return value, None
     primal, tangent = fwAD.unpack_dual(value)
     return primal, tangent
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and convolutions in this thread.
+
+    `torch.utils.flop_counter.FlopCounterMode` hooks all modules of the process, those that other threads evaluate too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+@contextmanager
+def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -286,7 +286,7 @@ class StepLaw:
         if clip is not None:
             factor = coefficients["grad_scale"]
             coefficients["grad_scale"] = factor.sign() * clip.factors(torch.where(factor == 0, 0, g))
-        made = UpdateCoefficients(**coefficients, left=update.left, right=update.right)
+        made = replace(update, **coefficients, places={})
         d, _ = predict_step(made, self.sizes, w, g, memory.momentum)
         return d, after
 

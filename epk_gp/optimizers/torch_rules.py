@@ -15,17 +15,27 @@ schedules are common factors and drop out.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
+from epk_gp.optimizers.library_rules import (
+    LIBRARY_RULES,
+    TEMPLATE,
+    NoOptimizer,
+    lookahead,
+    of_class,
+    orthogonalising_matrix,
+)
+from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
+StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
 def _count(group: Options, state: Options) -> Any:
@@ -191,24 +201,20 @@ def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     )
 
 
-def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
-
-    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
-    """
-    a, b, c = coefficients
-    X = U.T if U.shape[0] > U.shape[1] else U
-    norm = X.norm().clamp(min=eps)
-    X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
-    Q: Tensor = identity / norm
-    for _ in range(steps):
-        A = X @ X.T
-        polynomial = a * identity + b * A + c * A @ A
-        X, Q = polynomial @ X, polynomial @ Q
-    return Q.T if U.shape[0] > U.shape[1] else Q
+def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """Muon of `pytorch_optimizer`: parameters of any dimension, and groups that Adam trains."""
+    if not group["use_muon"]:
+        adam = {**group, "amsgrad": False, "decoupled_weight_decay": True}
+        return _adam(p, adam, before, {**after, "step": group["step"]})
+    shape, buffer = (p.shape[0], p.numel() // p.shape[0]), after["momentum_buffer"]
+    own: dict[str, Any] = {"ns_coefficients": group["ns_coeffs"][0], "eps": 1e-7}
+    own |= {"adjust_lr_fn": "match_rms_adamw" if group["use_adjusted_lr"] else None}
+    seen: Any = SimpleNamespace(grad=before[GRADIENT].reshape(shape), shape=shape)
+    return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
 
 
-RULES: dict[type[Optimizer], UpdateRule] = {
+GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
+RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
     for rule in (
         UpdateRule("SGD", _sgd),
@@ -228,6 +234,9 @@ RULES: dict[type[Optimizer], UpdateRule] = {
     )
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
+
+
+_OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
 
 
 @dataclass(frozen=True)
@@ -315,7 +324,8 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
     "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
 }
-LINEAR_RULES = frozenset({"SGD", "ASGD"})  # their coefficients do not depend on the gradients
+# Their coefficients do not depend on the gradients.
+LINEAR_RULES = frozenset({"SGD", "ASGD", GRADIENT_DESCENT.name, "SGDW", "SGDScheduleFree", "ScheduleFreeSGD"})
 
 
 def _scale_options(rule: str, options: Options) -> dict[str, Any]:
@@ -399,7 +409,7 @@ def groups_of(
 
     The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
     """
-    rule = RULES[type(optimizer)].name if given is None and type(optimizer) in RULES else ""
+    rule = _known_rule(optimizer).name if given is None else ""
     groups = []
     for group in optimizer.param_groups:
         options = _scale_options(rule, group) if of_scale else group
@@ -439,9 +449,13 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper that keeps no state of its own, such as Accelerate's."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, Optimizer) and optimizer.state is inner.state else optimizer
+    """Return the optimizer inside a wrapper without a state of its own, such as Accelerate's, Lightning's or SAM."""
+    for name in ("optimizer", "base_optimizer"):
+        inner, state = getattr(optimizer, name, None), getattr(optimizer, "state", None)
+        shares_groups = isinstance(inner, Optimizer) and optimizer.param_groups is inner.param_groups
+        if isinstance(inner, Optimizer) and shares_groups and (not state or state is inner.state):
+            return _unwrapped(inner)
+    return optimizer
 
 
 def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
@@ -454,7 +468,7 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         TypeError: An object is not an optimizer.
         ValueError: The update rule of an optimizer is not known, or the optimizer cannot be covered.
     """
-    rules = [(_known_rule(type(o)) if rule is None else rule, o) for rule, o in given_rules(optimizers, given)]
+    rules = [(_known_rule(o) if rule is None else rule, o) for rule, o in given_rules(optimizers, given)]
     if len(rules) == 1:
         return rules[0][0]
 
@@ -462,7 +476,8 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         for rule, optimizer in rules:
             if any(group is its_own for its_own in optimizer.param_groups):
                 # what another rule needs would make a first step look like a later one
-                own = {name: value for name, value in before.items() if name != WEIGHTS or name in rule.needs_before}
+                added = {WEIGHTS, GRADIENT, OPTIONS} - {*rule.needs_before}
+                own = {name: value for name, value in before.items() if name not in added}
                 return rule.coefficients(p, group, own, after)
         raise ValueError("the parameter group must be one of the optimizers' that are recorded: it is another one.")
 
@@ -474,33 +489,61 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
     )
 
 
-def _known_rule(kind: type[Optimizer]) -> UpdateRule:
-    if kind in RULES:
-        return RULES[kind]
-    if kind is optim.LBFGS:
+def _known_rule(optimizer: Optimizer) -> UpdateRule:
+    """Return the rule of a class, of the nearest of its bases that is torch's, or of a library's class of its name."""
+    inner = getattr(optimizer, "optimizer", None)
+    for kind in type(optimizer).__mro__:
+        if kind in RULES:
+            return RULES[kind]
+        if kind.__name__ == "Lookahead" and isinstance(inner, Optimizer):
+            return of_class(lookahead(_known_rule(inner)), optimizer)
+        if kind.__name__ in _OF_LIBRARIES:
+            return of_class(_OF_LIBRARIES[kind.__name__], optimizer)
+    if isinstance(optimizer, optim.LBFGS):
         raise ValueError(
             "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, and "
             "its step is not linear in the gradients. Use another optimizer for the steps that are recorded."
         )
-    known = ", ".join(sorted(rule.__name__ for rule in RULES))
+    known = ", ".join(sorted({*_OF_LIBRARIES, "Lookahead", *(kind.__name__ for kind in RULES)} - {"NoOptimizer"}))
+    kind = type(optimizer)
     raise ValueError(
-        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Use one of "
-        f"torch.optim's {known}, or pass the rule as update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
+        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Known are "
+        f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
     )
 
 
-def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
-    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
+    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
+    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
+    return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
 
-    Raises:
-        ValueError: The rule leaves more than rounding, and no share is given.
+
+def states_before(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
+) -> StatesBefore:
+    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+
+    Args:
+        optimizer: The optimizer that will make the step.
+        parameters: The parameters by name.
+        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
+
+    Returns:
+        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
+        where the optimizer has no state of the parameter yet.
     """
-    if rule.unexplained > 0 and unexplained is None:
-        raise ValueError(
-            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
-            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
-            "be left: what is left becomes a term of its own in every result, with its size."
-        )
+    result: dict[str, dict[str, Any]] = {}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        state = state_of(optimizer, parameter)
+        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
+        result[name] = copied if any(value is not None for value in state.values()) else {}
+        if GRADIENT in needs_before and parameter.grad is not None:
+            result[name][GRADIENT] = parameter.grad.detach().clone()
+        if OPTIONS in needs_before:
+            result[name][OPTIONS] = dict(groups[id(parameter)])
+    return result
 
 
 def validate_fresh_optimizer(optimizers: Optimizers) -> None:

@@ -11,13 +11,15 @@ is
     step = -left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
 with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner). `left` and `right` are the
-matrices of a matrix preconditioner; for nearly all optimizers there are none. `epk_gp.optimizers.torch_rules` reads the
-coefficients of torch's optimizers.
+matrices of a matrix preconditioner; for nearly all optimizers there are none. Where an optimizer divides in a basis of
+its own, inner_left m' inner_right takes the place of m' in the step, and the same of h. Some optimizers have a second
+buffer (`SecondBuffer`), which adds -rate * n' to the step. `epk_gp.optimizers.torch_rules` reads the coefficients of
+torch's optimizers, `epk_gp.optimizers.library_rules` those of other libraries'.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,8 +27,26 @@ from torch import Tensor, nn
 
 Number = float | Tensor
 Options = Mapping[str, Any]
-WEIGHTS = "weights"  # in `UpdateRule.needs_before`: the parameter itself as it was before the step
-MATRICES = ("left", "right")
+# In `UpdateRule.needs_before`, beside names of the optimizer's state: the parameter, its gradient, and the options of
+# its group, as they were before the step.
+WEIGHTS, GRADIENT, OPTIONS = "weights", "gradient", "options"
+INNER = ("inner_left", "inner_right")
+MATRICES = ("left", "right", *INNER)
+SECOND = "second"
+BY_PARAMETER = (*MATRICES, SECOND)  # fields of `UpdateCoefficients` that most optimizers do not have
+
+
+class SecondBuffer(NamedTuple):
+    """The second buffer of a parameter, n' = beta * n + of_h * h + of_m * m' + of_w * w; the step has -rate * n'."""
+
+    rate: Number
+    beta: Number
+    of_h: Number = 0.0
+    of_m: Number = 0.0
+    of_w: Number = 0.0
+
+
+_UNTOUCHED = SecondBuffer(rate=0.0, beta=1.0)
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,9 @@ class LinearStep:
         left: Matrix (rows, rows) that the step of a parameter of rows * columns weights, row by row, is multiplied
             with from the left; None for the identity.
         right: Matrix (columns, columns) that it is multiplied with from the right; None for the identity.
+        inner_left: Matrix that m' and h are multiplied with from the left before their coefficients; None for none.
+        inner_right: The same from the right.
+        second: The second buffer, if there is one.
     """
 
     lr: Number = 0.0
@@ -55,11 +78,14 @@ class LinearStep:
     decoupled_decay: Number = 0.0
     left: Tensor | None = None
     right: Tensor | None = None
+    inner_left: Tensor | None = None
+    inner_right: Tensor | None = None
+    second: SecondBuffer | None = None
 
 
 # Of a parameter without a gradient: torch moves neither it nor its buffer.
 NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
-FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in MATRICES)
+FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in BY_PARAMETER)
 
 Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]
 
@@ -75,8 +101,9 @@ class UpdateRule:
             the optimizer's state of it before and after the step. Returns the coefficients of the step. `before` is
             empty if there was no state before the step. Otherwise it has all entries of the state; those in
             `needs_before` are copies, the others are None.
-        needs_before: Names of the entries of the state that the function reads in `before`. The name "weights" stands
-            for the parameter itself before the step, which is then there in the first step too.
+        needs_before: Names of the entries of the state that the function reads in `before`. The names "weights",
+            "gradient" and "options" stand for the parameter, its gradient, and the options of its group before the
+            step, which are then there in the first step too. An optimizer that writes into gradients needs "gradient".
         unexplained: How much of the steps' norm the rule leaves unexplained, because the optimizer computes in a lower
             precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
     """
@@ -87,13 +114,28 @@ class UpdateRule:
     unexplained: float = 0.0
 
 
+def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
+    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+
+    Raises:
+        ValueError: The rule leaves more than rounding, and no share is given.
+    """
+    if rule.unexplained > 0 and unexplained is None:
+        raise ValueError(
+            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
+            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
+            "be left: what is left becomes a term of its own in every result, with its size."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class UpdateCoefficients:
     """The coefficients of one step of all L parameters.
 
     Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
-    stands for. `left` and `right` hold square matrices by the position 0 .. L - 1 of the parameter; parameters whose
-    matrix is the identity are left out. Where one weight's number says those of all others of its parameter
+    stands for. `left`, `right` and the inner ones hold square matrices by the position 0 .. L - 1 of the parameter;
+    parameters whose matrix is the identity are left out. `second` holds the numbers of `SecondBuffer` by that position,
+    (5, 1) or one per weight. Where one weight's number says those of all others of its parameter
     (`epk_gp.core.update_law.compact_update`), `places` has by the coefficient's name the place of this weight among
     those of each parameter, (L,), and -1 where all of them share the number.
     """
@@ -107,6 +149,9 @@ class UpdateCoefficients:
     decoupled_decay: Tensor
     left: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
     right: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    inner_left: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    inner_right: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    second: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
     places: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -115,19 +160,20 @@ class UpdateCoefficients:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the step of any parameter is multiplied with a matrix."""
-        return bool(self.left or self.right)
+        """Whether the step of any parameter is multiplied with a matrix, or has a second buffer."""
+        return any(getattr(self, name) for name in BY_PARAMETER)
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
         yield from self
-        for name in MATRICES:
+        for name in BY_PARAMETER:
             yield from (matrix for _, matrix in sorted(getattr(self, name).items()))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        left, right = ({k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES)
-        return UpdateCoefficients(*map(function, self), left=left, right=right, places=self.places)
+        held = ((name, getattr(self, name).items()) for name in BY_PARAMETER)
+        others: dict[str, Any] = {name: {k: function(Q) for k, Q in items} for name, items in held}
+        return UpdateCoefficients(*map(function, self), **others, places=self.places)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
@@ -136,12 +182,17 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     Raises:
         ValueError: A matrix is not square, or its side does not divide the parameter's number of weights.
     """
-    matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
+    matrices: dict[str, dict[int, Tensor]] = {name: {} for name in BY_PARAMETER}
     for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
         held = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
         for name, Q in held.items():
             matrices[name][k] = Q
         _matrix_shape(held.get("left"), held.get("right"), size)
+        _matrix_shape(held.get("inner_left"), held.get("inner_right"), size)
+        if step.second is not None:
+            numbers = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in step.second]
+            rows = torch.broadcast_tensors(*(value.detach().reshape(-1) for value in numbers))
+            matrices[SECOND][k] = torch.stack(rows)
     joined: dict[str, Any] = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
@@ -157,7 +208,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
                 for value, size in zip(values, sizes, strict=True)
             ]
             joined[name] = torch.cat(numbers)  # which promotes their types
-    return UpdateCoefficients(**joined, left=matrices["left"], right=matrices["right"])
+    return UpdateCoefficients(**joined | matrices)
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
@@ -168,13 +219,22 @@ def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) 
     return value.to(reference).repeat_interleave(repeats)
 
 
+def second_coefficients(
+    update: UpdateCoefficients, sizes: Sequence[int], reference: Tensor
+) -> tuple[Float[Tensor, " P"], ...]:
+    """Return the numbers of `SecondBuffer` per weight; those of parameters that have none leave the buffer as it is."""
+    numbers = [update.second.get(k, reference.new_tensor(_UNTOUCHED)[:, None]) for k in range(len(sizes))]
+    parts = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
+    return torch.cat(parts, dim=1).unbind()
+
+
 def predict_step(
     update: UpdateCoefficients,
     sizes: Sequence[int],
     w: Float[Tensor, " P"],
     g: Float[Tensor, " P"],
-    m: Float[Tensor, " P"],
-) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+    m: Float[Tensor, " B"],
+) -> tuple[Float[Tensor, " P"], Float[Tensor, " B2"]]:
     """Return the step that an update rule predicts, and the momentum buffer after it.
 
     Args:
@@ -182,7 +242,7 @@ def predict_step(
         sizes: Number of weights of each of the L parameters.
         w: The weights before the step.
         g: The gradient of the batch's loss at w.
-        m: The momentum buffer before the step; zero before the first step.
+        m: The momentum buffer before the step, zero before the first step; then the second one, if there is one.
     """
     if update.has_matrices or w.device.type != "cpu" or len(w) <= BLOCK:
         return _predicted(update, sizes, w, g, m)
@@ -232,10 +292,17 @@ def _predicted(
                 total = product if total is None else total + product
         return torch.zeros_like(w) if total is None else total
 
+    m, n = m[: len(w)], m[len(w) :]
     h = sum_of((update.grad_scale, g), (update.weight_decay, w))
     after = sum_of((update.beta, m), (update.one_minus_dampening, h))
-    direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, after), (update.lr, h)))
-    return sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w)), after
+    inner_m, inner_h = (apply_matrices(update, sizes, vector, sides=INNER) for vector in (after, h))
+    direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, inner_m), (update.lr, inner_h)))
+    step = sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w))
+    if update.second or len(n):
+        rate, beta, of_h, of_m, of_w = second_coefficients(update, sizes, w)
+        n = of_h * h + of_m * after + of_w * w + (beta * n if len(n) else 0)
+        step, after = step - rate * n, torch.cat([after, n])
+    return step, after
 
 
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
@@ -246,6 +313,18 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """
     weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
     return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+
+
+def rounding_of_terms(
+    update: UpdateCoefficients, sizes: Sequence[int], w: Tensor, g: Tensor, m: Tensor
+) -> Float[Tensor, " P"]:
+    """Return by how much rounding may change each weight's step, where terms of `predict_step` cancel.
+
+    The step of a sign, v / |v|, is the sum of two terms that are as much larger than it as v is a small difference.
+    """
+    eps = torch.finfo(w.dtype).eps
+    step, _ = predict_step(update.map(torch.abs), sizes, w.abs(), g.abs(), m.abs())
+    return 64 * eps * step.abs() + 4 * eps * largest_entry(w)
 
 
 def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
@@ -279,7 +358,12 @@ def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
 
 
 def apply_matrices(
-    update: UpdateCoefficients, sizes: Sequence[int], vectors: Float[Tensor, "*n P"], *, transposed: bool = False
+    update: UpdateCoefficients,
+    sizes: Sequence[int],
+    vectors: Float[Tensor, "*n P"],
+    *,
+    transposed: bool = False,
+    sides: tuple[str, str] = ("left", "right"),
 ) -> Float[Tensor, "*n P"]:
     """Multiply flat vectors of weights with the matrices of a step, or with their transposes.
 
@@ -288,15 +372,17 @@ def apply_matrices(
         sizes: Number of weights of each of the L parameters.
         vectors: Vectors of P weights.
         transposed: Whether to multiply with the transposed matrices, as the adjoint of a step does.
+        sides: Names of the matrices on the left and on the right.
 
     Returns:
-        The products; the vectors themselves where the step has no matrices.
+        The products; the vectors themselves where the step has no such matrices.
     """
-    if not update.has_matrices:
+    lefts, rights = (getattr(update, side) for side in sides)
+    if not lefts and not rights:
         return vectors
     parts = list(vectors.split(list(sizes), dim=-1))
-    for k in update.left.keys() | update.right.keys():
-        left, right = (None if Q is None else Q.to(vectors) for Q in (update.left.get(k), update.right.get(k)))
+    for k in lefts.keys() | rights.keys():
+        left, right = (None if Q is None else Q.to(vectors) for Q in (lefts.get(k), rights.get(k)))
         part = parts[k].unflatten(-1, _matrix_shape(left, right, sizes[k]))
         if left is not None:
             part = (left.T if transposed else left) @ part

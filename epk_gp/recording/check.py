@@ -14,6 +14,7 @@ from torch import Tensor
 from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
     BLOCK,
     CLIP_ROUNDING,
@@ -27,6 +28,7 @@ from epk_gp.optimizers.update_rules import (
     predict_step,
     relative_rounding,
     rounded_bound,
+    rounding_of_terms,
     scale_gradient,
     step_tolerance,
 )
@@ -196,6 +198,15 @@ def check_step(
     vectors = zip(observed.end.split(size), start.split(size), predicted.split(size), strict=True)
     difference = max(float(largest_entry((w - w0).sub_(d))) for w, w0, d in vectors)
     follows_rule = difference <= step_tolerance(start, predicted)
+    if not follows_rule:
+        terms = rounding_of_terms(made.update, sizes, start, made.gradient, observed.momentum)
+        follows_rule = bool((residual.abs() <= terms).all())
+    if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
+        raise StepMismatchError(
+            "weights that no optimizer moves must move by -lr * gradient, with one lr for all of them and the gradient "
+            f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
+            "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
+        )
     if not exact:
         if not follows_rule and not _is_accepted(setup, observed, observed.end - start - predicted):
             raise StepMismatchError(

@@ -6,7 +6,9 @@ and records the step. The moving statistics of the run are those of rank 0. In a
 before those of rank 0, whose last one leaves the statistics of the run.
 """
 
+import copy
 import gc
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from epk_gp.core.losses import sample_weights
 from epk_gp.core.step import ForwardPass, Step
+from epk_gp.optimizers.torch_rules import Optimizers, as_optimizers
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
@@ -37,50 +40,70 @@ class Ranks:
     """The processes that train one network together; of a training in one process this one alone.
 
     Attributes:
-        net: The network without its wrapper.
+        net: The network without its wrapper, with all weights.
+        optimizer: Its optimizer, or several, with all of their state.
         rank: Number of this process among them.
         size: How many they are.
         is_writer: Whether this process checks and writes the steps.
+        is_divided: Whether there are several, or this one has wrapped network or optimizer as a part of them.
         warning: The likeliest cause, as a clause, of a step that is not explained: processes without a wrapper.
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, optimizer: Optimizers) -> None:
         """Find the processes by the network's wrapper, which is looked for if it is not given.
 
         Raises:
-            ValueError: The network normalises by the rows of all ranks.
+            ValueError: The network normalises by the rows of all ranks, or it is divided in several dimensions.
         """
         self.net: Any = net.module if isinstance(net, DistributedDataParallel) else net
         self.rank, self.size, self._first, self._group, self.is_writer = 0, 1, 0, None, True
-        self.warning: str | None = None
+        self.is_divided, self.warning = False, cast("str | None", None)
         self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
         self._sends_states, self._loaded = False, cast("list[dict[str, Tensor]] | None", None)
+        self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if self._wrapper is None and count > 1:  # each may train a network of its own, or it may be wrapped later
+        is_sharded = _is_sharded(self.net)
+        if (
+            self._wrapper is None and not is_sharded and count > 1
+        ):  # each may train a network of its own, or it may be wrapped later
             self.warning = (
                 f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
                 "network that DistributedDataParallel has wrapped"
             )
-        if self._wrapper is None:
+        if self._wrapper is None and not is_sharded:
             return
-        members = dist.get_process_group_ranks(self._wrapper.process_group)
+        mesh = next(self.net.parameters()).device_mesh if is_sharded else None
+        if mesh is not None and mesh.ndim > 1:
+            raise ValueError(f"fully_shard must divide the weights over one dimension of ranks: got {mesh}.")
+        group = self._wrapper.process_group if mesh is None else mesh.get_group()
+        members = dist.get_process_group_ranks(group)
         self.rank, self.size, self._first = members.index(dist.get_rank()), len(members), members[0]
-        self.is_writer = self.rank == 0
-        if self.size == 1:
-            return
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules()):
+        self.is_writer, self.is_divided = self.rank == 0, self.size > 1
+        if self.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules()):
             raise ValueError(
                 "a forward pass must depend on the rows of its own rank: SyncBatchNorm normalises by those of all. Use "
                 "BatchNorm, with statistics of each rank's batch, or a normalisation of single rows, such as GroupNorm."
             )
-        # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
-        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        if self.size > 1:
+            # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
+            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        optimizers = as_optimizers(optimizer)
+        if is_sharded or any(_local(own) is not own for own in optimizers):
+            self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
+            self.net, self.optimizer = self._twin.net, self._twin.optimizers
 
     def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on the writing rank, and none on the others."""
         values: list[Any] | None = [None] * self.size if self.is_writer else None
         dist.gather_object(value, values, dst=self._first, group=self._group)
         return values or []
+
+    def exchange(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks on all of them."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def share(self, value: _Value) -> _Value:
         """Return the writing rank's value on all ranks."""
@@ -170,13 +193,15 @@ class Ranks:
                 "longest part of the data to rank 0."
             )
 
-    def watch_joins(self, shadow: Callable[[], None], rejoin: Callable[[], None]) -> None:
-        """Let this rank take part in what is gathered when it has used up its rows, inside of `net.join()`.
+    def start(self, shadow: Callable[[], None], rejoin: Callable[[], None]) -> None:
+        """Watch what ranks hold parts of; in `net.join()` a rank takes part when it has used up its rows.
 
         Args:
             shadow: Called for each step that other ranks make then.
             rejoin: Called when all ranks have used up their rows, and have the same weights again.
         """
+        if self._twin is not None:
+            self._twin.start()
         if self.size == 1 or not isinstance(self._wrapper, DistributedDataParallel):
             return
         wrapper: Any = self._wrapper
@@ -198,7 +223,9 @@ class Ranks:
         vars(wrapper)["join_hook"] = join_hook
 
     def stop(self) -> None:
-        """Leave `net.join()` as it was."""
+        """Leave the network, its optimizers and `net.join()` as they were."""
+        if self._twin is not None:
+            self._twin.stop()
         if self._wrapper is not None:
             vars(self._wrapper).pop("join_hook", None)
 
@@ -238,7 +265,7 @@ class Ranks:
         loaded, tensors, steps = self.share(known)
         if loaded is None:
             return list(steps)
-        for tensor in (*self.net.parameters(), *self.net.buffers()):
+        for tensor in (*self.net.parameters(), *self.net.buffers()) if self.size > 1 else ():
             on_cpu = tensor.detach().cpu()
             dist.broadcast(on_cpu, self._first, self._group)
             tensor.data.copy_(on_cpu)
@@ -248,6 +275,8 @@ class Ranks:
             buffers = own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}
             for name, buffer in buffers.items():
                 self.net.get_buffer(name).copy_(buffer)
+        if self._twin is not None:
+            self._twin.push()
         return list(steps)
 
 
@@ -275,3 +304,170 @@ def _wrapper_of(net: Any) -> DistributedDataParallel | None:
         return None
     wrappers = [own for own in gc.get_objects() if issubclass(type(own), DistributedDataParallel)]
     return next((own for own in reversed(wrappers) if any(part is net for part in own.modules())), None)
+
+
+class WholeTwin:
+    """A network and optimizers with all weights, gradients and state of those whose ranks hold parts of them.
+
+    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of the twin are called where those of
+    the originals are, after all ranks have gathered the values.
+
+    Attributes:
+        net: The network with all weights: the original one where it has them.
+        optimizers: The optimizers of its parameters.
+    """
+
+    def __init__(self, net: nn.Module, optimizers: Sequence[Optimizer], ranks: "Ranks") -> None:
+        """Gather everything, as all further calls do, on all ranks together."""
+        self._original, self._originals, self._ranks = net, optimizers, ranks
+        self.net, self._hooks = _whole_copy(net) if _is_sharded(net) else net, list[Any]()
+        self._twins = dict(zip(net.parameters(), self.net.parameters(), strict=True))
+        for p in self.net.parameters() if self.net is not net else ():
+            p.grad = torch.zeros_like(p)  # until there are others: where all are None, a step was skipped
+        self.optimizers = [copy.copy(_local(optimizer)) for optimizer in optimizers]
+        for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
+            twin.param_groups = [
+                {**g, "params": [self._twins.get(p, p) for p in g["params"]]} for g in optimizer.param_groups
+            ]
+        self.pull()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Gather weights, state and options."""
+        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
+            local, held = _local(optimizer), _held(optimizer)
+            for p in held:
+                if self._twins.get(p, p) is not p:
+                    self._twins[p].copy_(_whole(p.detach()))
+            states = {
+                n: {k: _whole(v) for k, v in local.state[p].items()} for n, p in enumerate(held) if p in local.state
+            }
+            if local is not optimizer:
+                states = {n: own for part in self._ranks.exchange(states) for n, own in part.items()}
+            twin.state = defaultdict(dict, {self._twins.get(held[n], held[n]): own for n, own in states.items()})
+            _copy_options(optimizer, twin)
+
+    @torch.no_grad()
+    def pull_gradients(self) -> None:
+        """Gather gradients and options."""
+        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
+            for p in _held(optimizer):
+                if self._twins.get(p, p) is not p:
+                    self._twins[p].grad = None if p.grad is None else _whole(p.grad)
+            _copy_options(optimizer, twin)
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Give each rank its part of the twin's weights, state and options."""
+        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
+            local = _local(optimizer)
+            for p in _held(local):
+                q = self._twins.get(p, p)
+                if q is not p:
+                    p.copy_(_part(q.detach(), p))
+                local.state[p] = {k: _part(v, p) if v.shape == q.shape else v for k, v in twin.state[q].items()}
+            _copy_options(twin, local)
+            _copy_options(twin, optimizer)
+
+    def start(self) -> None:
+        """Call the twin's hooks from now on."""
+
+        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._follow_modes()
+            for hook in [*self.net._forward_pre_hooks.values()]:
+                hook(self.net, args, kwargs)
+
+        def after_forward(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> Any:
+            self._follow_modes()
+            for hook in [*self.net._forward_hooks.values()]:
+                seen = hook(self.net, args, kwargs, returned)
+                returned = returned if seen is None else seen
+            return returned
+
+        if self.net is not self._original:
+            self._hooks.append(self._original.register_forward_pre_hook(before_forward, with_kwargs=True))
+            self._hooks.append(self._original.register_forward_hook(after_forward, with_kwargs=True))
+        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
+
+            def before_step(_: Optimizer, args: Any, kwargs: Any, twin: Optimizer = twin) -> None:
+                self.pull_gradients()
+                for hook in [*twin._optimizer_step_pre_hooks.values()]:
+                    hook(twin, args, kwargs)
+
+            def after_step(_: Optimizer, args: Any, kwargs: Any, twin: Optimizer = twin) -> None:
+                self.pull()
+                for hook in [*twin._optimizer_step_post_hooks.values()]:
+                    hook(twin, args, kwargs)
+
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _follow_modes(self) -> None:
+        """Have the original's modes and buffers, which are not divided."""
+        for part, original in zip(self.net.modules(), self._original.modules(), strict=True):
+            part.training = original.training
+            part._buffers.update(original._buffers)
+
+
+def _local(optimizer: Any) -> Optimizer:
+    """Return the optimizer that has a rank's part of the state."""
+    local: Optimizer = optimizer.optim if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else optimizer
+    return local
+
+
+def _held(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _copy_options(source: Optimizer, target: Optimizer) -> None:
+    for group, own in zip(source.param_groups, target.param_groups, strict=True):
+        own.update({key: value for key, value in group.items() if key != "params"})
+
+
+def _is_sharded(net: Any) -> bool:
+    return isinstance(net, nn.Module) and any(hasattr(p, "full_tensor") for p in net.parameters())
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _part(value: Tensor, like: Any) -> Tensor:
+    """Return what a rank holds of a tensor that is divided as another one is."""
+    if not hasattr(like, "full_tensor"):
+        return value
+    part: Tensor = dist.tensor.distribute_tensor(value, like.device_mesh, like.placements)
+    return part
+
+
+def _whole_copy(net: Any) -> nn.Module:
+    """Copy a network that `fully_shard` divides among ranks as one with all weights, without its hooks.
+
+    torch replaces the class of such modules, to forbid that they are copied.
+    """
+    net.reshard()  # after a forward pass without a backward pass its weights are no parameters
+    memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p.detach()), p.requires_grad) for p in net.parameters()}
+    memo |= {id(b): b for b in net.buffers()}
+    kinds = [(part, type(part)) for part in net.modules() if hasattr(part, "reshard")]
+    for part in net.modules():
+        for name, value in vars(part).items():
+            if name.startswith("__composable_api"):
+                memo[id(value)] = None
+            elif name.endswith("_hooks"):
+                is_kept = name in ("_forward_hooks", "_forward_pre_hooks")
+                kept = ((key, hook) for key, hook in value.items() if is_kept and "FSDP" not in repr(hook))
+                memo[id(value)] = OrderedDict(kept)
+    try:
+        for part, kind in kinds:
+            part.__class__ = kind.__bases__[1]
+        whole: nn.Module = copy.deepcopy(net, memo)
+    finally:
+        for part, kind in kinds:
+            part.__class__ = kind
+    return whole

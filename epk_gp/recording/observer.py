@@ -1,6 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
-from epk_gp.core.inputs import arguments_of_call
+from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input
+from epk_gp.core.model import device_random_state
 from epk_gp.core.step import Step
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
+    GRADIENT,
     NO_UPDATE,
     WEIGHTS,
     LinearStep,
@@ -25,8 +28,6 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
-
-StatesBefore = Mapping[str, Mapping[str, Any]]
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
 # gradients switched on, are dropped in favour of later ones.
@@ -219,29 +220,6 @@ class ObservedStep:
     penalty: WeightPenalty
 
 
-def states_before(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
-) -> StatesBefore:
-    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
-
-    Args:
-        optimizer: The optimizer that will make the step.
-        parameters: The parameters by name.
-        needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
-
-    Returns:
-        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
-        where the optimizer has no state of the parameter yet.
-    """
-    result: dict[str, dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
-        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
-    return result
-
-
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
@@ -276,11 +254,12 @@ class StepObserver:
         self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
         self._hooks: list[Any] = []
         self._announced: list[AnnouncedBatch] = []
+        self._inside: list[Optimizer] = []  # whose step() the loop is in
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
         self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
-        self._before: StatesBefore = {}
+        self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
@@ -299,6 +278,21 @@ class StepObserver:
     def has_moved_between_passes(self) -> bool:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
         return len({forward.weights is None for forward in self._waiting}) == 2
+
+    def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
+        """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
+        setup, first = self.setup, next(iter(self._waiting), None)
+        if first is None:
+            return setup.weights(), setup.statistics()
+        return self._weights() if first.weights is None else first.weights, first.statistics
+
+    def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
+        for forward in self._waiting:
+            if forward.weights is not None and torch.equal(forward.weights, w):
+                forward.weights = None
+        if not self._waiting and statistics is not None:
+            self._statistics = statistics
 
     def start(self) -> None:
         """Register the hooks."""
@@ -337,6 +331,8 @@ class StepObserver:
         samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else _parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+        if isinstance(self._optimizers[0], NoOptimizer):
+            self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
 
     def _num_waiting_rows(self) -> int:
         """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
@@ -354,6 +350,9 @@ class StepObserver:
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
+        first = self._optimizers[0]
+        if self._announced and not self._stepped and isinstance(first, NoOptimizer) and first.has_moved():
+            self._after_step(first, (), {})
         if not self._stepped:
             return
         self._assign_forwards()
@@ -456,12 +455,12 @@ class StepObserver:
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
             random_state=torch.random.get_rng_state(),
-            device_random_state=_device_random_state(device),
+            device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
-            memory_order=_memory_order(inputs) if model.signature.layout is None else None,
+            memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),
             weights=weights,
         )
@@ -478,7 +477,7 @@ class StepObserver:
         forward.statistics_after, forward.position = self._statistics, self.num_passes
         if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
             forward.random_state = None
-        before, after = forward.device_random_state, _device_random_state(setup.model.spec.device)
+        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
         if before is not None and after is not None and torch.equal(before, after):
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
@@ -494,6 +493,9 @@ class StepObserver:
         return None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        self._inside.append(optimizer)
+        if sum(each is optimizer for each in self._inside) > 1:
+            return  # a class that calls its parent's step()
         if any(stepped is optimizer for stepped in self._stepped):
             self.complete()
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -505,12 +507,16 @@ class StepObserver:
 
         Its groups are read now, for its options may change before others step.
         """
+        del self._inside[-1:]
+        if any(each is optimizer for each in self._inside):
+            return
         model, rule = self.setup.model, self.setup.update_rule
         self._groups[id(optimizer)] = self._groups_of(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
         for name, parameter in self.setup.net.named_parameters():
-            g = parameter.grad
+            before = dict(self._before.get(name, {}))
+            g = before.get(GRADIENT, parameter.grad)
             if id(parameter) not in groups or g is None:
                 continue
             if name not in model.names:
@@ -521,10 +527,9 @@ class StepObserver:
                     )
                 continue
             g = g.to_dense() if g.is_sparse else g
-            before = dict(self._before.get(name, {}))
             if WEIGHTS in rule.needs_before:
                 before[WEIGHTS] = weights[name]
-            state = optimizer.state.get(parameter, {})
+            state = state_of(optimizer, parameter)
             linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
             if parameter.requires_grad or bool(g.any()):
                 self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g
@@ -585,16 +590,3 @@ def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[Capt
         if rows >= num_rows:
             return forwards[first:] if rows == num_rows else []
     return []
-
-
-def _memory_order(x: Tensor) -> Tensor | None:
-    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
-    if x.is_contiguous() or x.ndim < 2:
-        return None
-    strides = list(x.stride())
-    order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
-    return torch.tensor(order) if order != list(range(x.ndim)) else None
-
-
-def _device_random_state(device: torch.device) -> Tensor | None:
-    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

@@ -1,6 +1,7 @@
 """The recorder: records each step of the user's own training loop."""
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,15 +17,24 @@ from epk_gp.core.checks import is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
+from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.library_rules import NoOptimizer
+from epk_gp.optimizers.torch_rules import (
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
-from epk_gp.recording.history import CommitSchedule, RunHistory
+from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
@@ -71,7 +81,7 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         X: TrainingInputs,
         y: Targets = None,
         *,
@@ -91,7 +101,8 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
+                moves the weights itself, p -= lr * p.grad: call `batch` right before.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
                 takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
@@ -131,13 +142,15 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
+        if optimizer is None and isinstance(net, nn.Module):
+            optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-        self._ranks = Ranks(net)
-        net = self._ranks.net
+        self._ranks = Ranks(net, optimizer)
+        net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net,
             optimizer,
@@ -165,11 +178,12 @@ class Recorder:
         optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
-        elif self._ranks.size > 1:
+        elif self._ranks.is_divided:
             objects = {**stateful, OTHER_RANKS: self._ranks}
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        self._restored: tuple[Move, Held] | None = None  # to the earlier state whose weights the network has at the end
         self._setup = setup
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
@@ -178,7 +192,7 @@ class Recorder:
                 self._ranks.require_same(self._data_digest, "X and y")
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None and self._ranks.size > 1:
+        if folder is not None:
             steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
@@ -205,6 +219,9 @@ class Recorder:
             self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+            samples = self._history.samples
+            for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
+                samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
                 for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
                     self._setup.number(*rows, setup.stream)
@@ -256,7 +273,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        self._ranks.watch_joins(self._shadow_step, self._rejoin)
+        self._ranks.start(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -272,6 +289,8 @@ class Recorder:
         try:
             if kind is None:
                 self._observer.complete()
+                if not self._has_refused and self._setup.has_all_weights():
+                    self._follow_present(is_end=True)
                 self._complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
@@ -305,6 +324,7 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
+                self._follow_present()
         finally:
             self._in_until = False
 
@@ -347,12 +367,44 @@ class Recorder:
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
-                if not self._setup.has_weights(last) and not self._observer.has_moved_between_passes:
+                if not self._setup.is_at(last):
+                    self._follow_move(*self._observer.first_state())
+                    last = self._history.last.end
+                if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
+                    is_on_disk = 0 < index == self.num_committed
+                    hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
                     raise StepMismatchError(
-                        "the weights must be those the last recorded step left: they were changed in between (an "
-                        "optimizer.step() outside the recorder's sight, or an edit)."
+                        "the weights must be those the last recorded step left, or on the way from there to an earlier "
+                        "recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
+                        f"optimizer.step() outside the recorder's sight, or an edit).{hint}"
                     )
                 self._setup.validate_frozen_state(last)
+            if self._commits is not None and not self._in_until:
+                self._commits.commit_if_due()
+
+    def _follow_present(self, *, is_end: bool = False) -> None:
+        """Record the move to the present weights, if there was one."""
+        if not self._setup.is_at(self._history.last.end):
+            self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
+
+    def _follow_move(
+        self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
+    ) -> None:
+        """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
+
+        At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
+        """
+        history = self._history
+        if not self._ranks.is_writer:  # rank 0 finds out what it is
+            self._rejoin()
+            self._observer.take_up(w, statistics)
+        elif history.num_steps > self.num_committed:
+            found = history.find_move(w, self._setup.model.sizes, self._recorded)
+            if found is not None and is_end and found[0].share == 1.0:
+                self._restored = found
+            elif found is not None:
+                statistics = history.move(*found, w, statistics)
+                self._observer.take_up(w, statistics)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -363,14 +415,18 @@ class Recorder:
         Raises:
             RuntimeError: This is not rank 0 of the processes that train the network, which has the run.
         """
-        setup, history, commits = self._setup, self._history, self._commits
         if not self._ranks.is_writer:
             raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
-        if commits is not None and not self._is_closed:
-            commits.commit()
-        states, updates, statistics, digest = (history if commits is None else commits).recorded()
+        if self._commits is not None and not self._is_closed:
+            self._commits.commit()
+        return self._recorded()
+
+    def _recorded(self) -> Trajectory:
+        """Return the run in memory, or as far as it is on disk."""
+        setup, history, commits = self._setup, self._history, self._commits
+        states, updates, statistics, digests = (history if commits is None else commits).recorded()
         steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
         if setup.stream is not None:
             count = num_seen(steps, self._num_examples)
@@ -386,12 +442,14 @@ class Recorder:
             updates=updates,
             steps=steps,
             num_outputs=setup.fingerprint.shape[1],
-            digest=digest,
+            digest=digests[-1],
             data_digest=data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            digests=digests if len(digests) > len(updates) else (),
+            live=LiveNetwork(weakref.ref(self.net), history.samples),
         )
         return with_computed_states(trajectory)
 
@@ -405,8 +463,8 @@ class Recorder:
         self._has_refused = False
         if not self._ranks.is_writer:
             self._follow(made.lr, [batch.samples for batch in made.announced])
-        if not self._in_until:
-            self._complete_iteration()
+        if not self._in_until:  # committed with the next step, for the loop may move the weights before it
+            self._complete_iteration(commits=False)
 
     def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
         """Return the record of this process's rows, and the moving statistics before and after the step."""
@@ -465,10 +523,12 @@ class Recorder:
             last = self._history.steps.pop()
             self._history.follow(last, self._setup.weights(), self._setup.statistics())
 
-    def _complete_iteration(self) -> None:
-        """Keep what a resumed run continues from, if the run is on disk."""
+    def _complete_iteration(self, *, commits: bool = True) -> None:
+        """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._commits is not None:
-            self._commits.complete_iteration()
+            self._commits.keep_training_state()
+            if commits:
+                self._commits.commit_if_due()
         if not self._ranks.is_writer:
             self._ranks.send_state(self._training)
 
@@ -501,7 +561,21 @@ class Recorder:
             )
         if not self._has_refused:
             last = self._history.last
-            self._setup.validate_end(last.end, last.statistics, self.num_steps)
+            end, statistics = last.end, last.statistics
+            if self._restored is not None:
+                move, (end, statistics) = self._restored
+                number, present = move.anchor, self._setup.statistics()
+                if present is not None and statistics is not None and not torch.equal(present, statistics):
+                    raise StepMismatchError(
+                        f"weights that are restored must come with their moving statistics: those at the end are of "
+                        f"step {number}, the statistics are not. Restore both (load_state_dict), or neither, inside "
+                        f"the 'with' statement. The {self.num_steps} recorded steps are kept."
+                    )
+                warn_caller(
+                    f"the weights at the end of the recording are those after step {number} of {self.num_steps}: "
+                    f"recorder.trajectory.until({number}) explains them."
+                )
+            self._setup.validate_end(end, statistics, self.num_steps)
         if not self._ranks.is_writer:
             return
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import Optimizer
 
 from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
@@ -36,6 +37,7 @@ from epk_gp.core.model import (
 )
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
@@ -43,9 +45,16 @@ from epk_gp.optimizers.torch_rules import (
     learning_rate,
     rule_for,
     validate_fresh_optimizer,
+)
+from epk_gp.optimizers.update_rules import (
+    Clip,
+    ClipNorm,
+    ClipValue,
+    UpdateRule,
+    move_by_rounding,
+    relative_rounding,
     validate_unexplained,
 )
-from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue, UpdateRule, move_by_rounding, relative_rounding
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
@@ -82,6 +91,7 @@ class TrainingSetup:
         loss: The stated loss.
         fingerprint: Outputs of the network near its initial weights, (n, C).
         update_rule: How the optimizer's step follows from the gradient.
+        optimizers: The optimizers.
         clip: The gradient clipping before each step, if any.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         is_mapped: Whether X and y are mapped from files that do not grow.
@@ -95,6 +105,7 @@ class TrainingSetup:
     loss: Loss
     fingerprint: Float[Tensor, "n C"]
     update_rule: UpdateRule
+    optimizers: tuple[Optimizer, ...] = ()
     clip: Clip | None = None
     unexplained: float | None = None
     is_mapped: bool = False
@@ -119,10 +130,28 @@ class TrainingSetup:
             self.X, self.y = stream.mapped()
         return numbers
 
+    def has_all_weights(self) -> bool:
+        """Return whether the network has all parameters that are recorded."""
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
         named = self.model.unflatten(weights).items()
         return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
+
+    def is_at(self, w: Float[Tensor, " P"]) -> bool:
+        """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
+
+        A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
+        """
+        if self.has_weights(w):
+            return True
+        parameters = {name: p for name, p in self.net.named_parameters() if name in self.model.names}
+        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in parameters.values()})
+        if values is None:
+            return False
+        present = self.model.flatten({name: values[id(p)] for name, p in parameters.items()})
+        return bool((present - w).abs().max() <= 4 * torch.finfo(w.dtype).eps * w.abs().max())
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
         """Return a copy of the network's present moving statistics; None if it has none."""
@@ -194,18 +223,17 @@ class TrainingSetup:
             StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
         """
         kept = f"'with' statement. The {num_steps} recorded steps are kept."
-        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
-        present = self.weights() if has_all else None
+        present = self.weights() if self.has_all_weights() else None
         if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
             raise StepMismatchError(
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
                 f"{present.dtype} on {present.device}. Convert it after the {kept}"
             )
-        if present is None or not torch.equal(present, end):
+        if present is None or not self.is_at(end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
-                f"after the {kept}"
+                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
+                f"them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
@@ -303,7 +331,9 @@ def make_setup(
     _validate_loss(model, loss, moved, X, y)
     stream = None if data is None else data.stream
     is_mapped = data is not None and stream is None
-    return TrainingSetup(net, model, X, y, loss, fingerprint, rule, clip, unexplained, is_mapped, stream)
+    optimizers = as_optimizers(optimizer)
+    own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
+    return TrainingSetup(net, model, X, y, loss, *own)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:

@@ -19,12 +19,13 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.states import recomputation_of, recomputed_run
-from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.moves import Move
+from epk_gp.core.states import RecomputedStates, recomputation_of, recomputed_run
+from epk_gp.core.step import DIGEST_BYTES, Step, tensor_bytes
+from epk_gp.core.trajectory import FirstOf, Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import FIELDS, MATRICES, UpdateCoefficients, broadcast_to_params
+from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
@@ -32,27 +33,34 @@ from epk_gp.storage.rows import RowFile, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
+MOVES = "moves"  # that of moves without a gradient: anchor and share of the way, which is 0 where there is none
+DIGESTS = "digests"  # those of the runs up to each step
 MATRICES_NAME = "matrices"  # those of each step, packed
 _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
 
 
 def _matrices_of(update: UpdateCoefficients) -> dict[str, Tensor]:
     """Return the matrices of a step by side and position of the parameter, as in "left.0"."""
-    return {f"{side}.{k}": Q for side in MATRICES for k, Q in getattr(update, side).items()}
+    return {f"{side}.{k}": Q for side in BY_PARAMETER for k, Q in getattr(update, side).items()}
 
 
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
     """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 
     Raises:
-        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes.
+        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes, or the
+            five numbers of a second buffer.
     """
-    sides: dict[str, dict[int, Tensor]] = {side: {} for side in MATRICES}
-    names = {f"{side}.{k}": (side, k) for side in MATRICES for k in range(len(schema.sizes))}
+    sides: dict[str, dict[int, Tensor]] = {side: {} for side in BY_PARAMETER}
+    names = {f"{side}.{k}": (side, k) for side in BY_PARAMETER for k in range(len(schema.sizes))}
     for name, Q in unpack(tensors, MATRICES_NAME, row, where).items():
         side, k = names.get(name, ("", 0))
         is_square = Q.ndim == 2 and Q.shape[0] == Q.shape[1] > 0
-        if not side or not is_square or schema.sizes[k] % len(Q) or not Q.is_floating_point() or not is_finite(Q):
+        if side == SECOND:
+            is_sound = Q.shape in ((5, 1), (5, schema.sizes[k]))
+        else:
+            is_sound = side != "" and is_square and schema.sizes[k] % len(Q) == 0
+        if not is_sound or not Q.is_floating_point() or not is_finite(Q):
             raise ValueError(f"{where} must hold square matrices of finite numbers: {name!r} of step {row} is none.")
         sides[side][k] = Q
     return sides
@@ -69,6 +77,9 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
     }
+    if any(step.move is not None for step in steps):
+        moves = [(0, 0.0) if step.move is None else (step.move.anchor, step.move.share) for step in steps]
+        tensors[MOVES] = torch.tensor(moves, dtype=torch.float64)
     changes = [
         {"step": k, "groups": [group.to_json() for group in step.groups]}
         for k, step in enumerate(steps)
@@ -111,6 +122,8 @@ def chunk_tensors(
     updates: Sequence[UpdateCoefficients],
     schema: ChunkSchema,
     statistics: Sequence[Tensor] = (),
+    *,
+    digests: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a chunk by their names on disk.
 
@@ -120,6 +133,7 @@ def chunk_tensors(
         updates: Coefficients of these steps, which a run that keeps every k-th state holds compactly.
         schema: The schema of the run's chunks.
         statistics: The moving statistics of all consecutive states, for a network that has any.
+        digests: Digest of the run up to each of the steps.
 
     Raises:
         TypeError: A tensor of a pass has a dtype that cannot be stored.
@@ -132,6 +146,9 @@ def chunk_tensors(
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors |= step_tensors(steps) | pass_tensors(steps, schema)
+    if steps and digests:
+        content = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
+        tensors[DIGESTS] = content.view(len(steps), -1)
     if schema.thins:
         updates = [compact_update(update, schema.scaled, schema.sizes) for update in updates]
     columns = []
@@ -215,7 +232,7 @@ def _validate_layout(
     if j:
         optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
-        optional[GROUPS] = ((any_length,), "U8")
+        optional |= {GROUPS: ((any_length,), "U8"), MOVES: ((j, 2), "F64"), DIGESTS: ((j, DIGEST_BYTES), "U8")}
         if schema.is_stream:
             optional |= {name: actual[name] for name in (INPUTS, TARGETS) if name in actual}
         if MATRICES_NAME in actual:
@@ -260,6 +277,9 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
     rows = batches.split(counts.tolist()) if len(counts) else ()
     parts = iter(weights.split(counts[is_weighted].tolist()) if is_weighted.any() else ())
     groups = read_groups(tensors.get_tensor(GROUPS), len(lengths), where) if GROUPS in tensors.keys() else {}  # noqa: SIM118
+    moves = tensors.get_tensor(MOVES).tolist() if MOVES in tensors.keys() else [(0.0, 0.0)] * len(lengths)  # noqa: SIM118
+    if not all(anchor in range(chunk.first_step + k + 1) for k, (anchor, _) in enumerate(moves)):
+        raise ValueError(f"{where} must hold {MOVES!r} towards states before their steps: it does not.")
     return [
         Step(
             chunk.first_step + k,
@@ -267,9 +287,21 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
             rows[k].clone() if lengths[k] >= 0 else None,
             next(parts).clone() if is_weighted[k] else None,
             groups=groups.get(k),
+            move=Move(int(moves[k][0]), moves[k][1]) if moves[k][1] else None,
         )
         for k in range(len(lengths))
     ]
+
+
+def read_digests(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> tuple[str, ...]:
+    """Return the digests of the runs up to each state; none of a run that an earlier version recorded."""
+    digests = [chunks[0].digest]
+    for chunk in chunks[1:]:
+        with opened_chunk(path, chunk) as tensors:
+            if DIGESTS not in tensors.keys():  # noqa: SIM118  # not a mapping
+                return ()
+            digests += [bytes(row).hex() for row in tensors.get_tensor(DIGESTS).numpy()]
+    return tuple(digests)
 
 
 @dataclass(frozen=True)
@@ -412,6 +444,8 @@ def require_same_run(trajectory: Trajectory) -> None:
     """
     recomputation = recomputation_of(trajectory)
     states = trajectory.trained.states if recomputation is None else recomputation.kept
+    while isinstance(states, FirstOf | RecomputedStates):  # of a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.recomputation.kept
     if not isinstance(states, StoredStates):
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:

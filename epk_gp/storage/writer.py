@@ -139,7 +139,7 @@ class RunWriter:
         states: Sequence[Tensor],
         steps: Sequence[Step],
         updates: Sequence[UpdateCoefficients],
-        digest: str,
+        digests: Sequence[str],
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
         *,
@@ -151,7 +151,7 @@ class RunWriter:
             states: The states that follow the committed ones, as far as the run keeps them, and the last.
             steps: The steps that led to them, with their forward passes.
             updates: Coefficients of these steps.
-            digest: Digest of the run up to the last of the states.
+            digests: Digests of the run up to each of the steps, or of a run of no steps.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
             rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
@@ -161,8 +161,8 @@ class RunWriter:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
-        number, start = len(self.chunks), self._journal_bytes
-        content = save(chunk_tensors(states, steps, updates, self.schema, statistics) | dict(rows))
+        number, start, digest = len(self.chunks), self._journal_bytes, digests[-1]
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics, digests=digests) | dict(rows))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),

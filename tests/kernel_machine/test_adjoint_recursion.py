@@ -10,9 +10,11 @@ import epk_gp as epk
 from epk_gp.kernel_machine.adjoint import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
+    SecondBuffer,
     UpdateCoefficients,
     apply_matrices,
     predict_step,
+    second_coefficients,
     stack_coefficients,
 )
 
@@ -27,22 +29,27 @@ def random_steps(count: int, sizes: tuple[int, ...]) -> list[UpdateCoefficients]
         numbers = {name: torch.rand(sizes[k]).double() for name in ("lr", "beta", "one_minus_dampening")}
         left = torch.randn(2, 2).double() if k == 1 else None
         right = torch.randn(3, 3).double() if k < 2 else None
-        return LinearStep(momentum_lr=float(torch.rand(())), left=left, right=right, **numbers)
+        inner = torch.randn(2, 2).double() if k == 1 else None
+        second = SecondBuffer(*torch.rand(4), torch.rand(sizes[k])) if k > 0 else None
+        matrices = {"left": left, "right": right, "inner_left": inner, "inner_right": right, "second": second}
+        return LinearStep(momentum_lr=float(torch.rand(())), **matrices, **numbers)
 
     return [stack_coefficients([linear(k) for k in range(len(sizes))], sizes) for _ in range(count)]
 
 
 def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """sum_s <Phi_s, step s> by the steps forward, and by the adjoints backward, for random Phi and gradients."""
-    P = sum(sizes)
+    P, w = sum(sizes), torch.randn(sum(sizes)).double()
     Phi, g = torch.randn(len(updates), 1, 1, P).double(), torch.randn(len(updates), P).double()
     forward, backward, m, carried = torch.zeros(()).double(), torch.zeros(()).double(), torch.zeros(P).double(), None
     for s, u in enumerate(updates):
-        d, m = predict_step(u, sizes, torch.zeros(P).double(), g[s], m)
+        d, m = predict_step(u, sizes, w, g[s], m)
         forward += Phi[s, 0, 0] @ d
     for s in reversed(range(len(updates))):
-        H, carried = propagate(updates[s], sizes, Phi[s], carried)
+        H, N, carried = propagate(updates[s], sizes, Phi[s], carried)
         backward -= H[0, 0] @ g[s]
+        if N is not None:
+            backward -= N[0, 0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
     return forward, backward
 
 

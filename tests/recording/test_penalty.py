@@ -225,7 +225,7 @@ def test_a_rate_that_moves_is_recorded_as_it_is_where_steps_are_checked(penalty)
 
 def test_a_rate_that_moves_between_two_checked_steps_is_not_certified_and_the_last_step_is_refused():
     with pytest.raises(
-        epk.StepMismatchError, match="step 5: .*factor of the L2 penalty .* is another one .* The step is kept, and"
+        epk.StepMismatchError, match="step 5: .*factor of the loss's L2 penalty is not that of .* The step is kept, and"
     ):
         trained(changing, check_every=1000)
     run = trained(lambda net, step: squares(net.parameters(), 0.05 if step == 3 else 0.03), check_every=1000).trajectory

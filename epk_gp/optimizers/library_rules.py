@@ -1,0 +1,422 @@
+"""Update rules of optimizers that are not torch's, as `schedulefree` and `pytorch_optimizer` write them.
+
+They are candidates, found by the name of a class. Every step of a recording is compared with its rule's: a class of the
+same name that does something else is an error and no wrong result. timm's and other copies of the same algorithm
+have the same rule where options and state have these names.
+
+Some of them write into gradients, so that all rules here read the gradient as it was before the step. Options that are
+attributes of such an optimizer (`maximize`, `eps1`) stand among those of its groups.
+
+**Schedule-free** optimizers (Defazio et al. 2024) evaluate gradients at y, between a base sequence z and its average x:
+
+    z' = z - r g,    x' = (1 - c) x + c z',    y' = (1 - beta) z' + beta x'
+
+The weights that the loop trains, and that are recorded, are y. With the buffer u = z - y the step is linear in u and g:
+
+    u' = (1 - c) u - (r + k) g,    y' - y = c u + k g,    k = r (beta (1 - c) - 1)
+
+x, which `optimizer.eval()` puts into the network, is an average of the recorded weights: eliminating z gives
+
+    x' = (1 - a) x + a y',    a = c / (1 - beta (1 - c))
+
+so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` explain it.
+"""
+
+import json
+import math
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.optimizers.update_rules import (
+    GRADIENT,
+    OPTIONS,
+    WEIGHTS,
+    LinearStep,
+    Options,
+    SecondBuffer,
+    UpdateRule,
+)
+
+
+def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
+    """Add the sign of the gradient, and the decay of the weights: decoupled, at a rate, unless it is coupled."""
+    decay, sign = float(group.get("weight_decay", 0.0)), _sign(group)
+    if group.get("weight_decouple", True):
+        coefficients = {"decoupled_decay": decay * (1.0 if group.get("fixed_decay") else float(rate))} | coefficients
+    else:
+        coefficients = {"weight_decay": decay} | coefficients
+    return LinearStep(**coefficients | {"grad_scale": sign})
+
+
+def _sign(group: Options) -> float:
+    return -1.0 if group.get("maximize", False) else 1.0
+
+
+def _mean(beta: float) -> dict[str, Any]:
+    return {"beta": beta, "one_minus_dampening": 1 - beta}
+
+
+def _h(group: Options, before: Options) -> Tensor:
+    """Return the gradient as the optimizer uses it, with its sign and the coupled decay."""
+    g: Tensor = _sign(group) * before[GRADIENT]
+    is_coupled = not group.get("weight_decouple", True) and group["weight_decay"]
+    return g.add(before[WEIGHTS], alpha=group["weight_decay"]) if is_coupled else g
+
+
+def _root_mean_square(value: Tensor) -> Tensor:
+    return value.square().mean().sqrt()
+
+
+def _debiased(beta: float, count: float) -> float:
+    return float(1 - beta**count)
+
+
+def _rate_of_mean(group: Options) -> float:
+    """Return the learning rate over the first moment's bias correction."""
+    bias = 1.0 if group.get("adam_debias") else _debiased(float(group["betas"][0]), group["step"])
+    return float(group["lr"]) / bias
+
+
+def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    if mu == 0:
+        return _step(group, lr, lr=lr, beta=1.0)
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
+    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
+    return _step(group, lr, **rates, **buffer)
+
+
+def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """The sign of v = beta1 m + (1 - beta1) h is v / |v|, with |v| held; m = (m' - (1 - beta2) h) / beta2."""
+    beta1, beta2 = map(float, group["betas"])
+    of_m, of_h = beta1 / beta2, 1 - beta1 / beta2
+    v = (of_m * after["exp_avg"] + of_h * _h(group, before)).abs()
+    scale = torch.where(v > 0, float(group["lr"]) / v, 0.0)
+    return _step(group, group["lr"], momentum_lr=of_m * scale, lr=of_h * scale, **_mean(beta2))
+
+
+def _tiger(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    size = after["exp_avg"].abs()
+    scale = torch.where(size > 0, float(group["lr"]) / size, 0.0)
+    return _step(group, group["lr"], momentum_lr=scale, **_mean(float(group["beta"])))
+
+
+def _adabelief(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    v = after["max_exp_avg_var" if group.get("ams_bound") else "exp_avg_var"]
+    root = math.sqrt(_debiased(float(group["betas"][1]), group["step"]))
+    scale = _rate_of_mean(group) / (v.sqrt() / root + float(group["eps"]))
+    return _step(group, group["lr"], momentum_lr=scale, **_mean(float(group["betas"][0])))
+
+
+def _qhadam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    (nu1, nu2), h = map(float, group["nus"]), _h(group, before)
+    weight = float(after["beta1_weight"].reciprocal().to(h.dtype))
+    v = nu2 * after["exp_avg_sq"] + (1 - nu2) * h.square()
+    scale = float(group["lr"]) / (v.sqrt() + float(group["eps"]))
+    return _step(group, group["lr"], momentum_lr=nu1 * scale, lr=(1 - nu1) * scale, **_mean(1 - weight))
+
+
+def _stable_adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    beta1, count, v = float(group["betas"][0]), group["step"], after["exp_avg_sq"]
+    beta = beta1 * _debiased(beta1, count - 1) / _debiased(beta1, count)
+    ratio = _h(group, before).square() / v.clamp(min=float(group["eps"]) ** 2)
+    rate = float(group["lr"]) / float(ratio.mean().sqrt().clamp(min=1.0))
+    return _step(group, rate, momentum_lr=rate / (v.sqrt() + float(group["eps"])), **_mean(beta))
+
+
+def _scale_in_place(p: nn.Parameter, group: Options, before: Options) -> float:
+    """Return the factor of the gradient where the optimizer clips the norm of all gradients in place."""
+    g, sign = before[GRADIENT], _sign(group)
+    is_clipped = group["max_grad_norm"] and p.grad is not None and bool(g.any())
+    return sign * abs(float((p.grad * g).sum() / g.square().sum())) if is_clipped else sign
+
+
+def _lamb(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    beta1, decay = float(group["betas"][0]), float(group["weight_decay"])
+    rate = _rate_of_mean(group) * (1.0 if group["adam"] else float(after["trust_ratio"]))
+    own = rate if not group["weight_decouple"] else 1.0 if group["fixed_decay"] else float(group["lr"])
+    return LinearStep(
+        momentum_lr=rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])),
+        beta=beta1,
+        one_minus_dampening=1 - beta1 if group["grad_averaging"] else 1.0,
+        grad_scale=_scale_in_place(p, group if group["pre_norm"] else {**group, "max_grad_norm": 0.0}, before),
+        decoupled_decay=own * decay,
+    )
+
+
+def _prodigy(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """The estimated distance d scales the gradients of a step as it was before the step."""
+    (beta1, beta2), old = map(float, group["betas"]), before[OPTIONS]
+    d, count = float(old["d"]), old["step"]
+    bias = _debiased(beta1, count) / math.sqrt(_debiased(beta2, count)) if group["bias_correction"] else 1.0
+    rate = d * float(group["lr"]) / bias
+    momentum_lr = rate / (after["exp_avg_sq"].sqrt() + float(group["d"]) * float(group["eps"]))
+    if not group["weight_decouple"]:  # the class adds a coupled decay to gradients that it has used already
+        group = {**group, "weight_decay": 0.0}
+    return _step(group, rate, momentum_lr=momentum_lr, beta=beta1, one_minus_dampening=d * (1 - beta1))
+
+
+def _share_of_base(group: Options) -> float:
+    """Return the share c of the base sequence in the average after a schedule-free step."""
+    count = group["k"] if "k" in group else group["step"]
+    weight = count ** group["r"] * float(group["lr_max"]) ** group["weight_lr_power"]
+    share = weight / float(group["weight_sum"]) if group["weight_sum"] else 0.0
+    coupling = group.get("decoupling_c", 0)
+    return min(1.0, share * (1 - float(group["betas"][0])) * coupling) if coupling > 0 else share
+
+
+def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    beta, c = float(group["betas"][0] if "betas" in group else group["momentum"]), _share_of_base(group)
+    count, warmup = group["k"] if "k" in group else group["step"], group["warmup_steps"]
+    rate = float(group["lr"]) * (count / warmup if count < warmup else 1.0)
+    scale: float | Tensor = 1.0
+    if "betas" in group:
+        v, is_other = after["exp_avg_sq"] / _debiased(float(group["betas"][1]), count), "ams_bound" in group
+        v = after["max_exp_avg_sq"] if group.get("ams_bound") else v
+        scale = 1 / ((v + 1e-15 if is_other else v).sqrt() + float(group["eps"]))  # pytorch_optimizer adds 1e-15
+    k = rate * (beta * (1 - c) - 1)
+    of_u = c / (1 - c) if c < 1 else 0.0  # u is 0 where the average is the base sequence alone
+    return LinearStep(
+        lr=-(k + of_u * (rate + k)) * scale,
+        momentum_lr=-of_u,
+        beta=1 - c,
+        one_minus_dampening=-(rate + k) * scale,
+        grad_scale=_sign(group),
+        weight_decay=float(group["weight_decay"]) / scale,
+    )
+
+
+def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]) -> dict[int, Tensor] | None:
+    """Return weights, by the `id` of their parameter, as schedule-free optimizers have them while they train.
+
+    None where no optimizer is schedule-free.
+    """
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    if not any("train_mode" in group for _, group in groups):
+        return None
+    for optimizer, group in groups:
+        beta = float(group["betas"][0] if "betas" in group else group["momentum"])
+        for p in () if group.get("train_mode", True) else group["params"]:
+            if "z" in optimizer.state.get(p, {}) and id(p) in weights:
+                weights[id(p)] = weights[id(p)].lerp(optimizer.state[p]["z"].to(p), 1 - beta)
+    return weights
+
+
+def _factored(row: Tensor, column: Tensor) -> Tensor:
+    return (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
+
+
+def _came(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    is_factored, beta1, lr = "exp_avg_sq_row" in after, float(group["betas"][0]), float(group["lr"])
+    of = [
+        _factored(after[f"exp_avg_{kind}_row"], after[f"exp_avg_{kind}_col"]) for kind in ("sq", "res") if is_factored
+    ]
+    inverse = of[0] if is_factored else after["exp_avg_sq"].rsqrt()
+    if group["ams_bound"]:
+        inverse = (after["exp_avg_sq_hat"] / group["betas"][1]).rsqrt()
+    clipping = max(1.0, float(_root_mean_square(inverse * _h(group, before))) / group["clip_threshold"])
+    buffer = {"beta": beta1, "one_minus_dampening": (1 - beta1) / clipping * inverse}
+    return _step(group, lr, momentum_lr=lr * of[1] if is_factored else lr, **buffer)
+
+
+def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """The moving average of differences of gradients is linear in h and in the sum n' = beta2 n + h.
+
+    It is (1 - beta2) / beta2 (h - (1 - beta2) n'), where n begins so that the first difference is 0; or 2 h where the
+    loss is maximised, as the class keeps the first gradient with the other sign.
+    """
+    (beta1, beta2, beta3), count, lr = map(float, group["betas"]), group["step"], float(group["lr"])
+    decay, first = lr * float(group["weight_decay"]), (1 - 2 * beta2 * group.get("maximize", False)) / (1 - beta2)
+    shrunk = decay if group["weight_decouple"] else decay / (1 + decay)
+    scale = lr / (after["exp_avg_sq"].sqrt() / math.sqrt(_debiased(beta3, count)) + float(group["eps"]))
+    scale = scale * (1.0 if group["weight_decouple"] else 1 - shrunk)
+    of_difference = (1 - beta2) / _debiased(beta2, count) * scale
+    return LinearStep(
+        lr=of_difference,
+        momentum_lr=scale / _debiased(beta1, count),
+        grad_scale=_scale_in_place(p, group, before),
+        decoupled_decay=shrunk,
+        second=SecondBuffer((beta2 - 1) * of_difference, beta2, 1.0 if "previous_grad" in before else first),
+        **_mean(beta1),
+    )
+
+
+def _ademamix(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    (beta1, beta2, beta3), count, until = map(float, group["betas"]), group["step"], group["t_alpha_beta3"]
+    alpha, lr = float(group["alpha"]), float(group["lr"])
+    if until is not None:
+        share, (log1, log3) = count / until, map(math.log, (beta1, beta3))
+        alpha, beta3 = (
+            min(share * alpha, alpha),
+            min(math.exp(log1 * log3 / ((1 - share) * log3 + share * log1)), beta3),
+        )
+    scale = lr / (after["exp_avg_sq"].sqrt() / math.sqrt(_debiased(beta2, count)) + float(group["eps"]))
+    second = SecondBuffer(alpha * scale, beta3, 1 - beta3)
+    return _step(group, lr, momentum_lr=scale / _debiased(beta1, count), second=second, **_mean(beta1))
+
+
+def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """Adam in the basis of eigenvectors Q = Q_L, Q_R of the step: Q_L ((Q_L^T m' Q_R) / d) Q_R^T."""
+    beta1, beta2 = map(float, group["betas"])
+    count, lr = group["step"] - 1, float(group["lr"])
+    if p.ndim > 2 or group["merge_dims"]:
+        raise ValueError(
+            f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got a "
+            f"parameter of shape {tuple(p.shape)}. Give other parameters another optimizer."
+        )
+    if count == 0:  # the first gradient only makes the basis
+        return LinearStep(beta=1.0)
+    h = _sign(group) * before[GRADIENT]
+    left, right, *_ = *(Q if len(Q) else None for Q in before["Q"]), None
+    turned = h if left is None else left.T @ h
+    turned = turned if right is None else turned @ right
+    v = before["exp_avg_sq"].lerp(turned.square(), 1 - beta2)
+    is_debiased = group["correct_bias"]
+    rate = lr * (math.sqrt(_debiased(beta2, count)) / _debiased(beta1, count) if is_debiased else 1.0)
+    decay = lr * float(group["weight_decay"])  # after the step
+    scale = rate * (1 - decay) / (v.sqrt() + float(group["eps"]))
+    inner = {"inner_left": None if left is None else left.T, "inner_right": right}
+    outer = {"left": left, "right": None if right is None else right.T}
+    group = {**group, "weight_decay": 0.0}
+    return _step(group, lr, momentum_lr=scale, **_mean(beta1), **inner, **outer, decoupled_decay=decay)
+
+
+def lookahead(inner: UpdateRule) -> UpdateRule:
+    """Return the rule of Lookahead over an optimizer: every k-th step ends between it and the slow weights.
+
+    The second buffer n is minus what the inner steps d have added since then: w - n are the slow weights. The step is
+    d + (1 - alpha) n' where it ends there.
+    """
+
+    def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+        if group["pullback_momentum"] != "none":
+            raise ValueError("Lookahead must leave the momentum as it is: got another pullback_momentum than 'none'.")
+        own = {key: value for key, value in before.items() if key not in ("slow_params", OPTIONS)}
+        step = inner.coefficients(p, group, own, after)
+        if step.second is not None or any(Q is not None for Q in (step.left, step.right)):
+            raise ValueError(f"Lookahead must be over an optimizer with one buffer and no matrices: got {inner.name}.")
+        rate = float(group["alpha"]) - 1 if group["counter"] == 0 else 0.0
+        is_begun = before[OPTIONS]["counter"] != 0
+        second = SecondBuffer(rate, float(is_begun), step.lr, step.momentum_lr, step.decoupled_decay)
+        return replace(step, second=second)
+
+    return UpdateRule(f"Lookahead({inner.name})", coefficients, (*inner.needs_before, OPTIONS), inner.unexplained)
+
+
+LIBRARY_RULES = {
+    name: UpdateRule(name, coefficients, (GRADIENT, WEIGHTS, *needs))
+    for coefficients, names, needs in (
+        (_sgdw, "SGDW", ()),
+        (_lion, "Lion", ()),
+        (_tiger, "Tiger", ()),
+        (_adabelief, "AdaBelief", ()),
+        (_qhadam, "QHAdam", ()),
+        (_stable_adamw, "StableAdamW", ()),
+        (_lamb, "Lamb LAMB", ()),
+        (_prodigy, "Prodigy", (OPTIONS,)),
+        (_schedule_free, "AdamWScheduleFree SGDScheduleFree ScheduleFreeAdamW ScheduleFreeSGD", ()),
+        (_came, "CAME", ()),
+        (_adan, "Adan", ()),
+        (_ademamix, "AdEMAMix", ()),
+        (_soap, "SOAP", ("Q", "exp_avg_sq")),
+    )
+    for name in names.split()
+}
+# Options with which such a class makes other steps than its rule's.
+_OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
+
+# What the refusal of an unknown class shows.
+TEMPLATE = """
+    from epk_gp.optimizers.update_rules import LinearStep, UpdateRule
+
+    def coefficients(p, group, before, after):
+        # h = grad + weight_decay * w;  m' = beta * m + one_minus_dampening * h
+        # step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
+        scale = 1 / (after["exp_avg_sq"].sqrt() + group["eps"])  # or 1.0
+        return LinearStep(
+            beta=group["beta"],
+            one_minus_dampening=1 - group["beta"],
+            momentum_lr=group["lr"] * scale,
+        )
+
+    rule = UpdateRule("mine", coefficients)
+    recorder = epk.Recorder(net, optimizer, X, y, update_rule=rule)
+"""
+
+
+def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
+    """Return a library's rule for a class of its name, whose attributes stand among its options."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    for option in _OTHER_STEPS:
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"{kind} must make the plain steps of {rule.name}: got {option}, which makes others.")
+
+    def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+        try:
+            return rule.coefficients(p, ChainMap(dict(group), vars(optimizer)), before, after)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{kind} must have the options and the state of {rule.name}, which its name stands for: it lacks "
+                f"{error}. State its rule: update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
+            ) from error
+
+    return replace(rule, coefficients=coefficients)
+
+
+def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
+
+    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
+    """
+    a, b, c = coefficients
+    X = U.T if U.shape[0] > U.shape[1] else U
+    norm = X.norm().clamp(min=eps)
+    X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
+    Q: Tensor = identity / norm
+    for _ in range(steps):
+        A = X @ X.T
+        polynomial = a * identity + b * A + c * A @ A
+        X, Q = polynomial @ X, polynomial @ Q
+    return Q.T if U.shape[0] > U.shape[1] else Q
+
+
+class NoOptimizer(Optimizer):
+    """The optimizer of a loop that writes p -= lr * p.grad itself; each step's lr is read off the weights."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
+
+    def keep(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Options]:
+        """Copy weights and gradients as they are before a step, and return them by name."""
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        self._before = [(p, p.detach().clone(), gradients.get(name)) for name, p in parameters.items()]
+        return {name: {GRADIENT: g} for name, g in gradients.items()}
+
+    def has_moved(self) -> bool:
+        """Return whether the weights moved since; set the learning rate to the one that comes nearest to how."""
+        moves = [(w.double() - p.detach(), g) for p, w, g in self._before]
+        pairs = [(move, g.double()) for move, g in moves if g is not None]
+        along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
+        self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
+        return any(bool(move.any()) for move, _ in moves)
+
+
+def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:
+    """Return the coefficients a of the average x of a schedule-free run, for `epk_gp.core.states.averaged_trajectory`.
+
+    Args:
+        trajectory: The run, `epk_gp.Trajectory`; the weights of all parameters move at the same rate of averaging.
+    """
+    (group,) = {json.dumps([g.options.get("betas"), g.options.get("momentum")]) for g in trajectory.optimizer_groups}
+    betas, momentum = json.loads(group)
+    beta = momentum if betas is None else betas[0]
+    shares = [1 - float(trajectory.updates[s].beta.min()) for s in range(trajectory.num_steps)]
+    return torch.tensor([c / (1 - beta * (1 - c)) for c in shares], dtype=torch.float64)

@@ -1,0 +1,339 @@
+"""Optimizers of other libraries, of one's own, wrapped ones, and loops without one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import pytorch_optimizer as po
+import schedulefree
+import torch
+from library_cases import CASES, VARIANTS, ByHand, problem, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.states import averaged_trajectory
+from epk_gp.optimizers.library_rules import LIBRARY_RULES, schedule_free_coefficients
+from epk_gp.optimizers.torch_rules import as_optimizers, rule_for
+from epk_gp.recording.causes import StepMismatchError
+from loops import record
+
+TORCH_DTYPES = (torch.float64, torch.float32)
+
+
+def recorded(make, dtype=torch.float64, at_step=lambda s, net, optimizer: None, folder=None, **options):
+    """Record the problem's loop; `at_step` is called before the step of its number."""
+    net, X, y, steps = problem(dtype)
+    optimizer = train(make(list(net.parameters())))
+    with epk.Recorder(net, optimizer, X, y, folder=folder, **options) as recorder:
+        for s, batch in enumerate(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            at_step(s, net, optimizer)
+            optimizer.step()
+    return recorder.trajectory, X[:2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(name):
+    kind, options, share = CASES[name]
+    run, X = recorded(lambda p: kind(p, **options))
+    by_hand = ByHand(lambda p: kind(p, **options), share)
+    by_hand.run()
+    for s, state in enumerate(by_hand.states):
+        torch.testing.assert_close(run.states[s], state, rtol=0, atol=1e-12)
+    expected, parts = by_hand.contributions(run, X), epk.attribute(run, X, head="logits")
+    scale = expected.abs().max()
+    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-8 * scale
+    decay = torch.zeros_like(parts.total) if parts.decay is None else parts.decay
+    assert (decay - expected[:, :, -1]).abs().max() <= 1e-8 * scale
+    assert parts.certified
+    assert parts.max_error <= 1e-10
+    assert epk.reconstruct(run, X).certified
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_runs_are_certified(name):
+    kind, options, _ = CASES[name]
+    run, X = recorded(lambda p: kind(p, **options), torch.float32)
+    assert epk.attribute(run, X).certified
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_options_are_exact_too(name):
+    kind, options = VARIANTS[name]
+    run, X = recorded(lambda p: kind(p, **options))
+    parts = epk.attribute(run, X, head="logits")
+    assert parts.certified
+    assert parts.max_error <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["Adan", "SOAP", "Lookahead", "schedulefree AdamW"])
+def test_second_buffers_and_matrices_are_stored_and_computed_again(tmp_path, name):
+    kind, options, _ = CASES[name]
+    memory, X = recorded(lambda p: kind(p, **options))
+    disk, _ = recorded(lambda p: kind(p, **options), folder=tmp_path / "run")
+    thin, _ = recorded(lambda p: kind(p, **options), folder=tmp_path / "thin", storage=epk.Storage(keep_every=4))
+    loaded = epk.load_trajectory(tmp_path / "run", problem()[0])
+    assert loaded.digest == disk.digest == memory.digest
+    expected = epk.attribute(memory, X).samples
+    assert torch.equal(epk.attribute(loaded, X).samples, expected)
+    again = epk.attribute(thin, X)
+    assert again.certified
+    torch.testing.assert_close(again.samples, expected, rtol=0, atol=1e-7 if name == "SOAP" else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["Lion", "schedulefree AdamW", "Adan", "Lookahead"])
+def test_planted_faults_are_found(name):
+    kind, options, _ = CASES[name]
+
+    def edit(s: int, net: nn.Module, optimizer: object) -> None:
+        with torch.no_grad():
+            net[0].weight[0, 0] += 1e-5 * (s == 4)
+
+    class Doubled(kind if isinstance(kind, type) else po.Lookahead):
+        def step(self, closure=None):
+            before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+            super().step(closure)
+            for p, w in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.data.add_(p.data - w)
+
+    def doubled(parameters):
+        return Doubled(parameters, **options) if isinstance(kind, type) else Doubled(torch.optim.AdamW(parameters))
+
+    with pytest.raises(StepMismatchError, match="step 4: .*it differs by"):
+        recorded(lambda p: kind(p, **options), at_step=edit)
+    with pytest.raises(StepMismatchError, match="it differs by"):
+        recorded(doubled)
+
+
+def test_schedule_free_training_with_evaluations_and_its_average():
+    """The loop as the library's page writes it; the network in evaluation mode is an average of the recorded one."""
+    net, X, y, _ = problem()
+    optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for _ in range(6):
+            optimizer.train()
+            for batch in torch.randperm(11).split(4):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)
+                optimizer.step()
+            optimizer.eval()
+            with torch.no_grad():
+                net(X)
+    run = recorder.trajectory
+    average = averaged_trajectory(run, schedule_free_coefficients(run), network=net)
+    parts = epk.attribute(average, X[:2], head="logits")
+    assert parts.certified
+    assert (parts.total - net(X[:2])).abs().max() <= 1e-10
+    with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_coefficients"):
+        assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
+
+
+def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
+    net, X, y, (batch, *_) = problem()
+    optimizer = train(schedulefree.SGDScheduleFree(net.parameters(), lr=0.1))
+
+    def loop() -> None:
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+            optimizer.eval()
+            net[0].weight.data[0, 0] += 1e-9
+
+    with pytest.raises(StepMismatchError, match="must be those that the last step left"):
+        loop()
+
+
+def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
+    def muon(parameters: list[nn.Parameter]) -> po.Muon:
+        groups = [
+            {"params": [p for p in parameters if (p.ndim > 1) == flag], "use_muon": flag} for flag in (True, False)
+        ]
+        return po.Muon(groups)
+
+    run, X = recorded(muon, unexplained=0.5)
+    parts = epk.attribute(run, X, head="logits")
+    assert parts.certified
+    assert parts.max_error <= 1e-10
+    assert parts.unexplained is not None
+    assert 0 < float(parts.unexplained.abs().max()) < 0.3 * float((parts.network - parts.initial).abs().max())
+    with pytest.raises(ValueError, match="unexplained must be given for Muon"):
+        recorded(muon)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: po.AdaBelief(p, rectify=True), "must make the plain steps of AdaBelief: got rectify"),
+        (lambda p: po.Lion(p, cautious=True), "must make the plain steps of Lion: got cautious"),
+        (
+            lambda p: po.Lookahead(torch.optim.SGD(p, lr=0.1), pullback_momentum="reset"),
+            "must leave the momentum as it is",
+        ),
+        (lambda p: po.Lookahead(po.Adan(p)), "must be over an optimizer with one buffer and no matrices: got Adan"),
+        (
+            lambda p: type("Lamb", (torch.optim.Optimizer,), {"step": lambda self: None})(p, {"lr": 0.1}),
+            "it lacks 'betas'",
+        ),
+    ],
+)
+def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message):
+    with pytest.raises(ValueError, match=message):
+        recorded(make)
+
+
+def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
+    net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 3)).double()
+    X, y, optimizer = torch.randn(6, 1, 4).double(), torch.arange(6) % 3, po.SOAP(net.parameters())
+    with pytest.raises(ValueError, match=r"SOAP must have matrices and vectors.* of shape \(2, 1, 3\)"):
+        record(net, optimizer, X, y, [None])
+
+
+class Mine(torch.optim.Optimizer):
+    """A home-made optimizer with the options and the state that the shown template reads."""
+
+    def __init__(self, parameters, lr=0.01, beta=0.9, eps=1e-6):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                m, v = state.get("m", torch.zeros_like(p)), state.get("exp_avg_sq", torch.zeros_like(p))
+                state["m"] = group["beta"] * m + (1 - group["beta"]) * p.grad
+                state["exp_avg_sq"] = 0.9 * v + 0.1 * p.grad**2
+                p -= group["lr"] * state["m"] / (state["exp_avg_sq"].sqrt() + group["eps"])
+
+
+def test_the_lines_that_the_refusal_shows_record_a_home_made_optimizer():
+    net, X, y, steps = problem()
+    optimizer = Mine(net.parameters())
+    with pytest.raises(ValueError, match="update rule must be known: that of .*Mine is not") as refused:
+        epk.Recorder(net, optimizer, X, y)
+    shown = str(refused.value)[str(refused.value).index("    from epk_gp") :].rstrip()
+    lines = [line[4:] for line in shown.splitlines()]
+    assert len(lines) <= 15
+    names = {"epk": epk, "net": net, "optimizer": optimizer, "X": X, "y": y}
+    exec("\n".join(lines), names)
+    with names["recorder"] as recorder:
+        for batch in steps:
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    parts = epk.attribute(recorder.trajectory, X[:2], head="logits")
+    assert parts.certified
+    assert parts.max_error <= 1e-10
+
+
+class Renamed(torch.optim.AdamW):
+    """Changes nothing in its steps."""
+
+
+class Other(torch.optim.SGD):
+    """Takes half the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p -= 0.5 * self.param_groups[0]["lr"] * p.grad
+
+
+def test_a_class_is_what_its_steps_are():
+    run, X = recorded(lambda p: Renamed(p, lr=0.01))
+    assert run.update_rule == "AdamW"
+    assert epk.influence(run, X, head="logits").certified
+    with pytest.raises(StepMismatchError, match="must be SGD's step"):
+        recorded(lambda p: Other(p, lr=0.1))
+
+
+class Wrapper:
+    """As apex and others write them: an object with an optimizer inside, whose groups it shares."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def test_wrappers_are_taken_off():
+    inner = torch.optim.SGD(problem()[0].parameters(), lr=0.1)
+    assert as_optimizers(Wrapper(inner)) == (inner,)
+    sam = po.SAM(problem()[0].parameters(), torch.optim.SGD, lr=0.1)
+    assert as_optimizers(sam) == (sam.base_optimizer,)
+    assert rule_for(sam).name == "SGD"
+    ahead = po.Lookahead(inner)
+    assert as_optimizers(ahead) == (ahead,), "it has weights of its own"
+
+
+def loop_without_optimizer(update, steps=6, **options):
+    net, X, y, batches = problem()
+    with epk.Recorder(net, None, X, y, **options) as recorder:
+        for s, batch in enumerate(batches[:steps]):
+            net.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            with torch.no_grad():
+                for p in net.parameters():
+                    update(s, p)
+    return recorder.trajectory, X[:2]
+
+
+def plain(s: int, p: Tensor) -> None:
+    p -= 0.1 / (s + 1) * p.grad
+
+
+def with_data(s: int, p: Tensor) -> None:
+    p.data.add_(p.grad, alpha=-0.1 / (s + 1))
+    p.grad.zero_()
+
+
+@pytest.mark.parametrize("update", [plain, with_data])
+def test_a_loop_without_an_optimizer_is_the_same_run_as_with_one(update):
+    run, X = loop_without_optimizer(update)
+    net, points, y, batches = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, points, y) as recorder:
+        for s, batch in enumerate(batches[:6]):
+            optimizer.param_groups[0]["lr"] = 0.1 / (s + 1)
+            optimizer.zero_grad()
+            F.cross_entropy(net(points[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    torch.testing.assert_close(run.step_sizes, recorder.trajectory.step_sizes, rtol=1e-12, atol=0)
+    parts, expected = (epk.attribute(each, X, head="logits") for each in (run, recorder.trajectory))
+    assert parts.certified
+    torch.testing.assert_close(parts.samples, expected.samples, rtol=0, atol=1e-10)
+    assert epk.influence(run, X, head="logits").certified
+
+
+def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated():
+    def ascending(s: int, p: Tensor) -> None:
+        p += 0.1 * p.grad.sign()
+
+    def edited(s: int, p: Tensor) -> None:
+        plain(s, p)
+        p.flatten()[0] += 1e-6 * (s == 2)
+
+    for update, step in ((ascending, 0), (edited, 2)):
+        with pytest.raises(StepMismatchError, match=rf"step {step}: weights that no optimizer moves must move by -lr"):
+            loop_without_optimizer(update)
+    scales = {4: 0.2, 6: 0.1, 3: 0.3}  # by the number of rows
+
+    def scaled(s: int, p: Tensor) -> None:
+        p -= scales[len(p)] * p.grad
+
+    rule = epk.optimizers.update_rules.UpdateRule(
+        "mine", lambda p, *_: epk.optimizers.update_rules.LinearStep(lr=scales[len(p)])
+    )
+    run, X = loop_without_optimizer(scaled, update_rule=rule)
+    assert epk.attribute(run, X).certified
+
+
+def test_the_page_names_every_class_that_is_known():
+    page = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
+    assert {*LIBRARY_RULES, "Lookahead", "Muon"} <= set(re.findall(r"`(\w+)`", page.read_text()))
