@@ -244,41 +244,6 @@ def predict_step(
         g: The gradient of the batch's loss at w.
         m: The momentum buffer before the step, zero before the first step; then the second one, if there is one.
     """
-    if update.has_matrices or w.device.type != "cpu" or len(w) <= BLOCK:
-        return _predicted(update, sizes, w, g, m)
-    # in blocks that stay in the cache: new memory for each sum of large vectors would cost more than the sums
-    step, after, coefficients = torch.empty_like(w), torch.empty_like(w), list(update)
-    for first, last, block in _blocks(sizes):
-        numbers = [v[first:last] if len(v) == len(sizes) else v[block] for v in coefficients]
-        step[block], after[block] = _predicted(
-            UpdateCoefficients(*numbers),
-            [block.stop - block.start] if last - first == 1 else sizes[first:last],
-            w[block],
-            g[block],
-            m[block],
-        )
-    return step, after
-
-
-BLOCK = 1 << 18  # weights
-
-
-def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
-    """Divide flat weights: yield the range of parameters of each block and its place; a large one has several."""
-    first = place = 0
-    while first < len(sizes):
-        last, size = first + 1, sizes[first]
-        while last < len(sizes) and size + sizes[last] <= BLOCK:
-            size, last = size + sizes[last], last + 1
-        for begin in range(place, place + size, BLOCK):
-            yield first, last, slice(begin, min(begin + BLOCK, place + size))
-        first, place = last, place + size
-
-
-def _predicted(
-    update: UpdateCoefficients, sizes: Sequence[int], w: Tensor, g: Tensor, m: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the step and the momentum buffer of all weights, or of a block."""
 
     def sum_of(*terms: tuple[Tensor, Tensor]) -> Tensor:
         """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""

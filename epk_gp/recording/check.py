@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from epk_gp.core.plans import TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
-    BLOCK,
     CLIP_ROUNDING,
     EPSILON,
     Clip,
@@ -193,12 +192,10 @@ def check_step(
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
     expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
-    predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
-    size = BLOCK if start.device.type == "cpu" else len(start)
-    vectors = zip(observed.end.split(size), start.split(size), predicted.split(size), strict=True)
-    difference = max(float(largest_entry((w - w0).sub_(d))) for w, w0, d in vectors)
+    predicted, momentum, difference = _predicted(setup, observed)
     follows_rule = difference <= step_tolerance(start, predicted)
-    if not follows_rule:
+    residual = None if follows_rule else observed.end - start - predicted
+    if residual is not None:
         terms = rounding_of_terms(made.update, sizes, start, made.gradient, observed.momentum)
         follows_rule = bool((residual.abs() <= terms).all())
     if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
@@ -208,7 +205,7 @@ def check_step(
             "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
         )
     if not exact:
-        if not follows_rule and not _is_accepted(setup, observed, observed.end - start - predicted):
+        if residual is not None and not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(
                 f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
                 "work, or the weights were changed."
@@ -248,6 +245,38 @@ def check_step(
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
     return penalty.added_to(scale_gradient(made.update, check.clip_factor, sizes)), momentum
+
+
+_BLOCK = 1 << 18  # weights that are looked at together: memory for sums of large vectors costs more than the sums
+
+
+def _predicted(setup: TrainingSetup, observed: ObservedStep) -> tuple[Tensor, Tensor, float]:
+    """Return the predicted step, the momentum buffer after it, and by how much it differs from the recorded step."""
+    update, sizes, start, end = observed.made.update, setup.model.sizes, observed.start, observed.end
+    vectors = (start, observed.made.gradient, observed.momentum)
+    if update.has_matrices or start.device.type != "cpu" or len(start) <= _BLOCK:
+        predicted, momentum = predict_step(update, sizes, *vectors)
+        return predicted, momentum, float(largest_entry((end - start).sub_(predicted)))
+    predicted, momentum, difference = torch.empty_like(start), torch.empty_like(start), 0.0
+    for first, last, block in _blocks(sizes):
+        numbers = [v[first:last] if len(v) == len(sizes) else v[block] for v in update]
+        own_sizes = [block.stop - block.start] if last - first == 1 else sizes[first:last]
+        step, momentum[block] = predict_step(UpdateCoefficients(*numbers), own_sizes, *(v[block] for v in vectors))
+        predicted[block] = step
+        difference = max(difference, float(largest_entry((end[block] - start[block]).sub_(step))))
+    return predicted, momentum, difference
+
+
+def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
+    """Divide flat weights: yield the range of parameters of each block and its place; a large one has several."""
+    first = place = 0
+    while first < len(sizes):
+        last, size = first + 1, sizes[first]
+        while last < len(sizes) and size + sizes[last] <= _BLOCK:
+            size, last = size + sizes[last], last + 1
+        for begin in range(place, place + size, _BLOCK):
+            yield first, last, slice(begin, min(begin + _BLOCK, place + size))
+        first, place = last, place + size
 
 
 def _with_inferred(
