@@ -40,9 +40,10 @@ from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
+from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
 from epk_gp.storage.run import create_run, is_run, resume_run
-from epk_gp.storage.schema import DATA, map_tensors
+from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
 
@@ -152,18 +153,9 @@ class Recorder:
         self._ranks = Ranks(net, optimizer)
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
-            net,
-            optimizer,
-            X,
-            y,
-            loss,
-            update_rule,
-            clip=clip,
-            unexplained=unexplained,
-            trained=trained,
-            output=output,
-            folder=folder,
-        )
+            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
+            output=output, folder=folder,
+        )  # fmt: skip
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:

@@ -56,7 +56,7 @@ from epk_gp.optimizers.update_rules import (
     validate_unexplained,
 )
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
-from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
+from epk_gp.storage.rows import Rows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -109,7 +109,7 @@ class TrainingSetup:
     clip: Clip | None = None
     unexplained: float | None = None
     is_mapped: bool = False
-    stream: StreamRows | None = None
+    stream: Rows | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -121,13 +121,11 @@ class TrainingSetup:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
 
-    def number(
-        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."] | None, stream: StreamRows
-    ) -> Int64[Tensor, " n"]:
+    def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
-        numbers = stream.number(X, X.new_empty(len(X), 0) if y is None else y)
-        if int(numbers.max()) >= len(self.X):
-            self.X, self.y = stream.mapped()
+        numbers = stream.number(X, torch.empty(len(X), 0) if y is None else y)
+        if len(stream) > len(self.X):
+            self.X, self.y = (column.to(self.X.device) for column in stream.mapped())
         return numbers
 
     def has_all_weights(self) -> bool:
@@ -310,11 +308,14 @@ def make_setup(
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
-    data = map_data(X, y, folder)
-    y = y if data is None else data.y
+    rows = map_data(X, y, folder)
+    if rows is not None:
+        device = next(net.parameters(), torch.empty(0)).device
+        X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
+        y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
-    X, y, signature = _parse_data(X if data is None else data, y, output)
+    X, y, signature = _parse_data(X, y, output, rows)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -329,8 +330,8 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, moved, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, moved, X, y)
-    stream = None if data is None else data.stream
-    is_mapped = data is not None and stream is None
+    stream = rows if rows is not None and rows.is_stream else None
+    is_mapped = rows is not None and stream is None and X.device.type == "cpu"
     optimizers = as_optimizers(optimizer)
     own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
     return TrainingSetup(net, model, X, y, loss, *own)
@@ -369,7 +370,9 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(
+    X: Any, y: Any, output: Callable[[Any], Tensor] | None, rows: Rows | None
+) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
 
     Those that are mapped from files are not copied.
@@ -386,8 +389,7 @@ def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple
         nodes, signature = parse_graph(X, len(labels), output)
         return nodes, labels.detach().clone(), signature
     validate_output(output)
-    is_mapped = isinstance(X, MappedData)
-    inputs, signature = (X.X, Signature(X.layout, output)) if is_mapped else parse_signature(X, output)
+    inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
     validate_tensor(y, "y")
@@ -399,7 +401,7 @@ def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return (inputs, y, signature) if is_mapped else (inputs.detach().clone(), y.detach().clone(), signature)
+    return (inputs.detach().clone(), y.detach().clone(), signature) if rows is None else (inputs, y, signature)
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateC
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.rows import RowFile, num_seen
+from epk_gp.storage.rows import Rows, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
@@ -415,16 +415,16 @@ def stream_data(
     Raises:
         ValueError: The chunks do not hold the points of their steps.
     """
-    inputs, targets = RowFile(), RowFile()
-    for name, file in (("inputs", inputs), ("targets", targets)):
-        file.append(data[name], name)
-        for chunk in chunks:
-            with opened_chunk(path, chunk) as tensors:
-                if f"rows.{name}" in tensors.keys():  # noqa: SIM118  # not a mapping
-                    file.append(tensors.get_tensor(f"rows.{name}"), name)
-        if len(file) < num_seen(steps):
-            raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(file)}.")
-    return inputs.mapped(), targets.mapped()
+    rows = Rows()
+    rows.append(data["inputs"], data["targets"])
+    for chunk in chunks:
+        with opened_chunk(path, chunk) as tensors:
+            if INPUTS in tensors.keys():  # noqa: SIM118  # not a mapping
+                rows.append(tensors.get_tensor(INPUTS), tensors.get_tensor(TARGETS))
+    if len(rows) < num_seen(steps):
+        raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
+    X, y = rows.mapped()
+    return X, y
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:

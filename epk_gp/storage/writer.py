@@ -21,15 +21,9 @@ from torch import Tensor
 from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.storage import files
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import (
-    atomic_write,
-    checksum,
-    checksummed_json,
-    open_descriptor,
-    regular_file_size,
-    tensor_file,
-)
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
@@ -278,7 +272,7 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     hasher, size = hashlib.blake2b(digest_size=16), 0
-    for part in tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
+    for part in files.tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
         hasher.update(part)
         size += len(part)
     of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
@@ -290,7 +284,7 @@ def create_run_dir(
         with writer.closed_on_error():
             require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
             os.ftruncate(writer._journal, 0)
-            atomic_write(folder / DATA, tensor_file(data, {}))
+            atomic_write(folder / DATA, files.tensor_file(data, {}))
     return writer, full
 
 

@@ -253,3 +253,97 @@ def test_the_cause_of_a_fault_is_named_and_no_other(name, dtype, fault):
 def test_the_loop_without_a_fault_is_recorded(name):
     assert train(name, torch.float64, Fault("")).num_steps == STEPS
     assert train(name, torch.float32, Fault("")).num_steps == STEPS
+
+
+def cause_of(train):
+    with pytest.raises(epk.StepMismatchError) as error:
+        train()
+    return str(error.value).partition("Likely cause: ")[2]
+
+
+class Scaled(nn.Module):
+    """Takes a number besides the rows, and may draw random numbers."""
+
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.inner, self.drop = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Dropout(drop)
+
+    def forward(self, x, scale=1.0):
+        return self.drop(self.inner(x)) * scale
+
+
+def small(net, steps=2, *, call=lambda net, x: net(x), value=F.cross_entropy, before=id, recorded=None, **options):
+    torch.manual_seed(0)
+    net = net.double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
+    y = options.pop("y", y)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(recorded or net, optimizer, X, y, **options) as recorder:
+        for step in range(steps):
+            optimizer.zero_grad()
+            before(step)
+            rows = torch.randperm(12)[:6]
+            value(call(net, X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return recorder
+
+
+def test_further_arguments_of_the_network_are_named():
+    cause = cause_of(lambda: small(Scaled(), call=lambda net, x: net(x, scale=1.5)))
+    assert "the network was called with further arguments" in cause
+
+
+def test_a_number_that_changes_in_the_network_is_named():
+    net = Scaled()
+    net.register_buffer("kept", torch.ones(()))
+    net.table = [1.0]
+    net.forward = lambda x: net.table[0] * net.inner(x)
+    cause = cause_of(lambda: small(net, before=lambda step: net.table.__setitem__(0, 1.0 + step)))
+    assert "something else in it changes" in cause
+
+
+class OwnStream(nn.Module):
+    """Draws other random numbers than a copy of it, as a network does that Inductor has compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.number = nn.Linear(4, 3), id(self)
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.training and self.number == id(self):
+            torch.rand(3)
+        return F.dropout(h, 0.5, self.training)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_random_numbers_of_a_compiled_network_are_named(is_compiled):
+    net = OwnStream()
+    vars(net)["_compiled_call_impl"] = net._call_impl if is_compiled else None
+    cause = cause_of(lambda: small(net))
+    assert ("compiled random numbers. Set torch._inductor.config.fallback_random" in cause) == is_compiled
+    assert ("something else in it changes" in cause) != is_compiled
+
+
+REGRESSIONS = {
+    "mean for sum": (epk.MeanSquaredError("sum"), F.mse_loss, r"MeanSquaredError\(reduction='mean'\), not of"),
+    "absolute": (epk.MeanSquaredError(), F.l1_loss, "that of L1Loss, reduction='mean', not of the stated"),
+    "huber": (epk.MeanSquaredError(), lambda z, t: F.huber_loss(z, t, delta=0.1), "loss is not MeanSquaredError"),
+    "others": (epk.MeanSquaredError(), lambda z, t: F.mse_loss(z, t.flip(0)), "are the batch's in another order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "value", "message"), REGRESSIONS.values(), ids=REGRESSIONS)
+def test_losses_of_regressions_are_named(loss, value, message):
+    y = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert re.search(message, cause_of(lambda: small(Scaled(), value=value, loss=loss, y=y)))
+
+
+@pytest.mark.parametrize("factor", [0.9998, 1.0002])
+def test_a_small_factor_is_named_in_float32_too(factor):
+    """Too small for a tolerance of the square root of eps."""
+    fault = Fault("", value=lambda loop: factor * F.cross_entropy(loop.z, loop.t))
+    assert f"loop's loss is {factor} times that of the stated loss" in cause_of(
+        lambda: train("mlp", torch.float32, fault)
+    )

@@ -267,3 +267,31 @@ def test_a_penalty_is_found_beside_batch_norm_and_dropout():
     assert parts.certified
     assert (parts.total - parts.network).abs().max() < 1e-10
     assert torch.allclose(run.updates[5].weight_decay, torch.full((6,), 0.06, dtype=torch.float64), rtol=1e-9)
+
+
+def test_a_penalty_is_found_beside_a_loss_that_is_not_stated():
+    run = trained(PENALTIES["all"][0], loss=None).trajectory
+    parts = epk.attribute(run, TEST, head="logits")
+    assert parts.certified
+    assert (parts.total - parts.network).abs().max() < 1e-10
+    assert torch.allclose(run.updates[5].weight_decay, torch.full((4,), 0.07, dtype=torch.float64), rtol=1e-12)
+
+
+def test_a_penalty_in_a_run_that_keeps_few_states(tmp_path):
+    run = trained(PENALTIES["all"][0], adam, folder=tmp_path / "run", storage=epk.Storage(keep_every=3)).trajectory
+    parts = epk.attribute(run, TEST, head="logits")
+    assert parts.certified
+    assert (parts.total - parts.network).abs().max() < 1e-10
+    assert parts.decay.abs().max() > 1e-3
+
+
+def test_what_looks_like_a_penalty_on_whitened_rows_but_comes_through_the_outputs_is_another_loss():
+    """Under one linear layer the gradient of |z|^2 is a multiple of the weights where X X^T is one of the identity."""
+    net, rows = nn.Linear(4, 3, bias=False).double(), 2 * torch.eye(4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, rows, Y[:4]) as recorder:
+        z = net(rows)
+        (F.cross_entropy(z, Y[:4]) + 0.1 * z.square().mean()).backward()
+        recorder.batch(None)
+        with pytest.raises(epk.StepMismatchError, match="the loop's loss is not CrossEntropy"):
+            optimizer.step()
