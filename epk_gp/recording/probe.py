@@ -88,9 +88,13 @@ class _Segment:
 
 
 class DerivativeProbe:
-    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once."""
+    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once.
 
-    _next, _cost = 0, 0.0  # the step at which the next look is due; seconds of the last one
+    Attributes:
+        next: The step at which the next look is due.
+    """
+
+    next, _cost = 0, 0.0  # and seconds of the last one
     _has_seen_all = False  # whether each parameter had a gradient in the first step
 
     def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
@@ -102,13 +106,13 @@ class DerivativeProbe:
             schedule: The account of the checks; the looks take at most half of their time.
         """
         index = observed.step.index
-        if index < self._next or torch.equal(observed.start, observed.end):
+        if torch.equal(observed.start, observed.end):
             return
         batch = observed.step.batch
         rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
         path = (observed.start, observed.end, observed.start_statistics)
         if index == 3 and self._has_seen_all:  # by now it is known how many steps pay for the first look
-            self._next = index + max(_LEAST_WAIT, 2 * schedule.steps_that_pay(self._cost))
+            self.next = index + max(_LEAST_WAIT, 2 * schedule.steps_that_pay(self._cost))
             return
         with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
             cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
@@ -116,10 +120,10 @@ class DerivativeProbe:
         if not index:  # layers that begin at zero hide others, which have no gradient
             self._has_seen_all = all(bool(g.any()) for g in gradients)
         wait = 2 * schedule.steps_that_pay(self._cost) if index else 0
-        self._next = max(4 * (index + 1) - 1, index + 1 + wait)
+        self.next = max(4 * (index + 1) - 1, index + 1 + wait)
         if cause is None:
             return
-        self._next = 1 << 62
+        self.next = 1 << 62
         warn_uncertified(
             f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
             "contributions may not sum to the prediction, and results that do not will not be certified."

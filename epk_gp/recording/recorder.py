@@ -493,7 +493,8 @@ class Recorder:
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)
-        self._probe.look_at(setup, observed, self._schedule)
+        if index >= self._probe.next:
+            self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
