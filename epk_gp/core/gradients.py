@@ -35,7 +35,15 @@ from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import Trajectory, aligned, batch_of, flat_state, flat_weights, step_coefficients
+from epk_gp.core.trajectory import (
+    Trajectory,
+    aligned,
+    batch_of,
+    flat_state,
+    flat_weights,
+    initial_momentum,
+    step_coefficients,
+)
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -333,7 +341,7 @@ def replayed_steps(
     trajectory = trajectory.trained
     memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
     # trained: in the precision of the training
-    momentum = momentum_trained = torch.zeros_like(flat_weights(trajectory, 0, reference))
+    momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
         w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
         update = step_coefficients(trajectory, step.index, reference)

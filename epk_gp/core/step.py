@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from epk_gp.core.checks import blocks_of
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import Move
@@ -139,6 +140,7 @@ class Step:
         return replace(self, batch=batch, passes=passes)
 
 
+BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
 DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
@@ -188,6 +190,7 @@ def fingerprint_start(
     outputs: Float[Tensor, "n C"],
     start: Float[Tensor, " P"],
     statistics: Float[Tensor, " Q"] | None = None,
+    momentum: Float[Tensor, " B"] | None = None,
 ) -> str:
     """Return the digest of a run of no steps.
 
@@ -197,12 +200,16 @@ def fingerprint_start(
         outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
+        momentum: What momentum buffers held of earlier gradients; None where the optimizers were new.
     """
     hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
     if statistics is not None:
         _hash_tensor(hasher, statistics)
+    if momentum is not None:
+        hasher.update(b"momentum")
+        _hash_tensor(hasher, momentum)
     return hasher.hexdigest()
 
 
@@ -264,7 +271,6 @@ _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win
 _GAP = 0.65  # a row is clearly another point's if it is nearer than all others by that share of their distance
 _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other points, where indices are wrong
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
-_BLOCK_ROWS = 4096  # of X that are compared at a time
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
 _Group = tuple[Tensor, Tensor]  # rows as the network saw them, (k, ...), and announced samples, (k,)
@@ -375,8 +381,7 @@ class RowIdentity:
         self._groups, self._targets, self._num_batches, self._is_mixed = [], [], 0, False
         error = self._wrong_targets(targets)
         varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
-        # block by block: X may be more than fits into memory
-        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for rows in self.X.split(_BLOCK_ROWS)):
+        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for (rows,) in blocks_of(self.X)):
             error = "all rows of X are alike, and those that the network saw are not"
         if error is None and groups:
             return self._wrong_rows(groups, batches, is_mixed)

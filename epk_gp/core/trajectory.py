@@ -18,7 +18,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import NOT_OF_DATA, Step, identity_finding
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, identity_finding
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
@@ -135,6 +135,8 @@ class Trajectory(Displayed):
         average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
         optimizer_groups: The optimizers' parameter groups; empty for a run that an earlier version recorded.
         clip: The gradient clipping that the loop stated (`clip=` of the recorder), if any.
+        momentum: What the momentum buffers held when the recording began, the second ones last, of optimizers that had
+            made steps before; None of new ones.
         digests: Digests of the runs up to each of the S + 1 states; empty for a run that an earlier version recorded.
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
@@ -157,6 +159,7 @@ class Trajectory(Displayed):
     average: WeightAverage | None = None
     optimizer_groups: tuple[OptimizerGroup, ...] = ()
     clip: Clip | None = None
+    momentum: Float[Tensor, " B"] | None = None
     digests: Sequence[str] = ()
     recorded_steps: int = 0
     live: LiveNetwork | None = None
@@ -301,7 +304,8 @@ class Trajectory(Displayed):
     def sources(self) -> tuple[str, ...]:
         """What else than training points, decay and statistics adds to predictions, by name."""
         batches = (step.batch for step in self.trained.steps if step.batch is not None)
-        return (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
+        outside = (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
+        return outside if self.trained.momentum is None else (*outside, BEFORE)
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
@@ -495,6 +499,12 @@ def held_coefficients(trajectory: Trajectory, step: int) -> UpdateCoefficients:
     """Read what is held of the coefficients of a step: of one that a preconditioner scales perhaps one weight's."""
     read: Callable[[int], UpdateCoefficients] = getattr(trajectory.updates, "held", trajectory.updates.__getitem__)
     return read(step)
+
+
+def initial_momentum(trajectory: Trajectory, reference: Float[Tensor, " P"]) -> Float[Tensor, " B"]:
+    """Return what the momentum buffers hold before the first step."""
+    held = trajectory.trained.momentum
+    return torch.zeros_like(reference) if held is None else held.to(reference)
 
 
 def has_memory(trajectory: Trajectory) -> bool:

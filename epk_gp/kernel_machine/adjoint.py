@@ -26,9 +26,9 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
-from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.step import BEFORE, Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
@@ -38,13 +38,7 @@ from epk_gp.kernel_machine.terms import (
     grouped_products,
     integrate_stretch,
 )
-from epk_gp.optimizers.update_rules import (
-    INNER,
-    UpdateCoefficients,
-    apply_matrices,
-    broadcast_to_params,
-    second_coefficients,
-)
+from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params, second_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
@@ -124,7 +118,7 @@ def propagate(
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
     Phi = apply_matrices(u, sizes, Phi, transposed=True)
     if u.inner_left or u.inner_right:
-        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
+        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, inner=True) for r in (momentum_lr, lr))
         M = own_m if M is None else M.add_(own_m)
         H = (one_minus_dampening * M).add_(own_h)
     else:
@@ -566,6 +560,10 @@ class AdjointTerms(AttributionWork):
                 totals.add("unexplained", s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change)
+            if s == 0 and BEFORE in trajectory.sources and adjoint is not None:
+                of_buffers = adjoint.split(len(w), dim=2)[: 2 if trajectory.average is None else -1]
+                for part, m in zip(of_buffers, initial_momentum(trajectory, w).split(len(w)), strict=False):
+                    totals.add(BEFORE, 0, -grouped_products(part, m[None], self.parts, sizes).squeeze(2))
             yield uncounted, 1, adjoint
 
     def _splits(self, totals: TermSums) -> bool:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import is_finite, validate_count
+from epk_gp.core.checks import blocks_of, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
@@ -46,8 +46,6 @@ from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -162,12 +160,13 @@ class Recorder:
             validate_resumable(self._optimizers, stateful, folder)
         self.signature = setup.model.signature
         self.net, self.optimizer, self.loss = net, optimizer, loss
-        header, start = setup.header() | thinning_header(storage, folder), setup.weights()
+        header, start = setup.header() | thinning_header(storage, folder, setup.momentum), setup.weights()
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
+        momentum = momentum if setup.momentum is None else setup.momentum
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
@@ -208,15 +207,16 @@ class Recorder:
         setup, history, training = self._setup, self._history, self._training
         if resume and is_run(folder):
             recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
-            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
+            model, momentum = functionalize_like(setup.model, self.net), recorded.momentum
+            self._setup = replace(setup, model=model, momentum=momentum)
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
             samples = self._history.samples
             for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
                 samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
-                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
-                    self._setup.number(*rows, setup.stream)
+                for X, y in blocks_of(recorded.inputs, recorded.targets):
+                    self._setup.number(X, y, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
@@ -440,6 +440,7 @@ class Recorder:
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            momentum=setup.momentum,
             digests=digests if len(digests) > len(updates) else (),
             live=LiveNetwork(weakref.ref(self.net), history.samples),
         )

@@ -43,8 +43,8 @@ from epk_gp.optimizers.torch_rules import (
     Rules,
     as_optimizers,
     learning_rate,
+    momentum_before,
     rule_for,
-    validate_fresh_optimizer,
 )
 from epk_gp.optimizers.update_rules import (
     Clip,
@@ -96,6 +96,7 @@ class TrainingSetup:
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         is_mapped: Whether X and y are mapped from files that do not grow.
         stream: The points of a stream; X and y hold those that were seen so far. None for other data.
+        momentum: What momentum buffers hold at the start, the second ones last; None where optimizers are new.
     """
 
     net: nn.Module
@@ -110,6 +111,7 @@ class TrainingSetup:
     unexplained: float | None = None
     is_mapped: bool = False
     stream: Rows | None = None
+    momentum: Float[Tensor, " B"] | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -177,11 +179,12 @@ class TrainingSetup:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
         frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
         graph = self.model.signature.stored_tensors()
-        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph
+        momentum = {} if self.momentum is None else {"momentum": self.momentum}
+        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
+        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics(), self.momentum)
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
@@ -301,7 +304,6 @@ def make_setup(
     """
     rule = rule_for(optimizer, update_rule)
     validate_unexplained(rule, unexplained)
-    validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     if clip is not None and not isinstance(clip, Clip):
         raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
@@ -333,8 +335,9 @@ def make_setup(
     stream = rows if rows is not None and rows.is_stream else None
     is_mapped = rows is not None and stream is None and X.device.type == "cpu"
     optimizers = as_optimizers(optimizer)
+    momentum = momentum_before(optimizers, update_rule, [net.get_parameter(name) for name in model.names])
     own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
-    return TrainingSetup(net, model, X, y, loss, *own)
+    return TrainingSetup(net, model, X, y, loss, *own, momentum)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from epk_gp.core.checks import as_tensor
+from epk_gp.core.checks import BLOCK_BYTES, as_tensor
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 from epk_gp.core.model import random_state_kept
@@ -28,7 +28,7 @@ from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
 Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None  # a text: the key of an item that holds it
 
-_ARRAY_ROWS, _ITEMS = 4096, 64  # rows of arrays, and items of a dataset, that are read at a time
+_ITEMS = 64  # of a dataset that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
 _TARGETS = ("labels", "label", "targets", "target", "y")  # where items that are dictionaries hold their target
 _OF_LOADER = ("num_workers", "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
@@ -160,8 +160,9 @@ def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | Non
 
 def _slices(X: Any, parts: list[Any]) -> Iterator[tuple[Any, None]]:
     """Yield rows of arrays and tensors, some at a time."""
-    for start in range(0, len(parts[0]), _ARRAY_ROWS):
-        values = [as_tensor(part[start : start + _ARRAY_ROWS]) for part in parts]
+    size = max(1, BLOCK_BYTES * len(parts[0]) // max(1, sum(part.nbytes for part in parts)))
+    for start in range(0, len(parts[0]), size):
+        values = [as_tensor(part[start : start + size]) for part in parts]
         is_one = not isinstance(X, Mapping | tuple | list)
         yield (dict(zip(X, values, strict=True)) if isinstance(X, Mapping) else values[0] if is_one else values), None
 

@@ -18,7 +18,7 @@ from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionaliz
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, initial_momentum
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
 from epk_gp.storage.chunks import (
@@ -147,7 +147,9 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)
     gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
-    predicted, _ = predict_step(trajectory.updates[0], trajectory.model.sizes, start, gradient, torch.zeros_like(start))
+    predicted, _ = predict_step(
+        trajectory.updates[0], trajectory.model.sizes, start, gradient, initial_momentum(trajectory, start)
+    )
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
         raise ValueError(f"loss must be the recorded one: step 0 is not a step on the given {trajectory.loss.name!r}.")
 
@@ -315,6 +317,7 @@ def load_trajectory(
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
         clip=clip_from_json(header["clip"]),
+        momentum=data.get("momentum"),
         digests=read_digests(path, chunks),
     )
     validate_forward_function(trajectory, data["probe"])

@@ -281,6 +281,9 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")
+    num_weights = sum(map(math.prod, header["shapes"]))
+    if "momentum" in data and data["momentum"].shape not in ((num_weights,), (2 * num_weights,)):
+        raise ValueError(f"{where} must hold 'momentum' of one or two numbers per weight: it does not.")
     for name, value in data.items():
         if value.is_floating_point() and not name.startswith("constant.") and not is_finite(value):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")

@@ -76,12 +76,14 @@ class Storage:
         validate_count(self.keep_every, "keep_every")
 
 
-def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
+def thinning_header(
+    storage: object, folder: str | os.PathLike[str] | None, momentum: Tensor | None = None
+) -> dict[str, Any]:
     """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
 
     Raises:
         TypeError: These are no `Storage`.
-        ValueError: States are left out of a run that is kept in memory.
+        ValueError: States are left out of a run that is kept in memory, or whose optimizer held `momentum` before it.
     """
     if not isinstance(storage, Storage):
         raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
@@ -89,6 +91,11 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
         return {}
     if folder is None:
         raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
+    if momentum is not None:
+        raise ValueError(
+            "storage must keep every state where an optimizer has made steps before the recording, whose scales other "
+            f"states would need: got keep_every={storage.keep_every}."
+        )
     return {"keep_every": storage.keep_every}
 
 

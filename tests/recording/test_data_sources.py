@@ -233,7 +233,7 @@ def test_a_run_over_rows_on_disk_takes_memory_that_does_not_grow_with_them(tmp_p
     assert max(peaks[phase] for phase in ("creating", "recording", "loading")) < 25
     assert peaks["attribute"] < 60  # 10 times the result, 4.6 MiB
     rows, labels = (np.load(tmp_path / f"{name}.npy") for name in "Xy")
-    net = benchmark.network()
+    net = benchmark.network(100)
     with peaks.of("in memory"):
         epk.Recorder(net, torch.optim.Adam(net.parameters()), torch.from_numpy(rows), torch.from_numpy(labels))
     assert peaks["in memory"] > 70
