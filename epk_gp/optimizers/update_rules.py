@@ -316,17 +316,14 @@ def relative_rounding(dtype: torch.dtype) -> float:
     return eps**0.5 if dtype == torch.float64 else 64 * eps
 
 
-_NUM_SIGNS = 65_537  # after so many weights, a prime number, the directions of rounding repeat
-
-
 def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
     """Return weights whose entries are moved by one eps of their size, up or down.
 
     What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
     """
-    index = torch.arange(min(w.numel(), _NUM_SIGNS), device=w.device, dtype=torch.float64)
+    index = torch.arange(min(w.numel(), 65_537), device=w.device, dtype=torch.float64)  # then again
     factor = 1 + eps * (index * index).sin().sign().to(w.dtype)
-    return torch.cat([part * factor[: len(part)] for part in w.split(_NUM_SIGNS)])
+    return torch.cat([part * factor[: len(part)] for part in w.split(len(factor))])
 
 
 def apply_matrices(
@@ -515,9 +512,8 @@ class WeightPenalty:
 
     def needs_check(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> bool:
         """Return whether a step must be checked because rates move, or because one can be seen for the first time."""
-        if self._num_changes > _MOST_CHANGES or not bool(self._is_guess.any()):
-            return self._num_changes > _MOST_CHANGES
-        return bool((self._is_guess & self._is_seen(w, used)).any())
+        is_guess = bool(self._is_guess.any())
+        return self._num_changes > _MOST_CHANGES or (is_guess and bool((self._is_guess & self._is_seen(w, used)).any()))
 
     def learn(self, rates: Float[Tensor, " L"], w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> None:
         """Take the rates of a step that was checked, from weights w with a gradient."""
