@@ -52,7 +52,6 @@ def propagate_step(
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
     adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
-
     A move in step m towards the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ...
     + d_{m-1}): it adds -share E_m to the adjoint of each step from the anchor up to m.
 
@@ -86,8 +85,6 @@ def propagate_step(
         of_optimizer = (1 - move.share) * E
         kept += [move.share * E] if move.anchor < s else []
     H, N, of_momentum = propagate(u, sizes, of_optimizer, of_momentum)
-    if of_momentum is None and not averages and not kept:
-        return E, of_optimizer, H, N, None
     carried = [torch.zeros_like(E) if of_momentum is None else of_momentum, *averages, *kept]
     return E, of_optimizer, H, N, torch.cat(carried, dim=-1)
 

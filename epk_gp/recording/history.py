@@ -309,14 +309,11 @@ class CommitSchedule:
         digests = self._digests or (chunks[-1].digest,)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
-    def complete_iteration(self) -> None:
+    def complete_iteration(self, *, commits: bool = True) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
-        self.keep_training_state()
-        self.commit_if_due()
-
-    def keep_training_state(self) -> None:
-        """Keep the training state after the steps so far: they are complete."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
+        if commits:
+            self.commit_if_due()
 
     def commit_if_due(self) -> None:
         """Commit the completed steps if a limit of the storage is reached."""

@@ -387,9 +387,10 @@ class Recorder:
         At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
         """
         history = self._history
-        if not self._ranks.is_writer:  # rank 0 finds out what it is
-            self._rejoin()
-            self._observer.take_up(w, statistics)
+        if not self._ranks.is_writer:
+            if not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+                self._rejoin()
+                self._observer.take_up(w, statistics)
         elif history.num_steps > self.num_committed:
             found = history.find_move(w, self._setup.model.sizes, self._recorded)
             if found is not None and is_end and found[0].share == 1.0:
@@ -442,7 +443,7 @@ class Recorder:
             clip=setup.clip,
             momentum=setup.momentum,
             digests=digests if len(digests) > len(updates) else (),
-            live=LiveNetwork(weakref.ref(self.net), history.samples),
+            live=LiveNetwork(weakref.ref(setup.net), history.samples),
         )
         return with_computed_states(trajectory)
 
@@ -520,9 +521,7 @@ class Recorder:
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._commits is not None:
-            self._commits.keep_training_state()
-            if commits:
-                self._commits.commit_if_due()
+            self._commits.complete_iteration(commits=commits)
         if not self._ranks.is_writer:
             self._ranks.send_state(self._training)
 
