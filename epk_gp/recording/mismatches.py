@@ -213,7 +213,7 @@ def explain_mismatch(setup: TrainingSetup, observed: ObservedStep, check: StepCh
         cause = _scale_cause(setup, check, seen)
         if cause is None and not is_stated_loss(setup, seen):
             cause = next(_loss_causes(setup, seen))
-    return cause or _gradient_cause(setup, observed, check)
+    return cause or _gradient_cause(setup, observed, check, is_shown=bool(seen))
 
 
 def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
@@ -301,7 +301,7 @@ def _scale_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass
         )
     if _explains(seen, lambda p: p.expected(other, p.data.y)):
         return _other(other, stated)
-    advice = f"tell it to recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
+    advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
     return f"the loop's loss is {ratio:.6g} times that of the stated loss: {advice}"
 
 
@@ -317,7 +317,7 @@ def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str
     if isinstance(stated, CrossEntropy) and first.z.ndim == 2 and first.z.shape[1] > 1:
         q = torch.cat([p.z.softmax(dim=1) - p.delta / p.weights(stated, p.data.y)[:, None] for p in seen])
         if bool((q >= -_ROOM).all()) and bool(((q.sum(dim=1) - 1).abs() <= _ROOM).all()):
-            yield f"the loop's loss takes probabilities that are not y, such as a teacher's (distillation). {_RECORDS}"
+            yield f"the loop's loss draws the softmax to probabilities that are not y, such as a teacher's. {_RECORDS}"
     expected = first.expected(stated, first.data.y)
     row = int((~first.rows_like(expected)).long().argmax())
     got, must = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in (first.delta, expected))
@@ -410,18 +410,22 @@ def _other_targets(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[s
     yield f"the network saw {rows}, but the loop's targets are {order}, from row {row} of the batch on. {advice}"
 
 
-def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepCheck) -> str:
-    """Say what happened to the gradient after it came through the outputs."""
+def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepCheck, *, is_shown: bool) -> str:
+    """Say what happened to the gradient after it came through the outputs, if the gradient in these was seen."""
     model, net, others, before = setup.model, setup.net, observed.made.others, observed.made.gradient_before
     used, whole = check.used, check.expected / check.clip_factor
-    rest, bound, ratio, through = used - whole, float(used.abs().max()), _ratio([used], [whole]), "through the outputs"
+    rest, bound, ratio, through = (
+        used - whole,
+        float(used.abs().max()),
+        _ratio([used], [whole]),
+        "what came through the outputs",
+    )
+    through = through if is_shown else "that of the stated loss"
     if setup.clip is not None and _is_same(used, whole):
         return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
     if _is_same(used, ratio * whole):
-        advice = (
-            f"tell the recorder its bound, clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else "scale the loss"
-        )
-        return f"the gradient is {ratio:.6g} times what came {through}, clipped or scaled after backward(): {advice}"
+        stated = f"clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else f"batch(indices, weight={ratio:.6g})"
+        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
     for passes in (others, *([p] for p in others)):
@@ -449,7 +453,9 @@ def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepChe
     if penalty is not None and _is_same(used, check.gradient + penalty):
         return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
     added, share = _added([*off.values()], len(model.names)), float(rest.norm() / used.norm())
-    text = f"the gradient that does not come {through} is {share:.2g} of the whole, in {names}: {added}"
+    if not is_shown:
+        return f"the gradient is not {through} on X[batch], y[batch]: {share:.2g} of it, in {names}. {_RECORDS}"
+    text = f"the gradient that does not come through the outputs is {share:.2g} of the whole, in {names}: {added}"
     return f"{text}. unexplained=SHARE records it as a term of its own"
 
 

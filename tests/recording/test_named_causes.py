@@ -180,9 +180,9 @@ FAULTS = {
     "gradient edited": Fault("an edit of .grad. unexplained=SHARE", {"announced": edit_gradient}),
     "clipped in part": Fault(r"alone were clipped or scaled \(by 0.0", {"announced": clip_last}),
     "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
-    "all scaled": Fault("is 3 times what came through the outputs, clipped or scaled .*: scale the loss",
+    "all scaled": Fault("is 3 times what came through the outputs, clipped or scaled .*: state batch.indices, weight=3",
         {"announced": lambda loop: [p.grad.mul_(3) for p in loop.net.parameters()]}),
-    "clipped otherwise": Fault("what came through the outputs, clipped or scaled .* its bound, clip=ClipNorm.0.002",
+    "clipped otherwise": Fault("what came through the outputs, clipped or scaled .*: state clip=ClipNorm.0.002",
         {"announced": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 2e-3)},
         options={"clip": ClipNorm(1e-3)}),
     "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
@@ -347,3 +347,18 @@ def test_a_small_factor_is_named_in_float32_too(factor):
     assert f"loop's loss is {factor} times that of the stated loss" in cause_of(
         lambda: train("mlp", torch.float32, fault)
     )
+
+
+def test_where_the_gradient_in_the_outputs_is_not_seen_no_cause_is_made_up():
+    def of_returned(returned, y):
+        return F.cross_entropy(returned["logits"], y, reduction="none")
+
+    class Returning(Scaled):
+        def forward(self, x):
+            return {"logits": self.inner(x)}
+
+    options = {"loss": epk.PerSampleLoss(of_returned), "output": lambda returned: returned["logits"]}
+    cause = cause_of(
+        lambda: small(Returning(), value=lambda z, t: F.cross_entropy(z["logits"], (t + 1) % 3), **options)
+    )
+    assert cause.startswith("the gradient is not that of the stated loss on X[batch], y[batch]: ")
