@@ -32,11 +32,12 @@ from epk_gp.optimizers.torch_rules import (
 )
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
@@ -496,7 +497,8 @@ class Recorder:
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)
-        self._probe.look_at(setup, observed, self._schedule)
+        if index >= self._probe.next:
+            self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
