@@ -243,17 +243,23 @@ class Ranks:
             raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
         self._loaded = state["states"]
 
-    def send_state(self, state: TrainingState) -> None:
-        """Send what this rank goes on from to the writing rank: random numbers, objects and buffers."""
-        if self._sends_states:
-            self.gather(state.state_dict())
+    def complete_iteration(self, own: TrainingState, setup: TrainingSetup) -> None:
+        """Note options that a scheduler changed, and send what this rank goes on from to the writing rank."""
+        if self._twin is not None:
+            self._twin.pull_options()
+        if self._sends_states and not self.is_writer:
+            statistics = setup.statistics()
+            self.gather(own.state_dict() | ({} if statistics is None else {"statistics": statistics.cpu()}))
 
-    def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
+    def restore(
+        self, optimizers: Sequence[Optimizer], own: TrainingState, setup: TrainingSetup, steps: Sequence[Step]
+    ) -> list[Step]:
         """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
 
         Args:
             optimizers: The optimizers, whose state is that of the writing rank.
             own: What this rank goes on from beside them, which becomes what it was on this rank.
+            setup: The training.
             steps: The recorded steps, on the writing rank.
 
         Returns:
@@ -272,7 +278,13 @@ class Ranks:
         if not self.is_writer:
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
-            buffers = own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}
+        if not self.is_writer and loaded:
+            mine, model = loaded[self.rank], setup.model
+            buffers = own.load_state_dict(mine, f"rank {self.rank}")
+            if model.statistics:  # torch moves them without counting that, so that they are not among the buffers
+                parts = mine["statistics"].split([shape.numel() for shape in model.statistic_shapes])
+                shaped = zip(parts, model.statistic_shapes, strict=True)
+                buffers |= dict(zip(model.statistics, (part.view(shape) for part, shape in shaped), strict=True))
             for name, buffer in buffers.items():
                 self.net.get_buffer(name).copy_(buffer)
         if self._twin is not None:
@@ -345,15 +357,19 @@ class WholeTwin:
             if local is not optimizer:
                 states = {n: own for part in self._ranks.exchange(states) for n, own in part.items()}
             twin.state = defaultdict(dict, {self._twins.get(held[n], held[n]): own for n, own in states.items()})
-            _copy_options(optimizer, twin)
+        self.pull_options()
 
     @torch.no_grad()
     def pull_gradients(self) -> None:
         """Gather gradients and options."""
+        for p in [p for optimizer in self._originals for p in _held(optimizer)]:
+            if self._twins.get(p, p) is not p:
+                self._twins[p].grad = None if p.grad is None else _whole(p.grad)
+        self.pull_options()
+
+    def pull_options(self) -> None:
+        """Have the optimizers' options."""
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            for p in _held(optimizer):
-                if self._twins.get(p, p) is not p:
-                    self._twins[p].grad = None if p.grad is None else _whole(p.grad)
             _copy_options(optimizer, twin)
 
     @torch.no_grad()

@@ -189,7 +189,7 @@ class Recorder:
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
         if folder is not None:
-            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
+            steps = self._ranks.restore(self._optimizers, self._training, self._setup, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
@@ -477,10 +477,10 @@ class Recorder:
 
     def _complete_iteration(self) -> None:
         """Keep what a resumed run continues from, if the run is on disk."""
+        if self._ranks.is_divided:
+            self._ranks.complete_iteration(self._training, self._setup)
         if self._commits is not None:
             self._commits.complete_iteration()
-        if not self._ranks.is_writer:
-            self._ranks.send_state(self._training)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
