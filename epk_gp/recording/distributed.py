@@ -87,7 +87,7 @@ class Ranks:
         if self.size > 1:
             # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
             self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        optimizers = as_optimizers(optimizer)
+        optimizers = as_optimizers(optimizer)  # without wrappers
         if is_sharded or any(_local(own) is not own for own in optimizers):
             self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
             self.net, self.optimizer = self._twin.net, self._twin.optimizers
@@ -130,15 +130,19 @@ class Ranks:
         if message:
             raise StepMismatchError(message) if is_value else RuntimeError(message)
 
-    def require_same(self, value: object, name: str) -> None:
-        """Raise on the writing rank if another one has another value.
+    def validate(self, setup: TrainingSetup, data_digest: str) -> None:
+        """Raise if the ranks have no common training data.
 
         Raises:
-            ValueError: It has.
+            ValueError: The data are a stream; or, on the writing rank, another one has others.
         """
-        values = self.gather(value)
-        if other := [rank for rank, own in enumerate(values) if own != values[0]]:
-            raise ValueError(f"{name} must be the same on all ranks: those of rank {other[0]} are not those of rank 0.")
+        if setup.stream is not None:
+            raise ValueError("several processes must have X with all rows: a Stream numbers those of each on its own.")
+        digests = self.gather(data_digest)
+        if other := [rank for rank, own in enumerate(digests) if own != digests[0]]:
+            raise ValueError(
+                f"X and y must be the same on all ranks: those of rank {other[0]} are not those of rank 0."
+            )
 
     def whole_step(
         self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]

@@ -159,7 +159,7 @@ class Recorder:
             unexplained=unexplained,
             trained=trained,
             output=output,
-            folder=folder,
+            folder=folder if self._ranks.is_writer else None,
         )
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
@@ -185,10 +185,10 @@ class Recorder:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
         with self._ranks.together():
             if self._ranks.size > 1:
-                self._ranks.require_same(self._data_digest, "X and y")
+                self._ranks.validate(setup, self._data_digest)
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None:
+        if folder is not None and self._ranks.is_divided:
             steps = self._ranks.restore(self._optimizers, self._training, self._setup, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))

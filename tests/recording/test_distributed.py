@@ -171,8 +171,10 @@ def test_a_page_s_program_records_two_processes_that_its_launcher_starts(program
     (tmp_path / "program.py").write_text(source)
     launcher = LAUNCHERS[program]
     command = [sys.executable, *(("-m", *launcher) if launcher else ()), "program.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(epk.__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    # torch 2.13 with gloo cannot restart processes that meet in the launcher's store, whatever they do
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["PYTHONPATH"] = str(Path(epk.__file__).parents[1])
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert f"certified True, {steps} steps" in done.stdout
-    assert ("Will restart" in done.stderr or "restart" in done.stderr) == (program == "ddp") or program != "ddp"
+    assert ("exitcode: 1" in done.stderr) == (program == "ddp"), "the first attempt fails, and no other one"

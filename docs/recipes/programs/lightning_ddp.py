@@ -15,7 +15,7 @@ class Classifier(LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
     def training_step(self, batch, number):
-        indices, (inputs, labels) = batch
+        _, (inputs, labels) = batch  # the indices come first
         return F.cross_entropy(self.net(inputs), labels)
 
     def configure_optimizers(self):
