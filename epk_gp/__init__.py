@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from epk_gp.core.losses import CrossEntropy as CrossEntropy
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
+    from epk_gp.core.ragged import Ragged as Ragged
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
@@ -54,6 +55,7 @@ else:
         "core.graphs": "Graph",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss",
+        "core.ragged": "Ragged",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",

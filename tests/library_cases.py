@@ -1,7 +1,8 @@
 """Optimizers of `schedulefree` and `pytorch_optimizer`, and the shares of their steps, written out by hand.
 
-A share function gets rows of gradients, one for each sample and a last one for decay, and pushes each row through the
-optimizer's equations on its own. What the optimizer derives from the whole gradient is read from its state.
+A share function gets rows of gradients: one for each sample, one for earlier ones, and a last one for decay. It pushes
+each row through the optimizer's equations on its own. What the optimizer derives from the whole gradient is read from
+its state.
 """
 
 import copy
@@ -81,6 +82,10 @@ def prodigy(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Ten
 def sgdw(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
     m = mean(kept, "m", g, o.momentum, 1 - o.dampening if "m" in kept else 1.0)
     return decayed(-o.lr * (g + o.momentum * m), w, o.lr, o)
+
+
+def sgd(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
+    return -o.lr * mean(kept, "m", g, o.momentum, 1 - o.dampening if "m" in kept else 1.0)
 
 
 def schedule_free(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
@@ -232,23 +237,24 @@ def inside(optimizer: Any) -> Optimizer:
 
 @dataclass
 class ByHand:
-    """A run beside the package: `states`, and `shares` of each step, (M + 1, P), by pushing each row through."""
+    """A run beside the package: `states`, and `shares` of each step, (M + 2, P), by pushing each row through."""
 
     make: Callable[[Any], Optimizer]
     share: Callable[..., Tensor]
     states: list[Tensor] = field(default_factory=list)
     shares: list[Tensor] = field(default_factory=list)
+    num_before: int = 0  # steps before the recording, whose rows are one, the last but one
 
     def run(self) -> None:
         net, X, y, steps = problem()
         optimizer, kept = train(self.make(list(net.parameters()))), {p: {} for p in net.parameters()}
-        for batch in steps:
-            rows = {p: torch.zeros(len(X) + 1, *p.shape, dtype=p.dtype) for p in net.parameters()}
+        for s, batch in enumerate(steps):
+            rows = {p: torch.zeros(len(X) + 2, *p.shape, dtype=p.dtype) for p in net.parameters()}
             for i in batch.tolist():
                 net.zero_grad()
                 (F.cross_entropy(net(X[i : i + 1]), y[i : i + 1]) / len(batch)).backward()
                 for p, own in rows.items():
-                    own[i] += p.grad
+                    own[i if s >= self.num_before else -2] += p.grad
             net.zero_grad()
             F.cross_entropy(net(X[batch]), y[batch]).backward()
             before = {p: p.detach().clone() for p in rows}
@@ -263,9 +269,10 @@ class ByHand:
                 torch.testing.assert_close(share.sum(0), p.detach() - before[p], rtol=1e-8, atol=1e-13)
                 parts.append(share.flatten(1))
             self.shares.append(torch.cat(parts, dim=1))
+        del self.states[: self.num_before], self.shares[: self.num_before]
 
     def contributions(self, run: epk.Trajectory, X: Tensor) -> Tensor:
-        """(n, C, M + 1) for logits, by brute force."""
+        """(n, C, M + 2) for logits, by brute force."""
         total = torch.zeros(len(X), 3, self.shares[0].shape[0], dtype=torch.float64)
         for s, share in enumerate(self.shares):
             for n, x in enumerate(X):

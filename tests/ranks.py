@@ -94,6 +94,7 @@ class Loop:
         options: Options of the optimizer.
         module: Give the recorder the network inside of the wrapper.
         kind: How the processes share the training: "ddp", "fully_shard", or "zero".
+        pulls: Share of the way back to slow weights that every second step ends with (Lookahead).
     """
 
     layers: Callable[[], tuple[nn.Module, ...]] = tuple
@@ -103,6 +104,7 @@ class Loop:
     options: Any = None
     module: bool = False
     kind: str = "ddp"
+    pulls: float = 0.0
     steps: int = 4
     batch_size: int = 8
 
@@ -113,6 +115,11 @@ class Loop:
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} if self.options is None else self.options
         return self.optimizer(net.parameters(), **options)
+
+    @torch.no_grad()
+    def pull(self, net: nn.Module, slow: list[Tensor], step: int) -> None:
+        for own, p in zip(slow, net.parameters(), strict=True) if self.pulls and step % 2 else ():
+            p.copy_(own.lerp_(p, 1 - self.pulls))
 
     def batches(self, size: int) -> list[list[Tensor]]:
         """The rows of each step, by rank."""
@@ -138,6 +145,7 @@ LOOPS = {
     "fully_shard_accumulated": Loop(lambda: (nn.Dropout(0.2),), parts=2, kind="fully_shard"),
     "zero": Loop(kind="zero", **ADAMW),
     "adamw": Loop(**ADAMW),
+    "lookahead": Loop(pulls=0.4),
 }
 
 
@@ -161,9 +169,10 @@ def on_rank(name: str, **options: Any) -> Any:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     net = network(*loop.layers())
     wrapped, optimizer = wrap(loop, net)
+    slow = [p.detach().clone() for p in net.parameters()] if loop.pulls else []
     torch.manual_seed(10 + rank)
     with epk.Recorder(net if loop.module else wrapped, optimizer, X, y, check_every=1, **options) as recorder:
-        for batches in loop.batches(size):
+        for step, batches in enumerate(loop.batches(size)):
             optimizer.zero_grad()
             parts = batches[rank].chunk(loop.parts)
             for number, rows in enumerate(parts, start=1):
@@ -174,6 +183,7 @@ def on_rank(name: str, **options: Any) -> Any:
                     (F.cross_entropy(wrapped(X[rows]), y[rows]) / loop.parts).backward()
                 recorder.batch(rows, weight=1 / loop.parts)
             optimizer.step()
+            loop.pull(net, slow, step)
     if rank == 0:
         return recorder.trajectory
     try:
@@ -189,10 +199,11 @@ def in_one_process(name: str, size: int = SIZE, weights: Tensor | None = None) -
     """
     loop, (X, y) = LOOPS[name], data()
     net, optimizer = loop.make()
+    slow = [p.detach().clone() for p in net.parameters()] if loop.pulls else []
     states = [torch.Generator().manual_seed(10 + rank).get_state() for rank in range(size)]
     recording = epk.Recorder(net, optimizer, X, y) if weights is None else nullcontext()
     with recording as recorder:
-        for batches in loop.batches(size):
+        for step, batches in enumerate(loop.batches(size)):
             optimizer.zero_grad()
             buffers = [value.clone() for value in net.buffers()]
             for rank in reversed(range(size)):
@@ -207,6 +218,7 @@ def in_one_process(name: str, size: int = SIZE, weights: Tensor | None = None) -
                         recorder.batch(rows, weight=factor)
                 states[rank] = torch.get_rng_state()
             optimizer.step()
+            loop.pull(net, slow, step)
     return net.eval() if recorder is None else recorder.trajectory
 
 

@@ -171,7 +171,7 @@ def _cell(gates: Cell) -> Callable[..., Any]:
 
 def _recurrent_layers(gates: Cell) -> Callable[..., Any]:
     def run(x: Tensor, hidden: Any, flat: Any, *options: Any) -> Any:
-        if isinstance(flat, Tensor) or len(options) != 6:  # packed sequences
+        if isinstance(flat, Tensor) or len(options) != 6 or not isinstance(options[0], bool):  # packed sequences
             return NotImplemented
         _, num_layers, dropout, training, bidirectional, batch_first = options
         if training and dropout:

@@ -1,7 +1,7 @@
 """Arguments that many functions share: checks, which raise if a value is not what its name says, and options."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -144,6 +144,15 @@ def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove
     if X.is_floating_point() and not is_finite(X):
         row = int((~torch.isfinite(X.reshape(X.shape[0], -1))).any(dim=1).nonzero()[0])
         raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. {advice}")
+
+
+BLOCK_BYTES = 4 << 20  # of rows that are looked at together
+
+
+def blocks_of(*columns: Shaped[Tensor, "M ..."]) -> Iterator[tuple[Shaped[Tensor, "n ..."], ...]]:
+    """Yield some rows at a time of tensors that may be more than fits into memory; the first one counts."""
+    size = max(1, BLOCK_BYTES * len(columns[0]) // max(1, columns[0].nbytes))
+    return zip(*(column.split(size) for column in columns), strict=True)
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:

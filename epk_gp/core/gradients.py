@@ -35,7 +35,15 @@ from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
-from epk_gp.core.trajectory import Trajectory, aligned, batch_of, flat_state, flat_weights, step_coefficients
+from epk_gp.core.trajectory import (
+    Trajectory,
+    aligned,
+    batch_of,
+    flat_state,
+    flat_weights,
+    initial_momentum,
+    step_coefficients,
+)
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
 
@@ -273,7 +281,7 @@ class ReplayedStep:
     Attributes:
         step: Its learning rate, batch and forward passes.
         w: The weights w_s before it.
-        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients.
+        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
         momentum: The momentum buffer before it.
         as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
             automatic mixed precision.
@@ -328,7 +336,7 @@ def replayed_steps(
     trajectory = trajectory.trained
     memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
     # trained: in the precision of the training
-    momentum = momentum_trained = torch.zeros_like(flat_weights(trajectory, 0, reference))
+    momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
         w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
         update = step_coefficients(trajectory, step.index, reference)
@@ -343,6 +351,7 @@ def replayed_steps(
         if law is not None and memory is not None:
             memory = replace(memory, momentum=before_trained)
             by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
+        d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
         yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
 
 
@@ -463,7 +472,7 @@ def mismatch_ratio(
             with disable_fused_attention():
                 g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
         again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
-        rounding = _largest_by_parameter(model, again - d)
+        rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
     return float(torch.where(differences == 0, 0.0, differences / allowed).max())

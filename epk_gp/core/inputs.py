@@ -7,10 +7,10 @@ network is called with the whole graph.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -19,10 +19,11 @@ from torch import Tensor
 from epk_gp.core.checks import validate_finite
 from epk_gp.core.graphs import DTYPES, Graph, RecordedGraph, graph_from_json, validate_dense
 from epk_gp.core.plans import TensorSpec
+from epk_gp.core.ragged import Ragged, RaggedCall, as_ragged, call_ragged
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
 # The nodes of a graph are points too: the graph stands for all of them.
-Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph
+Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph | Ragged
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,22 @@ class InputLayout:
 
     Attributes:
         tensors: The tensors; those of a dictionary in the order of their sorted keys.
+        ragged: The form in which the network takes rows of unequal lengths; the tensors are the lengths and the padded
+            rows. None for other inputs.
     """
 
     tensors: tuple[InputTensor, ...]
+    ragged: RaggedCall | None = None
 
     @property
     def is_mapping(self) -> bool:
         """Whether the network is called with keywords."""
         return isinstance(self.tensors[0].key, str)
+
+    @property
+    def longest(self) -> int:
+        """The largest length of a ragged row."""
+        return self.tensors[1].shape[0]
 
     @property
     def width(self) -> int:
@@ -89,7 +98,7 @@ class InputLayout:
         return list(zip(self.tensors, ends, strict=False))
 
 
-def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = "X") -> tuple[Tensor, InputLayout]:
+def pack_inputs(X: Inputs, name: str = "X") -> tuple[Tensor, InputLayout]:
     """Return several tensors as one, (n, D), and where they lie in it.
 
     Args:
@@ -104,6 +113,9 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
     """
     if isinstance(X, Graph):
         raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
+    if (ragged := as_ragged(X)) is not None:
+        packed, layout = pack_inputs(ragged.padded(), name)
+        return packed, replace(layout, ragged=ragged.call)
     items = _items(X, name)
     for label, value in items:
         validate_dense(value, label)
@@ -119,7 +131,7 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = 
                 f"all tensors of {name} must have one row per point: {first_label} has {len(first)} rows, {label} has "
                 f"{len(value)}; and be on one device: got {first.device} and {value.device}."
             )
-    keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(X))
+    keys: Iterable[Any] = sorted(X) if isinstance(X, Mapping) else range(len(items))
     tensors = [InputTensor(key, tuple(value.shape[1:]), value.dtype) for key, value in zip(keys, values, strict=True)]
     layout = InputLayout(tuple(tensors))
     if layout.width == 0:
@@ -191,8 +203,8 @@ def side_by_side(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([value.reshape(len(value), value.shape[1:].numel()).to(dtype) for value in values], dim=1)
 
 
-def layout_from_json(entries: object) -> InputLayout:
-    """Return the layout that a run's header describes.
+def layout_from_json(entries: object, ragged: Any = None) -> InputLayout:
+    """Return the layout that a run's header describes, with the form of ragged rows.
 
     Raises:
         ValueError: The description is damaged.
@@ -204,11 +216,12 @@ def layout_from_json(entries: object) -> InputLayout:
         kinds, sizes = {type(key) for key in keys}, [size for tensor in tensors for size in tensor.shape]
         is_valid = (kinds == {int} and keys == list(range(len(keys)))) or (kinds == {str} and keys == sorted(set(keys)))
         is_valid = is_valid and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
-    except (KeyError, TypeError):
+        is_valid = is_valid and (ragged is None or (ragged in get_args(RaggedCall) and len(tensors[1].shape) > 0))
+    except (KeyError, TypeError, IndexError):
         is_valid = False
     if not is_valid:
         raise ValueError(f"the header's 'signature' must describe the network's input tensors: got {entries!r}.")
-    return InputLayout(tensors)
+    return InputLayout(tensors, ragged)
 
 
 @dataclass(frozen=True)
@@ -235,25 +248,37 @@ class Signature:
         """
         if self.graph is not None:
             return self.graph.parse_nodes(X, name)
-        if isinstance(X, Tensor):
+        if isinstance(X, Tensor) and X.layout != torch.jagged:
             return X
+        if self.layout is not None and self.layout.ragged is not None:
+            X = as_ragged(X, self.layout.ragged, self.layout.longest) or X
         if self.layout is None or isinstance(X, Graph):
             raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
         packed, layout = pack_inputs(X, name)
         validate_same_layout(self.layout, layout, name)
         return packed
 
-    def call(self, function: Callable[..., Any], rows: Shaped[Tensor, "n ..."], spec: TensorSpec | None = None) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        rows: Shaped[Tensor, "n ..."],
+        spec: TensorSpec | None = None,
+        mark: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Any:
         """Call a network with packed inputs, and return what it returns for them.
 
         Args:
             function: The network.
             rows: Packed inputs, in the dtype and on the device of the computation.
             spec: This dtype and device, which node numbers do not tell; by default those of the recording.
+            mark: Is applied to each tensor whose first dimension is that of the rows.
         """
         if self.graph is not None:
             return self.graph.call(function, rows, spec)
         args, kwargs = self.unpack(rows)
+        args, kwargs = tuple(map(mark, args)), {name: mark(value) for name, value in kwargs.items()}
+        if self.layout is not None and self.layout.ragged is not None:
+            return call_ragged(function, self.layout.ragged, *args)
         return function(*args, **kwargs)
 
     def unpack(self, rows: Shaped[Tensor, "n ..."]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -278,6 +303,10 @@ class Signature:
         if self.graph is not None:
             return rows.reshape(-1)
         args, kwargs = self.unpack(rows)
+        if self.layout is not None and self.layout.ragged is not None:
+            lengths, padded = args
+            values = [row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)]
+            return Ragged(values, self.layout.ragged, padded.shape[1])
         return kwargs or (rows if self.layout is None else args)
 
     def outputs(self, returned: Any) -> Any:
@@ -302,7 +331,12 @@ class Signature:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
             return given if isinstance(given, Tensor) and given.ndim else None
         keys = [tensor.key for tensor in self.layout.tensors]
-        values = arguments_of_call(keys, args, kwargs, forward) or ()
+        form = self.layout.ragged
+        expected = keys if form in (None, "offsets") else keys[:1]
+        values: Sequence[Any] = arguments_of_call(expected, args, kwargs, forward) or ()
+        if form is not None and values:
+            rows = as_ragged(values if form == "offsets" else values[0], form, self.layout.longest)
+            values = () if rows is None else rows.padded()
         tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
         if len(tensors) < len(keys) or len({len(value) for value in tensors}) > 1:
             return None
@@ -320,7 +354,9 @@ class Signature:
             return None
         tensors = () if self.layout is None else self.layout.tensors
         described = [{"key": t.key, "shape": list(t.shape), "dtype": str(t.dtype)} for t in tensors]
-        entry = {"inputs": described or None, "has_output": self.output is not None}
+        entry: dict[str, Any] = {"inputs": described or None, "has_output": self.output is not None}
+        if self.layout is not None and self.layout.ragged is not None:
+            entry["ragged"] = self.layout.ragged
         if self.graph is None:  # without the entry, headers are those of runs before there were graphs
             return entry
         parts = self.graph.tensors.items()
@@ -355,7 +391,7 @@ def signature_from_json(
         raise ValueError(f"the header's 'signature' must say which tensors the network takes: got {entry!r}.")
     if entry["has_output"] and output is None:
         raise ValueError("the run was recorded with output=, a map of what the network returns: pass it as output=.")
-    layout = None if entry["inputs"] is None else layout_from_json(entry["inputs"])
+    layout = None if entry["inputs"] is None else layout_from_json(entry["inputs"], entry.get("ragged"))
     graph = None if entry.get("graph") is None else graph_from_json(entry["graph"], data or {})
     return Signature(layout, output, graph)
 
@@ -377,7 +413,7 @@ def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[
         TypeError, ValueError: As `pack_inputs`; or `output` is no function.
     """
     validate_output(output)
-    if isinstance(X, Tensor):
+    if isinstance(X, Tensor) and X.layout != torch.jagged:
         return X, Signature(None, output)
     packed, layout = pack_inputs(X)
     return packed, Signature(layout, output)
@@ -488,3 +524,12 @@ class Points:
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
         return (self.mask == is_train).nonzero().squeeze(1).to(self.X.device)
+
+
+def memory_order(x: Tensor) -> Tensor | None:
+    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
+    if x.is_contiguous() or x.ndim < 2:
+        return None
+    strides = list(x.stride())
+    order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
+    return torch.tensor(order) if order != list(range(x.ndim)) else None

@@ -155,10 +155,7 @@ class FunctionalModel:
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
         module, values = self._take_module_of_thread(), dict(params)
 
-        def call(*args: Tensor, **kwargs: Tensor) -> Any:
-            if self.signature.graph is None:  # a graph has no rows of the batch
-                args = tuple(map(_marked, args))
-                kwargs = {name: _marked(value) for name, value in kwargs.items()}
+        def call(*args: Any, **kwargs: Any) -> Any:
             return functional_call(module, values, args, kwargs)
 
         keeping = KeptActivations() if self.recomputes else nullcontext()
@@ -167,7 +164,7 @@ class FunctionalModel:
         try:
             # everywhere, or bytes would depend on what other threads do
             with disable_fused_attention(), quiet_checkpoints(), keeping, written_out:
-                returned = self.signature.call(call, X, self.spec)
+                returned = self.signature.call(call, X, self.spec, _marked)
         except StopForwardError:
             self._of_thread.module = module
             raise
@@ -263,6 +260,11 @@ def _marked(x: Tensor) -> Tensor:
     view = x.view_as(x)
     setattr(view, BATCH_MARK, True)
     return view
+
+
+def device_random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's random numbers; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from epk_gp.core.gradients import RunReplay
 from epk_gp.core.plans import TensorSpec, rows_of_weights
 from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import (
+    FirstOf,
     States,
     Trajectory,
     WeightAverage,
@@ -204,6 +205,10 @@ class AveragedStates:
             self._stretch = first, stretch  # at once: several threads may read
         return stretch[place - 1].to(self._reference)
 
+    def until(self, run: Trajectory) -> Trajectory:
+        """Return the first steps of the average: the average of the first steps of the run."""
+        return averaged_trajectory(run.trained.until(run.num_steps), self.coefficients[: run.num_steps])
+
     def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Read one state of a computation, whose dtype states may depend on that are computed again."""
         if not hasattr(self.states, "at"):
@@ -356,10 +361,21 @@ class _Computation:
                 updates.append(update)
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
+            if (move := run.steps[index].move) is not None:
+                place = move.anchor - self.numbers[number]
+                w = torch.lerp(w, states[place] if place >= 0 else self._earlier(move.anchor), move.share)
             states.append(w)
         self.stretches[number] = made = _Stretch(states, updates, memory)
         while len(self.stretches) > 1 and sum(held.nbytes for held in self.stretches.values()) > HELD_BYTES:
             del self.stretches[next(iter(self.stretches))]
+        return made
+
+    def _earlier(self, state: int) -> Tensor:
+        """Return a state of an earlier stretch."""
+        number = bisect_right(self.numbers, state) - 1
+        if self.numbers[number] == state:
+            return _kept_state(self.kept, state, self.spec)
+        made: Tensor = self.stretch(number).states[state - self.numbers[number]]
         return made
 
 
@@ -451,6 +467,13 @@ class RecomputedStates:
         if not 0 <= state < len(self):
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         return self.recomputation.state(state, spec)
+
+    def until(self, run: Trajectory) -> Trajectory:
+        """Return the first steps of the run, whose last state counts as a kept one, as it is computed."""
+        S, whole = run.num_steps, self.recomputation
+        numbers = (*(number for number in whole.kept.numbers if number < S), S)
+        kept, updates = FirstOf(self, S + 1, numbers), FirstOf(whole.updates, S)
+        return recomputed_run(replace(run, states=kept, updates=updates), kept, updates)
 
 
 @dataclass(frozen=True, eq=False)

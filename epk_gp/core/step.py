@@ -21,8 +21,10 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from epk_gp.core.checks import blocks_of
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.moves import Move
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 
@@ -119,6 +121,8 @@ class Step:
             if the network in evaluation mode, on X and y as recorded, computes the same.
         groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
             None where they are those of the step before.
+        move: How the loop moved the weights after the optimizer's step, without a gradient (Lookahead, a checkpoint
+            that is restored); w_{s+1} are the weights after it. None if it did not.
     """
 
     index: int
@@ -127,6 +131,7 @@ class Step:
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Sequence[ForwardPass] = ()
     groups: tuple[OptimizerGroup, ...] | None = None
+    move: Move | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
@@ -135,9 +140,10 @@ class Step:
         return replace(self, batch=batch, passes=passes)
 
 
+BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
-_DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
+DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
 def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
@@ -151,7 +157,7 @@ def fingerprint(*parts: object) -> str:
     The number of threads is hashed too, because torch splits sums by it: results of another number of threads agree up
     to rounding only.
     """
-    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, Tensor):
             hasher.update(repr((tuple(part.shape), part.dtype)).encode())
@@ -172,7 +178,7 @@ def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
 
 def fingerprint_data(*tensors: Shaped[Tensor, "..."]) -> str:
     """Hash the shapes, dtypes and entries of tensors, such as those of the training data."""
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for tensor in tensors:
         _hash_tensor(hasher, tensor)
     return hasher.hexdigest()
@@ -184,6 +190,7 @@ def fingerprint_start(
     outputs: Float[Tensor, "n C"],
     start: Float[Tensor, " P"],
     statistics: Float[Tensor, " Q"] | None = None,
+    momentum: Float[Tensor, " B"] | None = None,
 ) -> str:
     """Return the digest of a run of no steps.
 
@@ -193,12 +200,16 @@ def fingerprint_start(
         outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
+        momentum: What momentum buffers held of earlier gradients; None where the optimizers were new.
     """
-    hasher = hashlib.blake2b(repr(header).encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
     if statistics is not None:
         _hash_tensor(hasher, statistics)
+    if momentum is not None:
+        hasher.update(b"momentum")
+        _hash_tensor(hasher, momentum)
     return hasher.hexdigest()
 
 
@@ -214,7 +225,7 @@ def fingerprint_step(
         end: The weights after the step.
         statistics: The moving statistics after the step; None for a network without them.
     """
-    hasher = hashlib.blake2b(start.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(start.encode(), digest_size=DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:
@@ -228,6 +239,8 @@ def fingerprint_step(
         _hash_pass(hasher, forward)
     if step.groups is not None:
         hasher.update(repr([group.to_json() for group in step.groups]).encode())
+    if step.move is not None:
+        hasher.update(repr(step.move).encode())
     return hasher.hexdigest()
 
 
@@ -258,7 +271,6 @@ _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win
 _GAP = 0.65  # a row is clearly another point's if it is nearer than all others by that share of their distance
 _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other points, where indices are wrong
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
-_BLOCK_ROWS = 4096  # of X that are compared at a time
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
 _Group = tuple[Tensor, Tensor]  # rows as the network saw them, (k, ...), and announced samples, (k,)
@@ -369,8 +381,7 @@ class RowIdentity:
         self._groups, self._targets, self._num_batches, self._is_mixed = [], [], 0, False
         error = self._wrong_targets(targets)
         varies = len(self.X) > 1 and any(bool((seen != seen[:1]).any()) for seen, _ in groups)
-        # block by block: X may be more than fits into memory
-        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for rows in self.X.split(_BLOCK_ROWS)):
+        if error is None and varies and not any(bool((self.X[:1] != rows).any()) for (rows,) in blocks_of(self.X)):
             error = "all rows of X are alike, and those that the network saw are not"
         if error is None and groups:
             return self._wrong_rows(groups, batches, is_mixed)

@@ -9,14 +9,14 @@ A checkpointed function is called again in the backward pass, and takes the weig
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast, final
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
@@ -265,3 +265,18 @@ class FlopCount(TorchDispatchMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.total += count(*args, **(kwargs or {}), out_val=result)
         return result
+
+
+@contextmanager
+def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,7 +1,8 @@
 """The trajectory: a read-only view of a recorded run."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,13 +11,14 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
-from epk_gp.core.checks import validate_finite, validate_has_values, validate_integer
+from epk_gp.core.checks import validate_count, validate_finite, validate_has_values, validate_integer
 from epk_gp.core.inputs import Inputs, Points, validate_packed, validate_same_layout
 from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import NOT_OF_DATA, Step, identity_finding
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, identity_finding
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
@@ -62,6 +64,41 @@ def read_state(states: States, state: int, spec: TensorSpec) -> Float[Tensor, " 
 
 
 @dataclass(frozen=True, eq=False)
+class FirstOf:
+    """The first of a run's states, coefficients or digests that lie elsewhere; what else they have is theirs.
+
+    Attributes:
+        whole: All of them.
+        count: How many of them.
+        numbers: Which states are kept, of a run that does not keep all.
+    """
+
+    whole: Any
+    count: int
+    numbers: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return self.count
+
+    def __getitem__(self, place: int) -> Any:
+        """Read one.
+
+        Raises:
+            IndexError: The run has no such state or step.
+        """
+        if not 0 <= place < self.count:
+            raise IndexError(f"state or step must lie in 0..{self.count - 1}: got {place}.")
+        return self.whole[place]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the whole, such as the folder that it lies in."""
+        if name.startswith("__") or name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+
+@dataclass(frozen=True, eq=False)
 class WeightAverage:
     """How the path of a trajectory follows from another one: as the average of its weights.
 
@@ -98,6 +135,12 @@ class Trajectory(Displayed):
         average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
         optimizer_groups: The optimizers' parameter groups; empty for a run that an earlier version recorded.
         clip: The gradient clipping that the loop stated (`clip=` of the recorder), if any.
+        momentum: What the momentum buffers held when the recording began, the second ones last, of optimizers that had
+            made steps before; None of new ones.
+        digests: Digests of the runs up to each of the S + 1 states; empty for a run that an earlier version recorded.
+        recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
+            that is no part.
+        live: The user's network, as long as it lives; None for a run that was not recorded in this process.
     """
 
     model: FunctionalModel
@@ -116,11 +159,15 @@ class Trajectory(Displayed):
     average: WeightAverage | None = None
     optimizer_groups: tuple[OptimizerGroup, ...] = ()
     clip: Clip | None = None
+    momentum: Float[Tensor, " B"] | None = None
+    digests: Sequence[str] = ()
+    recorded_steps: int = 0
+    live: LiveNetwork | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
-        state = self.__dict__.copy()  # at once: another thread may be adding the cached property
-        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources"):  # found out again
+        state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
+        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
             state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
@@ -165,13 +212,67 @@ class Trajectory(Displayed):
         """Device of the training inputs."""
         return self.inputs.device
 
+    @property
+    def explained(self) -> str:
+        """The state whose network results explain, in words."""
+        made = f"step {self.num_steps:,} of {max(self.num_steps, self.recorded_steps):,}"
+        return f"weights after {made}" if self.average is None else f"the average of the weights up to {made}"
+
+    def until(self, step: int) -> "Trajectory":
+        """Return the run up to a state, whose network results then explain, such as that of the best checkpoint.
+
+        Nothing is copied. It has the digest of a run that was recorded no further.
+
+        Args:
+            step: Number of steps s of the run, 0 .. S; the last state is w_s, that after s steps.
+
+        Raises:
+            TypeError: The number is no integer.
+            ValueError: The run has fewer steps.
+        """
+        validate_count(step, "step", minimum=0)
+        if step > self.num_steps:
+            raise ValueError(f"step must be at most the run's {self.num_steps} steps: got {step}.")
+        if step == self.num_steps:
+            return self
+
+        def first(entries: Any, number: int) -> Any:
+            return entries[:number] if isinstance(entries, tuple) else FirstOf(entries, number)
+
+        derived = hashlib.blake2b(f"{self.digest} until {step}".encode(), digest_size=16).hexdigest()
+        run = replace(
+            self,
+            states=first(self.states, step + 1),
+            updates=first(self.updates, step),
+            statistics=None if self.statistics is None else first(self.statistics, step + 1),
+            steps=self.steps[:step],
+            digest=self.digests[step] if self.digests else derived,
+            digests=self.digests[: step + 1],
+            recorded_steps=max(self.num_steps, self.recorded_steps),
+        )
+        # averages, and states that are computed again, follow from others
+        follow: Callable[[Trajectory], Trajectory] | None = getattr(self.states, "until", None)
+        return run if follow is None else follow(run)
+
+    @cached_property
+    def moves(self) -> Mapping[int, Move]:
+        """The moves without a gradient by the steps after whose optimizer they came, ascending."""
+        return {step.index: step.move for step in self.steps if step.move is not None}
+
+    def with_move(self, step: Step, w: Float[Tensor, " P"], d: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """Return the whole change of the weights w in a step, whose optimizer changes them by d: with its move."""
+        if step.move is None:
+            return d
+        return torch.lerp(d, flat_weights(self, step.move.anchor, w) - w, step.move.share)
+
     @cached_property
     def is_vanilla_gd(self) -> bool:
         """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights.
 
         The gradient is then that of the network in evaluation mode on the recorded data.
         """
-        if self.average is not None or self.statistics is not None or any(step.passes for step in self.steps):
+        is_other = self.average is not None or self.statistics is not None
+        if is_other or self.moves or any(step.passes for step in self.steps):
             return False
         coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
         return not getattr(self.updates, "is_scaled", False) and not any(
@@ -203,7 +304,8 @@ class Trajectory(Displayed):
     def sources(self) -> tuple[str, ...]:
         """What else than training points, decay and statistics adds to predictions, by name."""
         batches = (step.batch for step in self.trained.steps if step.batch is not None)
-        return (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
+        outside = (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
+        return outside if self.trained.momentum is None else (*outside, BEFORE)
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
@@ -266,6 +368,7 @@ class Trajectory(Displayed):
                 Entry("update rule", self.update_rule, accepted),
                 Entry("steps", f"{len(self.steps):,}", self._described_steps()),
                 *([] if self.identity_finding is None else [Entry("indices", self.identity_finding)]),
+                Entry("explains", self.explained),
                 Entry("states", f"{len(self.states):,}", "in memory" if folder is None else f"in {folder}"),
                 Entry("digest", self.digest),
             ),
@@ -370,6 +473,22 @@ def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
     return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
 
 
+def warn_unless_live(trajectory: Trajectory) -> None:
+    """Warn if the user's network is another one than that which results explain."""
+    live, model = trajectory.live, trajectory.model
+    net = None if live is None else live.network()
+    if live is None or net is None:
+        return
+    explained = _joined(trajectory, trajectory.num_steps, model.spec).to(model.spec.device)
+    try:
+        w = model.weights_of(net)
+        present = torch.cat([w, model.statistics_of(net).to(w)])
+    except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
+        return
+    if present.shape == explained.shape and not torch.equal(explained.to(present), present):
+        live.warn_of_difference(trajectory, explained, present)
+
+
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:
     """Read the coefficients of a step of the recorded run, for a computation on `reference`."""
     read: Callable[[int, TensorSpec], UpdateCoefficients] | None = getattr(trajectory.updates, "at", None)
@@ -380,6 +499,12 @@ def held_coefficients(trajectory: Trajectory, step: int) -> UpdateCoefficients:
     """Read what is held of the coefficients of a step: of one that a preconditioner scales perhaps one weight's."""
     read: Callable[[int], UpdateCoefficients] = getattr(trajectory.updates, "held", trajectory.updates.__getitem__)
     return read(step)
+
+
+def initial_momentum(trajectory: Trajectory, reference: Float[Tensor, " P"]) -> Float[Tensor, " B"]:
+    """Return what the momentum buffers hold before the first step."""
+    held = trajectory.trained.momentum
+    return torch.zeros_like(reference) if held is None else held.to(reference)
 
 
 def has_memory(trajectory: Trajectory) -> bool:

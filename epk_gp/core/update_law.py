@@ -311,6 +311,11 @@ class UpdateLaw:
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
         run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
         self.trajectory, self.reference, self.sizes = run, reference, model.sizes
+        if run.momentum is not None:
+            raise ValueError(
+                "the run must begin with a new optimizer, so that its steps follow from the recorded gradients: its "
+                "optimizer had made steps before. Use attribute, which needs no other runs."
+            )
         if not run.optimizer_groups and set(rule.split(" + ")) - LINEAR_RULES:
             raise ValueError(f"the run must hold the options of its optimizer, {rule}. Record it again.")
         changes = [(step.index, step.groups) for step in run.steps if step.groups is not None]

@@ -96,6 +96,8 @@ def nodes_trajectory(
         steps=tuple(Step(index=j, lr=length, batch=None) for j in range(nodes)),
         update_rule=_RULE.format(nodes),
         digest=digest,
+        digests=(),
+        live=None,
     )
 
 

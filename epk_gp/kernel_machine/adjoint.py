@@ -12,8 +12,7 @@ It holds also where a term depends on the whole batch. Where every term depends 
 the samples can be written out instead; the cheaper of the two is taken by counted cost.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,18 +26,19 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
-from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
+from epk_gp.core.step import BEFORE, Step, tensor_bytes
+from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.terms import AttributionWork, IntegratedLine, Predictions, TermSums, integrate_stretch
-from epk_gp.optimizers.update_rules import (
-    INNER,
-    UpdateCoefficients,
-    apply_matrices,
-    broadcast_to_params,
-    second_coefficients,
+from epk_gp.kernel_machine.terms import (
+    AttributionWork,
+    IntegratedLine,
+    Predictions,
+    TermSums,
+    grouped_products,
+    integrate_stretch,
 )
+from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params, second_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
@@ -47,11 +47,13 @@ from epk_gp.work.run import Sums
 
 def propagate_step(
     trajectory: Trajectory, s: int, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None, Tensor | None]:
-    """Go one step of a run back: return the adjoints of the step, of h, of the second buffer, and what is left.
+) -> tuple[Float[Tensor, "K N P"], Float[Tensor, "K N P"], Float[Tensor, "K N P"], Tensor | None, Tensor | None]:
+    """Go one step of a run back: return the adjoints of its change of the weights, and of what it consists of.
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
     adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
+    A move in step m towards the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ...
+    + d_{m-1}): it adds -share E_m to the adjoint of each step from the anchor up to m.
 
     Args:
         trajectory: The run.
@@ -59,16 +61,32 @@ def propagate_step(
         sizes: Number of weights of each of the L parameters.
         Phi: The averaged gradients of the outputs along the path, which are overwritten.
         adjoint_state: What the step after left, which is overwritten; None after the last step.
+
+    Returns:
+        The adjoints of the change, of the optimizer's part of it, of h and of the second buffer; and what the step
+        before receives: for the buffers, for the average, and for each move that reaches further back.
     """
-    u, average = step_coefficients(trajectory, s, Phi), trajectory.average
-    if average is None:
-        return Phi, *propagate(u, sizes, Phi, adjoint_state)
-    a = float(average.coefficients[s])
-    E, of_momentum, P = Phi.mul_(a), None, Phi.shape[-1]
+    u, average, moves, P = step_coefficients(trajectory, s, Phi), trajectory.average, trajectory.moves, Phi.shape[-1]
+    if average is None and not moves:
+        return Phi, Phi, *propagate(u, sizes, Phi, adjoint_state)
+    open_moves = [m for m in sorted(moves, reverse=True) if m > s >= moves[m].anchor]
+    E, of_momentum, averages, pulls = Phi, None, list[Tensor](), list[Tensor]()
     if adjoint_state is not None:
-        of_momentum, E = adjoint_state[..., :-P], E.add_(adjoint_state[..., -P:], alpha=1 - a)
-    H, N, of_momentum = propagate(u, sizes, E, of_momentum)
-    return E, H, N, torch.cat([torch.zeros_like(E) if of_momentum is None else of_momentum, E], dim=-1)
+        count = len(open_moves) + (average is not None)
+        of_momentum, *pulls = adjoint_state.split([adjoint_state.shape[-1] - P * count, *[P] * count], dim=-1)
+    if average is not None:
+        a = float(average.coefficients[s])
+        E = Phi.mul_(a) if adjoint_state is None else Phi.mul_(a).add_(pulls.pop(0), alpha=1 - a)
+        averages = [E]
+    for pull in pulls:
+        E = E - pull
+    of_optimizer, kept = E, [pull for m, pull in zip(open_moves, pulls, strict=True) if moves[m].anchor < s]
+    if (move := moves.get(s)) is not None:
+        of_optimizer = (1 - move.share) * E
+        kept += [move.share * E] if move.anchor < s else []
+    H, N, of_momentum = propagate(u, sizes, of_optimizer, of_momentum)
+    carried = [torch.zeros_like(E) if of_momentum is None else of_momentum, *averages, *kept]
+    return E, of_optimizer, H, N, torch.cat(carried, dim=-1)
 
 
 def propagate(
@@ -97,7 +115,7 @@ def propagate(
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
     Phi = apply_matrices(u, sizes, Phi, transposed=True)
     if u.inner_left or u.inner_right:
-        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, sides=INNER) for r in (momentum_lr, lr))
+        own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, inner=True) for r in (momentum_lr, lr))
         M = own_m if M is None else M.add_(own_m)
         H = (one_minus_dampening * M).add_(own_h)
     else:
@@ -111,21 +129,6 @@ def propagate(
     if N is not None:
         return H.addcmul_(N, of_h), N, torch.cat([M.mul_(beta), second_beta * N], dim=-1)
     return H, None, M.mul_(beta) if beta.any() else None
-
-
-@contextmanager
-def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
-    handles = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.running_mean is not None
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
@@ -246,20 +249,6 @@ _DOUBTS = 16.0
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
-        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
-    return out
 
 
 @dataclass(eq=False)
@@ -546,11 +535,11 @@ class AdjointTerms(AttributionWork):
             totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
-            E, H, N, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
+            E, of_optimizer, H, N, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
             w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
             of_second = [] if N is None else [(N, second_coefficients(u, sizes, w)[-1])]
-            for of_pull, factor in ((H, u.weight_decay), (E, u.decoupled_decay), *of_second):
+            for of_pull, factor in ((H, u.weight_decay), (of_optimizer, u.decoupled_decay), *of_second):
                 if factor.any():
                     pull = broadcast_to_params(factor, sizes, w) * w
                     found = grouped_products(of_pull, pull[None], self.parts, sizes).squeeze(2)  # N K G
@@ -568,6 +557,10 @@ class AdjointTerms(AttributionWork):
                 totals.add("unexplained", s, grouped_products(E, residual.to(E)[None], self.parts, sizes).squeeze(2))
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change)
+            if s == 0 and BEFORE in trajectory.sources and adjoint is not None:
+                of_buffers = adjoint.split(len(w), dim=2)[: 2 if trajectory.average is None else -1]
+                for part, m in zip(of_buffers, initial_momentum(trajectory, w).split(len(w)), strict=False):
+                    totals.add(BEFORE, 0, -grouped_products(part, m[None], self.parts, sizes).squeeze(2))
             yield uncounted, 1, adjoint
 
     def _splits(self, totals: TermSums) -> bool:

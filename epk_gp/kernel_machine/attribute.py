@@ -355,9 +355,9 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
                 own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
-    findings = run_findings(trajectory)
+    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained}
     return tuple(
-        _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, "run_findings": findings})
+        _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped
     )
 

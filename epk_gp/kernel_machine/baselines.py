@@ -52,6 +52,8 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
         steps=(Step(index=0, lr=1.0, batch=None),),
         update_rule="none (NTK)",
         digest=hasher.hexdigest(),
+        digests=(),
+        live=None,
     )
 
 

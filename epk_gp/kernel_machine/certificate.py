@@ -210,6 +210,7 @@ class Certificate:
         unexplained_share: Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or what the
             run accepts.
         run_findings: What the recorded run itself says against results that name samples.
+        explains: The state whose network the result explains (`Trajectory.explained`).
     """
 
     max_error: float
@@ -223,6 +224,7 @@ class Certificate:
     statuses: Mapping[QuadratureStatus, int]
     unexplained_share: float = 0.0
     run_findings: tuple[str, ...] = ()
+    explains: str = ""
 
     @classmethod
     def of(cls, result: "Certificate") -> "Certificate":
@@ -242,6 +244,7 @@ class Certificate:
             worst_step=steps.worst_step,
             statuses=Counter(self.statuses) + Counter(other.statuses),
             run_findings=self.run_findings or other.run_findings,
+            explains=self.explains or other.explains,
             **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
 
@@ -283,6 +286,7 @@ class Certificate:
             return (Entry("certificate", "none: there are no points"),)
         return (
             certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
+            Entry("explains", self.explains),
             Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
             Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),

@@ -32,9 +32,8 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import WrittenOutNormalisation
+from epk_gp.core.torch_overrides import WrittenOutNormalisation, watching_normalisations
 from epk_gp.core.trajectory import Trajectory, flat_state
-from epk_gp.kernel_machine.adjoint import watching_normalisations
 
 _KINDS = ("running_mean", "running_var")
 

@@ -25,7 +25,7 @@ from epk_gp.core.checks import (
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
-from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
@@ -243,6 +243,7 @@ def influence(
     parsed = parse_options("influence", ("accumulate",), **options)
     X = parse_inputs(trajectory, X).detach()
     require_loss_as_function(trajectory, "epk_gp.influence")
+    warn_unless_live(trajectory)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     axes = (by_sample(trajectory),) if by is None else tuple(by)
     validate_axes(trajectory, axes)
@@ -310,6 +311,7 @@ def self_influence(
     """
     parsed = parse_options("self_influence", ("accumulate",), **options)
     require_loss_as_function(trajectory, "epk_gp.self_influence")
+    warn_unless_live(trajectory)
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
     validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")

@@ -228,5 +228,6 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         max_step_mismatch=float(sums.largest["mismatch"]),
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
+        explains=trajectory.explained,
         **integral_facts(sums, len(X) * steps),
     )

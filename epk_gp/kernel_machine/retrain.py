@@ -248,6 +248,8 @@ def retrained_run(
         steps=tuple(steps),
         updates=tuple(updates),
         digest=digest.hexdigest(),
+        digests=(),
+        live=None,
     )
     difference = training.difference(replayed, recorded)
     return (run if whole.average is None else averaged_trajectory(run, whole.average.coefficients)), difference
@@ -479,6 +481,11 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
     """
     validate_stated(trajectory.loss, what)
     for step in trajectory.trained.steps:
+        if step.move is not None:
+            raise ValueError(
+                f"{what} needs steps that follow from gradients alone: after step {step.index} the loop moved the "
+                "weights without one (Lookahead, a checkpoint that was restored). epk_gp.attribute explains such a run."
+            )
         if any(forward.weights is not None for forward in step.passes):
             raise ValueError(
                 f"{what} needs gradients at the weights that a step moves: those of step {step.index} were taken at "

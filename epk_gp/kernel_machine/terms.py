@@ -208,6 +208,20 @@ def _both_ends(segment: WeightSegment, X: Shaped[Tensor, "n ..."]) -> Integral:
     )
 
 
+def grouped_products(
+    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+) -> Float[Tensor, "N K B G"]:
+    """Compute inner products, summed over each group of parameters separately."""
+    count = int(groups.max()) + 1
+    K, N = H.shape[:2]
+    if count == 1:
+        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(vectors), count)
+    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
+        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
+    return out
+
+
 # The terms of a result, and by what each is split.
 TERMS = {
     "values": ("step", "sample", "parameter"),

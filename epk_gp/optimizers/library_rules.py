@@ -210,6 +210,10 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
     return weights
 
 
+def _lead(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+    return (state["z"] - p.detach(),)
+
+
 def _factored(row: Tensor, column: Tensor) -> Tensor:
     return (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
 
@@ -247,6 +251,11 @@ def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
         second=SecondBuffer((beta2 - 1) * of_difference, beta2, 1.0 if "previous_grad" in before else first),
         **_mean(beta1),
     )
+
+
+def _adan_buffers(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+    beta2, h = float(group["betas"][1]), -state["previous_grad"]
+    return state["exp_avg"], h + beta2 / (1 - beta2) * (h - state["exp_avg_diff"] / (1 - beta2))
 
 
 def _ademamix(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -308,7 +317,12 @@ def lookahead(inner: UpdateRule) -> UpdateRule:
         second = SecondBuffer(rate, float(is_begun), step.lr, step.momentum_lr, step.decoupled_decay)
         return replace(step, second=second)
 
-    return UpdateRule(f"Lookahead({inner.name})", coefficients, (*inner.needs_before, OPTIONS), inner.unexplained)
+    def buffers(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+        (m,) = inner.buffers(p, group, state) or (torch.zeros_like(p),)
+        return m, state["slow_params"] - p.detach()
+
+    needed = (*inner.needs_before, OPTIONS)
+    return UpdateRule(f"Lookahead({inner.name})", coefficients, needed, inner.unexplained, buffers)
 
 
 LIBRARY_RULES = {
@@ -330,6 +344,12 @@ LIBRARY_RULES = {
     )
     for name in names.split()
 }
+_BUFFERS = {
+    "Adan": _adan_buffers,
+    "AdEMAMix": lambda p, group, state: (state["exp_avg"], state["exp_avg_slow"]),
+    **{name: _lead for name in LIBRARY_RULES if "ScheduleFree" in name},
+}
+LIBRARY_RULES |= {name: replace(LIBRARY_RULES[name], buffers=buffers) for name, buffers in _BUFFERS.items()}
 # Options with which such a class makes other steps than its rule's.
 _OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
 

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -546,30 +547,34 @@ def states_before(
     return result
 
 
-def validate_fresh_optimizer(optimizers: Optimizers) -> None:
-    """Raise if an optimizer holds what it derived from gradients before the recording.
+def momentum_before(
+    optimizers: Optimizers, rules: Rules, parameters: Sequence[nn.Parameter]
+) -> Float[Tensor, " B"] | None:
+    """Return what momentum buffers hold before the recording, second ones after the first; None of new optimizers.
 
-    No sample of the recorded run could account for that.
-
-    Raises:
-        ValueError: The state of a parameter is not that of a fresh optimizer.
+    Of one that is not new, second moments and the like hold earlier gradients too.
     """
-    for optimizer in as_optimizers(optimizers):
+    found, is_new = list[tuple[UpdateRule, nn.Parameter, Options, Options]](), True
+    for given, optimizer in given_rules(optimizers, rules):
+        rule = _known_rule(optimizer) if given is None else given
         for group in optimizer.param_groups:
-            entries = [entry for p in group["params"] for entry in optimizer.state.get(p, {}).items()]
-            held = [name for name, value in entries if _holds_gradients(optimizer, group, name, value)]
-            if held:
-                raise ValueError(
-                    f"the optimizer must be fresh: its {min(held, key='step'.__eq__)} holds gradients from before the "
-                    "recording. Make a new optimizer, or record from its first step on."
-                )
+            states = [(p, state) for p in group["params"] if (state := state_of(optimizer, p))]
+            entries = [entry for _, state in states for entry in state.items()]
+            is_new &= not any(_holds_gradients(given is None, group, *entry) for entry in entries)
+            found += [(rule, p, group, state) for p, state in states]
+    if is_new:
+        return None
+    held = {id(p): rule.buffers(p, group, state) for rule, p, group, state in found}
+    several = [(*held.get(id(p), ()), *[torch.zeros_like(p.detach())] * 2)[:2] for p in parameters]
+    count = 2 if any(len(buffers) > 1 for buffers in held.values()) else 1
+    return torch.cat([buffers[k].detach().reshape(-1) for k in range(count) for buffers in several])
 
 
-def _holds_gradients(optimizer: Optimizer, group: Options, name: str, value: Any) -> bool:
+def _holds_gradients(is_known: bool, group: Options, name: str, value: Any) -> bool:
     """Return whether an entry of an optimizer's state is another one than before the first step."""
-    is_known = type(optimizer) in RULES or name in ("momentum_buffer", "exp_avg")
-    if not is_known or name in ("eta", "step_size") or not isinstance(value, Tensor | int | float):
-        return False  # of an optimizer of the user's own; or a rate, which follows from the options
+    is_known = is_known or name in ("momentum_buffer", "exp_avg")
+    if not is_known or name in ("eta", "step_size", "slow_params") or not isinstance(value, Tensor | int | float):
+        return False  # of an optimizer of the user's own; or what follows from the options and weights
     fresh = {"sum": group.get("initial_accumulator_value", 0.0), "mu": 1.0, "mu_product": 1.0}.get(name, 0.0)
     return bool((torch.as_tensor(value) != fresh).any())
 

@@ -30,8 +30,7 @@ Options = Mapping[str, Any]
 # In `UpdateRule.needs_before`, beside names of the optimizer's state: the parameter, its gradient, and the options of
 # its group, as they were before the step.
 WEIGHTS, GRADIENT, OPTIONS = "weights", "gradient", "options"
-INNER = ("inner_left", "inner_right")
-MATRICES = ("left", "right", *INNER)
+MATRICES = ("left", "right", "inner_left", "inner_right")
 SECOND = "second"
 BY_PARAMETER = (*MATRICES, SECOND)  # fields of `UpdateCoefficients` that most optimizers do not have
 
@@ -90,6 +89,11 @@ FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in BY_P
 Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]
 
 
+def _momentum_buffer(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+    held = [state[name] for name in ("momentum_buffer", "exp_avg") if state.get(name) is not None]
+    return tuple(held[:1])
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """The rule by which an optimizer's step follows from the gradient, read from the optimizer after each step.
@@ -106,12 +110,15 @@ class UpdateRule:
             step, which are then there in the first step too. An optimizer that writes into gradients needs "gradient".
         unexplained: How much of the steps' norm the rule leaves unexplained, because the optimizer computes in a lower
             precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
+        buffers: Function of parameter, options and state that returns m, and n if there is one, of an optimizer that
+            has made steps before the recording: its "momentum_buffer" or "exp_avg" by default.
     """
 
     name: str
     coefficients: Coefficients
     needs_before: tuple[str, ...] = ()
     unexplained: float = 0.0
+    buffers: Callable[[nn.Parameter, Options, Options], tuple[Tensor, ...]] = _momentum_buffer
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
@@ -260,7 +267,7 @@ def predict_step(
     m, n = m[: len(w)], m[len(w) :]
     h = sum_of((update.grad_scale, g), (update.weight_decay, w))
     after = sum_of((update.beta, m), (update.one_minus_dampening, h))
-    inner_m, inner_h = (apply_matrices(update, sizes, vector, sides=INNER) for vector in (after, h))
+    inner_m, inner_h = (apply_matrices(update, sizes, vector, inner=True) for vector in (after, h))
     direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, inner_m), (update.lr, inner_h)))
     step = sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w))
     if update.second or len(n):
@@ -325,7 +332,7 @@ def apply_matrices(
     vectors: Float[Tensor, "*n P"],
     *,
     transposed: bool = False,
-    sides: tuple[str, str] = ("left", "right"),
+    inner: bool = False,
 ) -> Float[Tensor, "*n P"]:
     """Multiply flat vectors of weights with the matrices of a step, or with their transposes.
 
@@ -334,12 +341,12 @@ def apply_matrices(
         sizes: Number of weights of each of the L parameters.
         vectors: Vectors of P weights.
         transposed: Whether to multiply with the transposed matrices, as the adjoint of a step does.
-        sides: Names of the matrices on the left and on the right.
+        inner: Whether to multiply with the inner matrices.
 
     Returns:
         The products; the vectors themselves where the step has no such matrices.
     """
-    lefts, rights = (getattr(update, side) for side in sides)
+    lefts, rights = (update.inner_left, update.inner_right) if inner else (update.left, update.right)
     if not lefts and not rights:
         return vectors
     parts = list(vectors.split(list(sizes), dim=-1))

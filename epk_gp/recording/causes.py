@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from epk_gp.core.checks import blocks_of, is_finite
 from epk_gp.core.losses import (
     ELEMENTWISE,
     ClassLoss,
@@ -46,7 +47,7 @@ def validate_targets(
     if targets.ndim == 0 or targets.shape[0] != num_points:
         got = targets.shape[0] if targets.ndim else "a scalar"
         raise ValueError(f"targets must have one entry per point: got {got} for {num_points} points.")
-    if targets.is_floating_point() and not torch.isfinite(targets).all():
+    if targets.is_floating_point() and not is_finite(targets):
         row = int((~torch.isfinite(targets.reshape(num_points, -1))).any(dim=1).nonzero()[0])
         raise ValueError(f"targets must be finite: row {row} holds NaN or infinity.")
     sample_shape = (num_outputs,) if sample_shape is None else sample_shape
@@ -86,10 +87,11 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
         either = f"{first}" if first == last else f"{first}, or {last} where classes are last"
         hint = " Several need scores (n, T, V), alone or as `logits`, or a PerSampleLoss." if targets.ndim > 1 else ""
         raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.{hint}")
-    counted = targets[targets != ignored_class(loss)]
-    if not len(counted):
+    counted = (block[block != ignored_class(loss)] for (block,) in blocks_of(targets))
+    ends = [torch.stack(labels.aminmax()) for labels in counted if len(labels)]
+    if not ends:
         raise ValueError("at least one sample must not be ignored: all class labels are ignore_index.")
-    low, high = int(counted.min()), int(counted.max())
+    low, high = (int(label) for label in torch.stack(torch.cat(ends).aminmax()))
     if low < 0 or high >= num_classes:
         raise ValueError(
             f"class labels must lie in 0..{num_classes - 1} (the network has {num_classes} outputs): got {low}..{high}."

@@ -178,6 +178,7 @@ class Ranks:
             made.unseen = made.unseen or (unseen and f"on rank {rank} {unseen}")
         if own is None or not self.is_writer:
             return None
+        made.announced = ()  # what one rank saw says nothing of the whole step
         divides_by_all = getattr(self._wrapper, "_divide_by_initial_world_size", True)  # set by net.join()
         factor = 1 / (self.size if divides_by_all else len(active))
         _, before, after = own

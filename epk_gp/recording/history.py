@@ -10,19 +10,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.moves import Move, StateSamples, share_of_way
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import Step, fingerprint_step
-from epk_gp.core.trajectory import States, Updates
+from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
-from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
 from epk_gp.recording.setup import TrainingSetup
-from epk_gp.storage.chunks import StoredStates, StoredUpdates
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.rows import num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
-Recorded = tuple[States, Updates, States | None, str]
+Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
+Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # the last: digests of the runs up to each state
+_ANCHORS = 4  # results of moves that stay in memory, from which the slow weights of Lookahead go on
 _BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
 
 
@@ -86,6 +90,7 @@ class RunHistory:
 
     Attributes:
         steps: Learning rate, batch and forward passes of each step; the passes lie in memory or on disk.
+        samples: A few weights of each state.
     """
 
     def __init__(
@@ -98,6 +103,9 @@ class RunHistory:
         """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
         self.steps = list(steps)
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
+        self.samples = StateSamples.of(weights)
+        self.samples.rows[len(self.steps)] = weights[self.samples.places]
+        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last moves led
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -145,8 +153,74 @@ class RunHistory:
         else:
             digest = partial(str, hashing())
         self._results[index] = StepResult(digest, end, update, after)
+        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
+
+    def find_move(
+        self, w: Float[Tensor, " P"], sizes: tuple[int, ...], recorded: Callable[[], Trajectory]
+    ) -> tuple[Move, Held] | None:
+        """Return how the loop moved the weights, from where the last step left them, and the state they went towards.
+
+        Args:
+            w: The weights after the move.
+            sizes: Number of weights of each parameter.
+            recorded: Returns the run as far as it is on disk, for states that are not in memory.
+
+        Returns:
+            None where the weights did not move, or in another way.
+        """
+        u, places = self.last.end, self.samples.places
+        if (w.dtype, w.device) != (u.dtype, u.device) or torch.equal(w, u):
+            return None
+        for number in self.samples.anchors(u, w, self.num_steps - 1):
+            result = self._results.get(number - 1)
+            held = self._moved_to.get(number, None if result is None else (result.end, result.statistics))
+            if held is None:
+                run = recorded()
+                recomputation, statistics = recomputation_of(run), run.statistics
+                is_kept = recomputation is None or recomputation.is_kept(number)
+                anchor = run.states[number].to(u) if is_kept else u.new_empty(0)
+                held = anchor, None if statistics is None else statistics[number].to(u)
+            if not len(held[0]) and torch.equal(self.samples.rows[number], w[places]):  # a state that is not kept
+                held = w, held[1]
+            share = share_of_way(u, w, held[0], sizes) if len(held[0]) else None
+            if share is not None:
+                return Move(number, share), held
+        return None
+
+    def move(
+        self, move: Move, anchor: Held, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None
+    ) -> Float[Tensor, " Q"] | None:
+        """Let the last step, whose result is not on disk, end where the loop moved the weights without a gradient.
+
+        Args:
+            move: The move.
+            anchor: The state that it goes towards.
+            w: The weights after it.
+            statistics: The moving statistics after it.
+
+        Returns:
+            The moving statistics that the step ends with: those it left, if they moved otherwise than the weights.
+        """
+        index, copy_in = self.num_steps - 1, self._arena.copy_in
+        step, left = self.steps[index], self._results[index]
+        b = left.statistics
+        if b is not None and anchor[1] is not None and statistics is not None and not torch.equal(b, statistics):
+            expected = torch.lerp(b, anchor[1], move.share)
+            if torch.allclose(statistics, expected, rtol=relative_rounding(w.dtype)):
+                ends = [b.cpu() if p.statistics_after is None else p.statistics_after for p in step.passes]
+                passes = zip(step.passes, ends, strict=True)
+                step = replace(step, passes=tuple(replace(p, statistics_after=after) for p, after in passes))
+                b = copy_in(statistics)
+        step, end = replace(step, move=move), copy_in(w)
+        if left.update is not None:  # a step led to these weights
+            digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, b)
+            self._results[index] = StepResult(partial(str, digest), end, left.update, b)
+        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
+        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {index + 1: (end, b)}
+        self.steps[index] = step
+        return b
 
     def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
         """Go on from a step that another process records; earlier results are forgotten, and there is no digest."""
@@ -158,11 +232,11 @@ class RunHistory:
         return [self._results[index] for index in range(first, end)]
 
     def recorded(self) -> Recorded:
-        """Return the states, coefficients and moving statistics of a run in memory, and its digest."""
+        """Return the states, coefficients and moving statistics of a run in memory, and its digests."""
         results = self.results(-1, self.num_steps)
         updates = tuple(r.update for r in results if isinstance(r.update, UpdateCoefficients))
         statistics = tuple(r.statistics for r in results if r.statistics is not None)
-        return tuple(r.end for r in results), updates, statistics or None, self.last.digest()
+        return tuple(r.end for r in results), updates, statistics or None, tuple(r.digest() for r in results)
 
     def thin(self, count: int, schema: ChunkSchema) -> None:
         """Free what a run that keeps every k-th state does not keep of its first `count` steps.
@@ -216,6 +290,7 @@ class CommitSchedule:
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
         self._num_bytes = 0.0  # of the completed steps that are not on disk
+        self._digests = read_digests(writer.path, writer.chunks)
 
     @property
     def num_committed(self) -> int:
@@ -223,14 +298,20 @@ class CommitSchedule:
         return self.writer.chunks[-1].last
 
     def recorded(self) -> Recorded:
-        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digest."""
+        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digests."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
         statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
-        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, chunks[-1].digest
+        digests = self._digests or (chunks[-1].digest,)
+        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
-    def complete_iteration(self) -> None:
+    def complete_iteration(self, *, commits: bool = True) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
+        if commits:
+            self.commit_if_due()
+
+    def commit_if_due(self) -> None:
+        """Commit the completed steps if a limit of the storage is reached."""
         if self.writer.schema.thins:
             self._history.thin(self._num_completed, self.writer.schema)
         steps = self._history.steps[self._num_counted :]
@@ -256,12 +337,14 @@ class CommitSchedule:
             schema, steps = self.writer.schema, self._history.steps[first:count]
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            kept = (states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            digests = tuple(result.digest() for result in results)
+            kept = (states, steps, updates, digests, self._training_state, statistics)
             rows = dict[str, Tensor]()
             if (stream := self._stream) is not None:
                 new = slice(self._num_points, num_seen(steps, self._num_points))
                 rows = {INPUTS: stream.X[new], TARGETS: stream.y[new]} if new.stop > new.start else rows
             self.writer.append(*kept, rows=rows)
+            self._digests = (*self._digests, *digests) if self._digests else ()
             self._num_points += len(rows.get(INPUTS, ()))
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
         self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -12,6 +11,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_w
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording.recorder import Recorder
+from epk_gp.storage.rows import Targets, TrainingInputs
 
 INDEX_KEY = "index"
 
@@ -39,8 +39,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
 
     def __init__(
         self,
-        X: dict[str, Tensor] | tuple[Tensor, ...] | Shaped[Tensor, "M ..."],
-        y: Shaped[Tensor, "M ..."],
+        X: TrainingInputs,
+        y: Targets = None,
         *,
         loss: Loss | nn.Module = CrossEntropy(),
         output: Callable[[Any], Tensor] | None = logits_of,
@@ -50,7 +50,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
 
         Args:
             X: All M training inputs, on the model's device.
-            y: Their labels.
+            y: Their labels; X and y may be all that `Recorder` takes.
             loss: The loss that the model or the trainer computes.
             output: Maps what the model returns to its outputs, (n, C).
             options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.
@@ -156,7 +156,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         if total is None or not (model.training and torch.is_grad_enabled()):
             return
         (indices, _), value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
-        labels = self._data[1][indices.to(self._data[1].device)]
+        labels = self._recorder.y[indices.to(self._recorder.y.device)]
         weights = sample_weights(self._loss, labels).cpu()
         weight = share = 1 / (float(weights.max()) * float(total))
         if value is not None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Shaped
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 from epk_gp.recording.recorder import Recorder
+from epk_gp.storage.rows import Targets, TrainingInputs
 
 
 def first_entry(batch: Any) -> Any:
@@ -34,8 +34,8 @@ class RecorderCallback(Callback):
     def __init__(
         self,
         net: nn.Module,
-        X: Shaped[Tensor, "M ..."] | tuple[Tensor, ...] | dict[str, Tensor],
-        y: Shaped[Tensor, "M ..."],
+        X: TrainingInputs,
+        y: Targets = None,
         *,
         indices: Callable[[Any], Any] = first_entry,
         weight: float | Tensor | Callable[[Any], float | Tensor] | None = None,
@@ -47,7 +47,7 @@ class RecorderCallback(Callback):
         Args:
             net: The network inside the Lightning module whose outputs the loss takes.
             X: All M training inputs, on the network's device.
-            y: Their targets.
+            y: Their targets; X and y may be all that `Recorder` takes.
             indices: Returns the rows of X that a batch of the training data loader holds.
             weight: Factor in front of a batch's loss, or of each row's; or a function of the batch that returns it.
                 None stands for the trainer's own, 1 / `accumulate_grad_batches`.

@@ -6,15 +6,16 @@ loss, or another loss, other targets or a factor is at work. The optimizer's gra
 or something was added to it, left in it or done to it afterwards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of, seen_losses
 from epk_gp.core.graphs import rows_of
@@ -40,14 +41,15 @@ from epk_gp.core.losses import (
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
-from epk_gp.optimizers.update_rules import predict_step, rounded_bound, step_tolerance
+from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, ObservedStep
 from epk_gp.recording.setup import TrainingSetup
 
-# Differences of a gradient in the outputs that count as rounding, in units of its size, by the dtype of the outputs.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_LOW_PRECISION = 2e-2
+# Differences of a gradient in the outputs that count as rounding, in units of its size, by the dtype of the outputs;
+# the outputs themselves may differ by more, for a replay may sum in another order.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_LOW_PRECISION, _OF_OUTPUTS = 2e-2, 10
 _ROOM = 1e-4  # in numbers that are computed from it
 
 _MOST_TARGETS = 64  # that are tried in the place of a row's own
@@ -142,20 +144,14 @@ class SeenPass:
 
     def rows_like(self, expected: Float[Tensor, "n ..."]) -> Bool[Tensor, " n"]:
         """Return in which rows a gradient in the outputs is the loop's up to rounding."""
-        return self.is_like(self.delta, expected, float(self.factor.abs().max()) / len(self.factor))
+        size = self.factor.abs().max() / len(self.factor) + expected.abs().max()
+        return (self.delta - expected).abs().flatten(1).amax(dim=1) <= self.tolerance * float(size)
 
-    def is_like(self, seen: Float[Tensor, "n ..."], expected: Float[Tensor, "n ..."], size: float = 0.0) -> Tensor:
-        """Return in which rows two numbers are the same up to the rounding of the outputs."""
-        tolerance = (
-            _LOW_PRECISION
-            if self.captured.outputs is None
-            else _TOLERANCE.get(self.captured.outputs.dtype, _LOW_PRECISION)
-        )
-        bound = tolerance * (size + float(expected.abs().max()))
-        return (seen.double() - expected).abs().flatten(1).amax(dim=1) <= bound
-
-
-_Targets = Callable[[SeenPass], Tensor]
+    @property
+    def tolerance(self) -> float:
+        """Share of a gradient in the outputs that is rounding."""
+        z = self.captured.outputs
+        return _LOW_PRECISION if z is None else _TOLERANCE.get(z.dtype, _LOW_PRECISION)
 
 
 def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
@@ -166,8 +162,11 @@ def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
     if not all(captured):
         return []
     step = observed.step
-    step = step if step.passes else replace(step, passes=tuple(ForwardPass(n) for n in counts))
-    passes, seen = iter(passes_of(step, setup.X, setup.y, setup.loss)), list[SeenPass]()
+    if not step.passes:  # rows of other processes come before
+        rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
+        step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
+    passes = iter(passes_of(step, setup.X, setup.y, setup.loss)[-len(counts) :])
+    seen = list[SeenPass]()
     for batch, of_batch in zip(announced, captured, strict=True):
         weight = torch.as_tensor(1.0 if batch.weight is None else batch.weight, dtype=torch.float64)
         factors = weight.expand(len(batch.samples)).split([len(f.inputs) for f in of_batch])
@@ -177,10 +176,20 @@ def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
 
 
 def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
-    """Return whether the loop's loss is the stated one as far as it was seen: its gradient in the outputs is."""
+    """Return whether the loop's loss is the stated one as far as it was seen, but for a factor (a GradScaler's)."""
     if isinstance(setup.loss, UnstatedLoss):
         return True
-    return all(bool(p.rows_like(p.recorded(setup.loss)).all()) for p in seen if p.shown)
+    shown = [p for p in seen if p.shown]
+    expected = [p.recorded(setup.loss) for p in shown]
+    ratio = _ratio([p.delta for p in shown], expected)
+    return any(all(bool(p.rows_like(r * e).all()) for p, e in zip(shown, expected, strict=True)) for r in (1.0, ratio))
+
+
+def _ratio(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    products, squares = (
+        sum(float((a * b).sum()) for a, b in zip(x, expected, strict=True)) for x in (values, expected)
+    )
+    return products / max(squares, 1e-300)
 
 
 def explain_mismatch(setup: TrainingSetup, observed: ObservedStep, check: StepCheck, *, follows_rule: bool) -> str:
@@ -196,75 +205,64 @@ def explain_mismatch(setup: TrainingSetup, observed: ObservedStep, check: StepCh
         return "the gradient holds NaN or infinity: training diverged"
     if not follows_rule and allclose(check.used, check.expected):
         return _move_cause(setup, observed)
-    if observed.made.unseen is not None:
+    if observed.made.unseen is not None and not all(batch.forwards for batch in observed.made.announced):
         return observed.made.unseen
-    seen = seen_passes(setup, observed)
+    seen = [p for p in seen_passes(setup, observed) if p.shown]
     cause = _network_cause(setup, check, seen)
-    if cause is None and not is_stated_loss(setup, seen):
-        cause = next(_loss_causes(setup, [p for p in seen if p.shown]))
-    return cause or next(_gradient_causes(setup, observed, check))
+    if cause is None and seen and not isinstance(setup.loss, UnstatedLoss):
+        cause = _scale_cause(setup, check, seen)
+        if cause is None and not is_stated_loss(setup, seen):
+            cause = next(_loss_causes(setup, seen))
+    return cause or _gradient_cause(setup, observed, check, is_shown=bool(seen))
 
 
 def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     """Say what moved the weights beside the optimizer's step on the gradient of the stated loss."""
-    model, made, rule = setup.model, observed.made, setup.update_rule.name
+    model, made, known = setup.model, observed.made, "the gradient is that of the stated loss"
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
-    rest, known = observed.end - observed.start - predicted, "the gradient is that of the stated loss"
-    rate = -float(rest @ made.gradient / (made.gradient @ made.gradient).clamp(min=1e-300))
-    if allclose(rest, -rate * made.gradient):
-        return (
-            f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder all "
-            "optimizers that step, as a list"
-        )
-    allowed = step_tolerance(observed.start, predicted)
+    rest, allowed = observed.end - observed.start - predicted, step_tolerance(observed.start, predicted)
+    rate = -_ratio([rest], [made.gradient])
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
+    if allclose(rest, -rate * made.gradient):
+        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
     if len(moved) < len(model.names):
-        return (
-            f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step: change "
-            "weights through the optimizer alone"
-        )
-    return (
-        f"{known}, but all weights moved otherwise than by {rule}'s update rule on it: another optimizer or option is "
-        "at work"
-    )
+        return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
+    return f"{known}, but the weights did not move by {setup.update_rule.name}'s rule: another optimizer or option"
 
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say why the outputs of a pass are not those of the recorded network; None where they are."""
-    model, net, loss, layout = setup.model, setup.net, setup.loss, setup.model.signature.layout
+    model, net, loss = setup.model, setup.net, setup.loss
     replay = TrainingReplay(model, loss, TensorSpec(check.state.dtype, check.state.device))
-    for p in (p for p in seen if p.shown):
-        returned = _returned(replay, check.state, p.data)
-        own = isinstance(loss, UnstatedLoss)
-        again = rows_of(returned, len(p.data.X)) if own else loss_input(model.signature, loss, returned, p.data.y)
-        if not isinstance(again, Tensor) or again.shape != p.z.shape or bool(p.is_like(again, p.z).all()):
+    for p in seen:
+        returned, is_unstated = _returned(replay, check.state, p.data), isinstance(loss, UnstatedLoss)
+        z = rows_of(returned, len(p.data.X)) if is_unstated else loss_input(model.signature, loss, returned, p.data.y)
+        if not isinstance(z, Tensor) or z.shape != p.z.shape:
             continue
-        changed = changed_setting(net, model)
-        is_compiled = hasattr(net, "_orig_mod") or getattr(net, "_compiled_call_impl", None) is not None
-        recorded = dict(model.module.named_modules())
-        hooked = [
-            name
-            for name, part in net.named_modules()
-            if name and len(part._forward_hooks) > len(recorded[name]._forward_hooks)
-        ]
-        what = (
-            f"the outputs that the loop saw are not the recorded network's (by up to {(again - p.z).abs().max():.2g})"
+        difference = float((z.double() - p.z).abs().max())
+        if difference <= _OF_OUTPUTS * p.tolerance * float(p.z.abs().max()):
+            continue
+        changed, layout, recorded = (
+            changed_setting(net, model),
+            model.signature.layout,
+            dict(model.module.named_modules()),
         )
+        hooked = [
+            n for n, part in net.named_modules() if n and len(part._forward_hooks) > len(recorded[n]._forward_hooks)
+        ]
+        is_compiled = hasattr(net, "_orig_mod") or getattr(net, "_compiled_call_impl", None) is not None
+        what = f"the outputs that the loop saw are not the recorded network's (by up to {difference:.2g})"
         if changed is not None:
             return changed
         if is_compiled and not p.data.forward.is_deterministic:
             return (
-                f"{what}: torch.compile makes random numbers that cannot be drawn again. Set "
-                "torch._inductor.config.fallback_random = True, or do not compile the network"
+                f"{what}: compiled random numbers. Set torch._inductor.config.fallback_random = True, or compile no net"
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
         if p.captured.num_arguments > (1 if layout is None else len(layout.tensors)):
             return f"{what}: the network was called with further arguments. Pass all that it depends on as X"
-        return (
-            f"{what}, at the same weights, rows and random numbers: it computes with something else that changes in "
-            "training. A number that moves must be a floating-point buffer"
-        )
+        return f"{what}, at the same weights, rows and random numbers: something else in it changes. Let it be a buffer"
     return None
 
 
@@ -279,85 +277,78 @@ def _returned(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassDat
         )
 
 
+def _explains(seen: Sequence[SeenPass], gradient: Callable[[SeenPass], Tensor]) -> bool:
+    """Return whether a gradient in the outputs is the loop's in all passes."""
+    with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
+        return all(bool(p.rows_like(gradient(p)).all()) for p in seen)
+    return False
+
+
+def _scale_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+    """Say by what the loop's loss is multiplied, if the gradient is too: a GradScaler takes its factor back."""
+    stated = setup.loss
+    ratio = _ratio([p.delta for p in seen], [p.expected(stated, p.data.y) for p in seen])
+    is_scaled = _explains(seen, lambda p: ratio * p.expected(stated, p.data.y))
+    if not is_scaled or abs(ratio - 1) <= _ROOM or not _is_same(check.used, ratio * check.expected):
+        return None
+    other, times = (
+        replace(stated, reduction="sum" if stated.reduction == "mean" else "mean"),
+        seen[0].captured.num_backwards,
+    )
+    if times > 1:
+        return (
+            f"the gradient is {ratio:.6g} times that of the stated loss: backward() went through the pass {times} times"
+        )
+    if _explains(seen, lambda p: p.expected(other, p.data.y)):
+        return _other(other, stated)
+    advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
+    return f"the loop's loss is {ratio:.6g} times that of the stated loss: {advice}"
+
+
 def _loss_causes(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[str]:
     """Yield what the loop's loss is, where its gradient in the outputs is not that of the stated loss."""
     stated, first = setup.loss, seen[0]
-
-    def explains(gradient: Callable[[SeenPass], Tensor]) -> bool:
-        with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
-            return all(bool(p.rows_like(gradient(p)).all()) for p in seen)
-        return False
-
-    def explaining(losses: Iterable[tuple[str, Loss, _Targets]]) -> Iterator[str]:
-        for clause, loss, targets in losses:
-            if explains(lambda p, loss=loss, targets=targets: p.expected(loss, targets(p))):  # type: ignore[misc]
-                yield clause
-
-    pairs = [(p.delta, p.expected(stated, p.data.y)) for p in seen]
-    products, squares = (sum(float((x * e).sum()) for x, e in both) for both in (pairs, [(e, e) for _, e in pairs]))
-    ratio, num_backwards = products / max(squares, 1e-300), first.captured.num_backwards
-    is_scaled = explains(lambda p: ratio * p.expected(stated, p.data.y))
-    if is_scaled and num_backwards > 1:
-        yield (
-            f"the loop's gradient in the outputs is {ratio:.6g} times that of the stated loss, because backward() went "
-            f"through the pass {num_backwards} times: call it once"
-        )
-    yield from explaining(_options_of(stated, first))
-    if is_scaled:
-        yield (
-            f"the loop's loss is {ratio:.6g} times that of the stated loss: tell the recorder by "
-            f"recorder.batch(indices, weight={ratio:.6g}), or let it read the factor with weight=None"
-        )
-    yield from explaining(_other_losses(stated, first))
-    yield from _weighted_rows(stated, seen)
+    for clause, loss, targets in _other_losses(stated, first):
+        if _explains(seen, lambda p, loss=loss, targets=targets: p.expected(loss, targets(p))):  # type: ignore[misc]
+            yield clause
+    if isinstance(stated, CrossEntropy) and all(p.z.ndim == 2 and p.data.y.ndim == 1 for p in seen):
+        yield from _weighted_rows(stated, seen)
     yield from _other_targets(setup, seen)
     if isinstance(stated, CrossEntropy) and first.z.ndim == 2 and first.z.shape[1] > 1:
         q = torch.cat([p.z.softmax(dim=1) - p.delta / p.weights(stated, p.data.y)[:, None] for p in seen])
         if bool((q >= -_ROOM).all()) and bool(((q.sum(dim=1) - 1).abs() <= _ROOM).all()):
-            yield (
-                "the loop's loss compares the outputs with probabilities that are not those of y, such as a teacher's "
-                f"(distillation): pass them as y if they stay. {_RECORDS}"
-            )
-    row = int((~first.rows_like(pairs[0][1])).long().argmax())
-    got, stated_values = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in pairs[0])
+            yield f"the loop's loss draws the softmax to probabilities that are not y, such as a teacher's. {_RECORDS}"
+    expected = first.expected(stated, first.data.y)
+    row = int((~first.rows_like(expected)).long().argmax())
+    got, must = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in (first.delta, expected))
     yield (
         f"the loop's loss is not {_name(stated)}: its gradient in the outputs of row {row} begins with {got}, that of "
-        f"the stated loss with {stated_values}. {_RECORDS}"
+        f"the stated loss with {must}. {_RECORDS}"
     )
 
 
-def _options_of(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, _Targets]]:
-    """Yield the stated loss with another option, with a clause and its targets."""
-    y, others = first.data.y, [replace(stated, reduction="sum" if stated.reduction == "mean" else "mean")]
+def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Callable[[SeenPass], Tensor]]]:
+    """Yield losses that loops use in the place of the stated one, with a clause and their targets."""
+    y, others, kinds = first.data.y, list[Loss](), (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
     if isinstance(stated, CrossEntropy):
-        c = first.weights(stated, y)
-        z, delta = (classes_second(value, y) for value in (first.z, first.delta))
-        q = z.softmax(dim=1) - delta / c.view(-1, *[1] * (z.ndim - 1))
+        c, (z, delta) = first.weights(stated, y), (classes_second(value, y) for value in (first.z, first.delta))
+        q = z.softmax(dim=1) - delta / c.view(-1, *[1] * (z.ndim - 1))  # the targets, if it is a cross entropy
         smoothing = rounded_bound(z.shape[1] * max(0.0, float(q.amin(dim=1).median())))
         others += [replace(stated, label_smoothing=min(smoothing if smoothing > _ROOM else 0.0, 1.0))]
-    for loss in others:
-        if loss != stated:
-            yield _other(loss, stated), loss, lambda p: p.data.y
-
-
-def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, _Targets]]:
-    """Yield losses that loops use in the place of the stated one, with a clause and their targets."""
-
-    def as_stated(p: SeenPass) -> Tensor:
-        return p.data.y
-
-    def one_hot(p: SeenPass) -> Tensor:
-        return soft_targets(CrossEntropy(), p.data.y, p.z)
-
-    y, kinds = first.data.y, (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
-    others: list[Loss] = [kind(reduction) for kind in kinds for reduction in ("mean", "sum")]
     modules = (nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss)
-    others += [as_loss(kind(reduction=reduction)) for kind in modules for reduction in ("mean", "sum")]
-    is_hard = isinstance(stated, ClassLoss) and not y.is_floating_point() and y.ndim == 1 and first.z.ndim == 2
-    is_entry_by_entry = y.is_floating_point() and fit_targets(y, first.z).shape == first.z.shape
+    for reduction in ("mean", "sum"):
+        others += [*(kind(reduction) for kind in kinds), *(as_loss(kind(reduction=reduction)) for kind in modules)]
+    is_hard = isinstance(stated, ClassLoss) and not y.is_floating_point()
+    is_one_hot, are_entries = is_hard and y.ndim == 1, not is_hard and fit_targets(y, first.z).shape == first.z.shape
     for loss in others:
-        if loss != stated and (isinstance(loss, ClassLoss) or is_hard or is_entry_by_entry):
-            yield _other(loss, stated), loss, one_hot if is_hard and not isinstance(loss, ClassLoss) else as_stated
+        is_class = isinstance(loss, ClassLoss)
+        if loss != stated and (is_class or is_one_hot or are_entries):
+            takes_one_hot = is_one_hot and not is_class
+            yield (
+                _other(loss, stated),
+                loss,
+                lambda p, one_hot=takes_one_hot: soft_targets(CrossEntropy(), p.data.y, p.z) if one_hot else p.data.y,  # type: ignore[misc]
+            )
     is_elementwise = isinstance(stated, PerSampleLoss) and isinstance(stated.function, ELEMENTWISE)
     if (isinstance(stated, MeanSquaredError) or is_elementwise) and y.ndim == 1:
 
@@ -368,30 +359,26 @@ def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, _T
             "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
             "target: give both one shape, as in net(X).squeeze(1) or y[:, None]",
             PerSampleLoss(against_all, stated.reduction),
-            as_stated,
+            lambda p: p.data.y,
         )
-    if isinstance(stated, ClassLoss) and not y.is_floating_point() and y.ndim == 2:
-        ignored = ignored_class(stated)
+    if is_hard and y.ndim == 2:
         yield (
             "the loop's loss compares the scores of each position with the label of the next one, as causal language "
             "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y",
             stated,
-            lambda p: torch.cat([p.data.y[:, 1:], torch.full_like(p.data.y[:, :1], ignored)], dim=1),
+            lambda p: F.pad(p.data.y[:, 1:], (0, 1), value=ignored_class(cast(ClassLoss, stated))),
         )
 
 
-def _weighted_rows(stated: Loss, seen: Sequence[SeenPass]) -> Iterator[str]:
+def _weighted_rows(stated: CrossEntropy, seen: Sequence[SeenPass]) -> Iterator[str]:
     """Yield by what the rows' gradients are multiplied, where each is a multiple of the stated loss's."""
-    if not isinstance(stated, CrossEntropy) or any(p.data.y.ndim > 1 or p.z.ndim != 2 for p in seen):
-        return
-    plain = replace(stated, class_weights=None)
-    D = torch.cat([p.expected(plain, p.data.y) for p in seen])
+    D = torch.cat([p.expected(replace(stated, class_weights=None), p.data.y) for p in seen])
     delta, z, y = (torch.cat(values) for values in zip(*((p.delta, p.z, p.data.y) for p in seen), strict=True))
     r = (delta * D).sum(dim=1) / D.square().sum(dim=1).clamp(min=1e-300)
     if not bool(((delta - r[:, None] * D).abs() <= _ROOM * delta.abs().max()).all()):
         return
     classes, place, counts = y.unique(return_inverse=True, return_counts=True)
-    means = torch.zeros(len(classes), dtype=r.dtype).index_add_(0, place, r) / counts
+    means = torch.zeros(len(classes), dtype=r.dtype, device=r.device).index_add_(0, place, r) / counts
     if bool(((r - means[place]).abs() <= _ROOM * r.abs().max()).all()) and bool((counts > 1).any()):
         weights = {int(k): float(f"{v:.3g}") for k, v in zip(classes, means / means.max(), strict=True)}
         yield f"the loop weights the classes as {weights}: state CrossEntropy(class_weights=...)"
@@ -419,123 +406,96 @@ def _other_targets(setup: TrainingSetup, seen: Sequence[SeenPass]) -> Iterator[s
     order = "the batch's in another order" if all(map(torch.equal, *counted)) else "those of other points"
     row = int((used != y).reshape(len(y), -1).any(dim=1).long().argmax())
     rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
-    yield (
-        f"the network saw {rows}, but the targets in the loop's loss are {order}, from row {row} of the batch on. Take "
-        "rows, targets and indices from one data set, such as IndexedDataset"
-    )
+    advice = "Take rows, targets and indices from one data set, such as IndexedDataset"
+    yield f"the network saw {rows}, but the loop's targets are {order}, from row {row} of the batch on. {advice}"
 
 
-def _gradient_causes(setup: TrainingSetup, observed: ObservedStep, check: StepCheck) -> Iterator[str]:
-    """Yield what happened to the gradient after it came through the outputs."""
-    model, net, made, w = setup.model, setup.net, observed.made, observed.start
+def _gradient_cause(setup: TrainingSetup, observed: ObservedStep, check: StepCheck, *, is_shown: bool) -> str:
+    """Say what happened to the gradient after it came through the outputs, if the gradient in these was seen."""
+    model, net, others, before = setup.model, setup.net, observed.made.others, observed.made.gradient_before
     used, whole = check.used, check.expected / check.clip_factor
-    rest, bound, norm = used - whole, float(used.abs().max()), float(used.norm())
-    if setup.clip is not None and allclose(used, whole):
-        yield "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
-    ratio = float(used @ whole / (whole @ whole).clamp(min=1e-300))
-    if allclose(used, ratio * whole):
-        is_smaller = 0 < ratio < 1
-        yield (
-            f"the gradient is {ratio:.6g} times that which comes through the outputs: it was clipped or scaled after "
-            f"backward(). Tell the recorder, clip=ClipNorm({norm:.6g}) if that is its bound"
-            if is_smaller
-            else f"the gradient is {ratio:.6g} times that which comes through the outputs: it was scaled after "
-            "backward(). Scale the loss instead, and tell the recorder, recorder.batch(indices, weight=...)"
-        )
-    if allclose(used, whole.clamp(-bound, bound)):
-        yield f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    for passes in ([made.others] if made.others else []) + [[p] for p in made.others]:
-        if allclose(rest, _gradient_of_captured(setup, check, passes)):
-            yield (
-                f"the gradient holds that of a backward() of {sum(len(p.inputs) for p in passes)} other rows, which "
-                "recorder.batch() did not get: call it for each batch whose gradients add up, or optimizer.zero_grad()"
-            )
-    if len(made.gradient_before) and allclose(rest, made.gradient_before):
-        yield "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            yield (
-                f"the gradient was averaged over the {world} processes, and only the rows of this one were announced: "
-                "record the rows of all (docs: distributed training)"
-            )
-    split = [model.unflatten(value) for value in (used, whole, w)]
-    names = [
-        n for n in model.names if bool((split[0][n] - split[1][n]).any()) and not allclose(split[0][n], split[1][n])
-    ]
-    off = [(split[0][n], split[1][n], split[2][n]) for n in names]
-    if all(not bool(u.any()) for u, _, _ in off):
-        yield (
-            f"no gradient reached {_named(names)}, although the outputs depend on it: leave .grad as backward() left "
-            "it, or freeze with requires_grad_(False)"
-        )
+    rest, bound, ratio, through = (
+        used - whole,
+        float(used.abs().max()),
+        _ratio([used], [whole]),
+        "what came through the outputs",
+    )
+    through = through if is_shown else "that of the stated loss"
+    if setup.clip is not None and _is_same(used, whole):
+        return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
+    if _is_same(used, ratio * whole):
+        stated = f"clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else f"batch(indices, weight={ratio:.6g})"
+        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
+    if _is_same(used, whole.clamp(-bound, bound)):
+        return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
+    for passes in (others, *([p] for p in others)):
+        if passes and _is_same(rest, _sent(setup, check, passes)):
+            rows = sum(len(p.inputs) for p in passes)
+            return f"a backward() of {rows} other rows was added, which recorder.batch() did not get: announce it too"
+    if len(before) and _is_same(rest, before):
+        return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
+    if observed.made.unseen is not None:  # of other processes
+        return observed.made.unseen
+    split = [model.unflatten(value) for value in (used, whole, observed.start)]
+    triples = {n: (split[0][n], split[1][n], split[2][n]) for n in model.names}
+    off = {n: (u, g, w) for n, (u, g, w) in triples.items() if u.numel() and not _is_same(u, g)} or triples
+    names, shares = _named([*off]), [_ratio([u], [g]) for u, g, _ in off.values()]
+    if all(not bool(u.any()) for u, _, _ in off.values()):
+        return f"no gradient came to {names}: freeze by requires_grad_(False), and leave .grad as it is"
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
     if hooked:
-        yield (
-            f"a backward hook at {_named(hooked)} changes gradients: remove it, or accept what it adds as a term of "
-            "its own with unexplained=SHARE"
-        )
-    ratios = [float((u * g).sum() / (g * g).sum().clamp(min=1e-300)) for u, g, _ in off]
-    if all(allclose(u, r * g) for r, (u, g, _) in zip(ratios, off, strict=True)):
-        yield (
-            f"the gradients of {_named(names)} alone were clipped or scaled (by {ratios[0]:.6g}): clip all parameters "
-            "together, or give groups of parameters other learning rates"
-        )
-    rates = observed.penalty.fitted(used, check.gradient, w)
-    penalty = None if rates is None else observed.penalty.gradient(w, rates)
-    if penalty is not None and allclose(used, check.gradient + penalty):
-        yield (
-            "the factor of the L2 penalty in the loop's loss is another one than in the checked steps before: "
-            "check_every=1 records it as it moves"
-        )
-    added = "something else than the loss of the outputs adds to it"
-    sizes = [float((u - g).square().mean().sqrt()) for u, g, _ in off if u.numel() > 3]
-    along = [(u - g).flatten()[v.flatten().argsort()] for u, g, v in off]  # ordered by the weights
-    if int((rest.abs() > _ROOM * rest.abs().max()).sum()) <= _FEW_ENTRIES:
-        added = "an edit of .grad"
-    elif all(allclose(u - g, (u - g).abs().mean() * v.sign()) for u, g, v in off):
-        added = f"an L1 penalty of factor {float((off[0][0] - off[0][1]).abs().mean()):.3g} in the loop's loss"
-    elif all(bool((d.diff() >= -_ROOM * d.abs().max()).all()) for d in along):
-        added = "a penalty on each weight in the loop's loss"
-    elif len(off) == len(model.names) and sizes and max(sizes) < 3 * min(sizes):
-        added = f"gradient noise of deviation {max(sizes):.2g}"
-    yield (
-        f"the gradient that does not come through the outputs is {float(rest.norm() / used.norm()):.2g} of the whole, "
-        f"in {_named(names)}: {added}. unexplained=SHARE records it as a term of its own"
-    )
+        return f"a backward hook at {_named(hooked)} changes gradients; unexplained=SHARE records that as a term"
+    if all(_is_same(u, r * g) for r, (u, g, _) in zip(shares, off.values(), strict=True)):
+        return f"the gradients of {names} alone were clipped or scaled (by {shares[0]:.6g}): clip all together"
+    rates = observed.penalty.fitted(used, check.gradient, observed.start)
+    penalty = None if rates is None else observed.penalty.gradient(observed.start, rates)
+    if penalty is not None and _is_same(used, check.gradient + penalty):
+        return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
+    added, share = _added([*off.values()], len(model.names)), float(rest.norm() / used.norm())
+    if not is_shown:
+        return f"the gradient is not {through} on X[batch], y[batch]: {share:.2g} of it, in {names}. {_RECORDS}"
+    text = f"the gradient that does not come through the outputs is {share:.2g} of the whole, in {names}: {added}"
+    return f"{text}. unexplained=SHARE records it as a term of its own"
 
 
-def _gradient_of_captured(
-    setup: TrainingSetup, check: StepCheck, passes: Sequence[CapturedForward]
-) -> Float[Tensor, " P"]:
+def _added(off: Sequence[tuple[Tensor, Tensor, Tensor]], num_parameters: int) -> str:
+    """Say what was added to gradients, given as used, as they come through the outputs, and their weights."""
+    rests = [u - g for u, g, _ in off]
+    sizes = [float(d.square().mean().sqrt()) for d in rests if d.numel() > _FEW_ENTRIES]
+    largest = max(float(d.abs().max()) for d in rests)
+    if sum(int((d.abs() > _ROOM * largest).sum()) for d in rests) <= _FEW_ENTRIES:
+        return "an edit of .grad"
+    if all(_is_same(d, d.abs().mean() * w.sign()) for d, (_, _, w) in zip(rests, off, strict=True)):
+        return f"an L1 penalty of factor {float(rests[0].abs().mean()):.3g} in the loop's loss"
+    along = (d.flatten()[w.flatten().argsort()].diff() for d, (_, _, w) in zip(rests, off, strict=True))
+    if all(bool((steps >= -_ROOM * largest).all()) for steps in along):
+        return "a penalty on each weight in the loop's loss"
+    if len(off) == num_parameters and sizes and max(sizes) < 3 * min(sizes):
+        return f"gradient noise of deviation {max(sizes):.2g}"
+    return "something else than the loss of the outputs adds to it"
+
+
+def _sent(setup: TrainingSetup, check: StepCheck, passes: Sequence[CapturedForward]) -> Float[Tensor, " P"]:
     """Return what came into the weights through passes that no batch was announced for."""
-    total = torch.zeros_like(check.used)
+    total, spec = torch.zeros_like(check.used), TensorSpec(check.state.dtype, check.state.device)
     for f in passes:
-        delta = f.output_gradient
-        if delta is None or setup.model.signature.output is not None:
-            continue
 
-        def product(z: Tensor, _: Tensor, delta: Tensor = delta) -> Tensor:
-            return (delta.to(z) * z).flatten(1).sum(dim=1)
+        def product(z: Tensor, _: Tensor, delta: Tensor | None = f.output_gradient) -> Tensor:
+            return (z if delta is None else delta.to(z) * z).flatten(1).sum(dim=1)
 
-        n = len(f.inputs)
-        forward = ForwardPass(
-            n,
-            f.modes,
-            None,
-            None,
-            f.random_state,
-            f.device_random_state,
-            f.statistics,
-            autocast=f.autocast,
-            weights=f.weights,
-        )
-        ones = torch.ones(n, device=check.used.device)
-        data = PassData(forward, torch.arange(n), f.inputs, ones, ones)
-        spec = TensorSpec(check.state.dtype, check.state.device)
-        total += TrainingReplay(setup.model, PerSampleLoss(product), spec).gradient(check.state, data).gradient
+        n, ones = len(f.inputs), torch.ones(len(f.inputs), device=check.used.device)
+        random = f.random_state, f.device_random_state, f.statistics
+        forward = ForwardPass(n, f.modes, None, None, *random, autocast=f.autocast, weights=f.weights)
+        with suppress(RuntimeError, TypeError, ValueError):  # the loss took something else than the outputs
+            data, replay = PassData(forward, ones.long(), f.inputs, ones, ones), TrainingReplay
+            total += replay(setup.model, PerSampleLoss(product), spec).gradient(check.state, data).gradient
     return total
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two gradients are the same up to what a guess may leave, relative to the largest entry."""
+    return bool((a - b).abs().max() <= 4 * relative_rounding(a.dtype) * b.abs().max())
 
 
 def _named(names: Sequence[str]) -> str:

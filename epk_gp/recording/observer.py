@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from epk_gp.core.checks import as_tensor, is_finite, validate_number
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
-from epk_gp.core.inputs import arguments_of_call
+from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input
+from epk_gp.core.model import device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
@@ -278,6 +279,21 @@ class StepObserver:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
         return len({forward.weights is None for forward in self._waiting}) == 2
 
+    def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
+        """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
+        setup, first = self.setup, next(iter(self._waiting), None)
+        if first is None:
+            return setup.weights(), setup.statistics()
+        return self._weights() if first.weights is None else first.weights, first.statistics
+
+    def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
+        for forward in self._waiting:
+            if forward.weights is not None and torch.equal(forward.weights, w):
+                forward.weights = None
+        if not self._waiting and statistics is not None:
+            self._statistics = statistics
+
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
@@ -438,12 +454,12 @@ class StepObserver:
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
             random_state=torch.random.get_rng_state(),
-            device_random_state=_device_random_state(device),
+            device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             difference=difference,
-            memory_order=_memory_order(inputs) if model.signature.layout is None else None,
+            memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),
             weights=weights,
         )
@@ -460,7 +476,7 @@ class StepObserver:
         forward.statistics_after, forward.position = self._statistics, self.num_passes
         if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
             forward.random_state = None
-        before, after = forward.device_random_state, _device_random_state(setup.model.spec.device)
+        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
         if before is not None and after is not None and torch.equal(before, after):
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
@@ -573,16 +589,3 @@ def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[Capt
         if rows >= num_rows:
             return forwards[first:] if rows == num_rows else []
     return []
-
-
-def _memory_order(x: Tensor) -> Tensor | None:
-    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
-    if x.is_contiguous() or x.ndim < 2:
-        return None
-    strides = list(x.stride())
-    order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
-    return torch.tensor(order) if order != list(range(x.ndim)) else None
-
-
-def _device_random_state(device: torch.device) -> Tensor | None:
-    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

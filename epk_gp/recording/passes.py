@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epk_gp.core.checks import is_finite
+from epk_gp.core.checks import blocks_of, is_finite
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
     CrossEntropy,
@@ -46,7 +46,6 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
-_BLOCK_ROWS = 4096  # rows of X that are read at a time
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -288,12 +287,12 @@ class PassRecords:
 
 def _places(X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."]) -> dict[bytes, int]:
     """Return where X holds some rows, by their bytes; X is read block by block."""
-    wanted, found = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int]()
-    for start in range(0, len(X), _BLOCK_ROWS):
-        block = bytes(tensor_bytes(X[start : start + _BLOCK_ROWS]))
-        size = len(block) // len(X[start : start + _BLOCK_ROWS])
-        contents = {block[at : at + size]: start + at // size for at in range(0, len(block), size)}
-        found |= {content: contents[content] for content in wanted & contents.keys()}
+    wanted, found, start = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int](), 0
+    for (block,) in blocks_of(X):
+        content, size = bytes(tensor_bytes(block)), block[0].nbytes
+        places = {content[at : at + size]: start + at // size for at in range(0, len(content), size)}
+        found |= {key: places[key] for key in wanted & places.keys()}
+        start += len(block)
     return found
 
 

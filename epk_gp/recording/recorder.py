@@ -1,6 +1,7 @@
 """The recorder: records each step of the user's own training loop."""
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,10 +13,11 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import is_finite, validate_count
+from epk_gp.core.checks import blocks_of, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like
+from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
@@ -32,18 +34,17 @@ from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
-from epk_gp.recording.history import CommitSchedule, RunHistory
+from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
+from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
 from epk_gp.storage.run import create_run, is_run, resume_run
-from epk_gp.storage.schema import DATA, map_tensors
+from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-_BLOCK_ROWS = 4096  # rows of a stream that are numbered at a time, when a run is resumed
 
 
 @contextmanager
@@ -149,30 +150,22 @@ class Recorder:
         self._ranks = Ranks(net, optimizer)
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
-            net,
-            optimizer,
-            X,
-            y,
-            loss,
-            update_rule,
-            clip=clip,
-            unexplained=unexplained,
-            trained=trained,
-            output=output,
-            folder=folder if self._ranks.is_writer else None,
-        )
+            net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
+            output=output, folder=folder if self._ranks.is_writer else None,
+        )  # fmt: skip
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers, stateful, folder)
         self.signature = setup.model.signature
         self.net, self.optimizer, self.loss = net, optimizer, loss
-        header, start = setup.header() | thinning_header(storage, folder), setup.weights()
+        header, start = setup.header() | thinning_header(storage, folder, setup.momentum), setup.weights()
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
-        optimizers, momentum, objects = self._optimizers, torch.zeros_like(start), stateful
+        optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
+        momentum = momentum if setup.momentum is None else setup.momentum
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
@@ -180,6 +173,7 @@ class Recorder:
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        self._restored: tuple[Move, Held] | None = None  # to the earlier state whose weights the network has at the end
         self._setup = setup
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
@@ -212,12 +206,16 @@ class Recorder:
         setup, history, training = self._setup, self._history, self._training
         if resume and is_run(folder):
             recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
-            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
+            model, momentum = functionalize_like(setup.model, self.net), recorded.momentum
+            self._setup = replace(setup, model=model, momentum=momentum)
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
+            samples = self._history.samples
+            for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
+                samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
-                for rows in zip(recorded.inputs.split(_BLOCK_ROWS), recorded.targets.split(_BLOCK_ROWS), strict=True):
-                    self._setup.number(*rows, setup.stream)
+                for X, y in blocks_of(recorded.inputs, recorded.targets):
+                    self._setup.number(X, y, setup.stream)
         else:
             last = history.last
             digest = history.digest(0)
@@ -282,6 +280,8 @@ class Recorder:
         try:
             if kind is None:
                 self._observer.complete()
+                if not self._has_refused and self._setup.has_all_weights():
+                    self._follow_present(is_end=True)
                 self._complete_iteration()
             if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
@@ -315,6 +315,7 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
+                self._follow_present()
         finally:
             self._in_until = False
 
@@ -357,12 +358,45 @@ class Recorder:
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
+                if not self._setup.is_at(last):
+                    self._follow_move(*self._observer.first_state())
+                    last = self._history.last.end
                 if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
+                    is_on_disk = 0 < index == self.num_committed
+                    hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
                     raise StepMismatchError(
-                        "the weights must be those the last recorded step left: they were changed in between (an "
-                        "optimizer.step() outside the recorder's sight, or an edit)."
+                        "the weights must be those the last recorded step left, or on the way from there to an earlier "
+                        "recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
+                        f"optimizer.step() outside the recorder's sight, or an edit).{hint}"
                     )
                 self._setup.validate_frozen_state(last)
+            if self._commits is not None and not self._in_until:
+                self._commits.commit_if_due()
+
+    def _follow_present(self, *, is_end: bool = False) -> None:
+        """Record the move to the present weights, if there was one."""
+        if not self._setup.is_at(self._history.last.end):
+            self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
+
+    def _follow_move(
+        self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
+    ) -> None:
+        """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
+
+        At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
+        """
+        history = self._history
+        if not self._ranks.is_writer:
+            if not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+                self._rejoin()
+                self._observer.take_up(w, statistics)
+        elif history.num_steps > self.num_committed:
+            found = history.find_move(w, self._setup.model.sizes, self._recorded)
+            if found is not None and is_end and found[0].share == 1.0:
+                self._restored = found
+            elif found is not None:
+                statistics = history.move(*found, w, statistics)
+                self._observer.take_up(w, statistics)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -373,14 +407,18 @@ class Recorder:
         Raises:
             RuntimeError: This is not rank 0 of the processes that train the network, which has the run.
         """
-        setup, history, commits = self._setup, self._history, self._commits
         if not self._ranks.is_writer:
             raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
-        if commits is not None and not self._is_closed:
-            commits.commit()
-        states, updates, statistics, digest = (history if commits is None else commits).recorded()
+        if self._commits is not None and not self._is_closed:
+            self._commits.commit()
+        return self._recorded()
+
+    def _recorded(self) -> Trajectory:
+        """Return the run in memory, or as far as it is on disk."""
+        setup, history, commits = self._setup, self._history, self._commits
+        states, updates, statistics, digests = (history if commits is None else commits).recorded()
         steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
         if setup.stream is not None:
             count = num_seen(steps, self._num_examples)
@@ -396,12 +434,15 @@ class Recorder:
             updates=updates,
             steps=steps,
             num_outputs=setup.fingerprint.shape[1],
-            digest=digest,
+            digest=digests[-1],
             data_digest=data_digest,
             statistics=statistics,
             unexplained=setup.unexplained,
             optimizer_groups=self._groups,
             clip=setup.clip,
+            momentum=setup.momentum,
+            digests=digests if len(digests) > len(updates) else (),
+            live=LiveNetwork(weakref.ref(setup.net), history.samples),
         )
         return with_computed_states(trajectory)
 
@@ -415,8 +456,8 @@ class Recorder:
         self._has_refused = False
         if not self._ranks.is_writer:
             self._follow(made.lr, [batch.samples for batch in made.announced])
-        if not self._in_until:
-            self._complete_iteration()
+        if not self._in_until:  # committed with the next step, for the loop may move the weights before it
+            self._complete_iteration(commits=False)
 
     def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
         """Return the record of this process's rows, and the moving statistics before and after the step."""
@@ -475,12 +516,12 @@ class Recorder:
             last = self._history.steps.pop()
             self._history.follow(last, self._setup.weights(), self._setup.statistics())
 
-    def _complete_iteration(self) -> None:
-        """Keep what a resumed run continues from, if the run is on disk."""
+    def _complete_iteration(self, *, commits: bool = True) -> None:
+        """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._ranks.is_divided:
             self._ranks.complete_iteration(self._training, self._setup)
         if self._commits is not None:
-            self._commits.complete_iteration()
+            self._commits.complete_iteration(commits=commits)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
@@ -511,7 +552,21 @@ class Recorder:
             )
         if not self._has_refused:
             last = self._history.last
-            self._setup.validate_end(last.end, last.statistics, self.num_steps)
+            end, statistics = last.end, last.statistics
+            if self._restored is not None:
+                move, (end, statistics) = self._restored
+                number, present = move.anchor, self._setup.statistics()
+                if present is not None and statistics is not None and not torch.equal(present, statistics):
+                    raise StepMismatchError(
+                        f"weights that are restored must come with their moving statistics: those at the end are of "
+                        f"step {number}, the statistics are not. Restore both (load_state_dict), or neither, inside "
+                        f"the 'with' statement. The {self.num_steps} recorded steps are kept."
+                    )
+                warn_caller(
+                    f"the weights at the end of the recording are those after step {number} of {self.num_steps}: "
+                    f"recorder.trajectory.until({number}) explains them."
+                )
+            self._setup.validate_end(end, statistics, self.num_steps)
         if not self._ranks.is_writer:
             return
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")

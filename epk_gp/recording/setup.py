@@ -44,8 +44,8 @@ from epk_gp.optimizers.torch_rules import (
     Rules,
     as_optimizers,
     learning_rate,
+    momentum_before,
     rule_for,
-    validate_fresh_optimizer,
 )
 from epk_gp.optimizers.update_rules import (
     Clip,
@@ -57,7 +57,7 @@ from epk_gp.optimizers.update_rules import (
     validate_unexplained,
 )
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
-from epk_gp.storage.rows import MappedData, StreamRows, Targets, TrainingInputs, map_data
+from epk_gp.storage.rows import Rows, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -96,6 +96,7 @@ class TrainingSetup:
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         is_mapped: Whether X and y are mapped from files that do not grow.
         stream: The points of a stream; X and y hold those that were seen so far. None for other data.
+        momentum: What momentum buffers hold at the start, the second ones last; None where optimizers are new.
     """
 
     net: nn.Module
@@ -109,7 +110,8 @@ class TrainingSetup:
     clip: Clip | None = None
     unexplained: float | None = None
     is_mapped: bool = False
-    stream: StreamRows | None = None
+    stream: Rows | None = None
+    momentum: Float[Tensor, " B"] | None = None
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -121,14 +123,16 @@ class TrainingSetup:
         """Return a copy of the network's present weights."""
         return self.model.weights_of(self.net)
 
-    def number(
-        self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."] | None, stream: StreamRows
-    ) -> Int64[Tensor, " n"]:
+    def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
-        numbers = stream.number(X, X.new_empty(len(X), 0) if y is None else y)
-        if int(numbers.max()) >= len(self.X):
-            self.X, self.y = stream.mapped()
+        numbers = stream.number(X, torch.empty(len(X), 0) if y is None else y)
+        if len(stream) > len(self.X):
+            self.X, self.y = (column.to(self.X.device) for column in stream.mapped())
         return numbers
+
+    def has_all_weights(self) -> bool:
+        """Return whether the network has all parameters that are recorded."""
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
@@ -175,11 +179,12 @@ class TrainingSetup:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
         frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
         graph = self.model.signature.stored_tensors()
-        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph
+        momentum = {} if self.momentum is None else {"momentum": self.momentum}
+        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
+        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics(), self.momentum)
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
@@ -219,8 +224,7 @@ class TrainingSetup:
             StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
         """
         kept = f"'with' statement. The {num_steps} recorded steps are kept."
-        has_all = {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
-        present = self.weights() if has_all else None
+        present = self.weights() if self.has_all_weights() else None
         if present is not None and (present.dtype, present.device) != (end.dtype, end.device):
             raise StepMismatchError(
                 f"the network must end the recording as it was trained, in {end.dtype} on {end.device}: it is in "
@@ -229,8 +233,8 @@ class TrainingSetup:
         if present is None or not self.is_at(end):
             raise StepMismatchError(
                 "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them "
-                f"after the {kept}"
+                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
+                f"them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
@@ -300,18 +304,20 @@ def make_setup(
     """
     rule = rule_for(optimizer, update_rule)
     validate_unexplained(rule, unexplained)
-    validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     if clip is not None and not isinstance(clip, Clip):
         raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
-    data = map_data(X, y, folder)
-    y = y if data is None else data.y
+    rows = map_data(X, y, folder)
+    if rows is not None:
+        device = next(net.parameters(), torch.empty(0)).device
+        X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
+        y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
-    X, y, signature = _parse_data(X if data is None else data, y, output)
+    X, y, signature = _parse_data(X, y, output, rows)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -325,11 +331,12 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
-    stream = None if data is None else data.stream
-    is_mapped = data is not None and stream is None
+    stream = rows if rows is not None and rows.is_stream else None
+    is_mapped = rows is not None and stream is None and X.device.type == "cpu"
     optimizers = as_optimizers(optimizer)
+    momentum = momentum_before(optimizers, update_rule, [net.get_parameter(name) for name in model.names])
     own = fingerprint, rule, optimizers, clip, unexplained, is_mapped, stream
-    return TrainingSetup(net, model, X, y, loss, *own)
+    return TrainingSetup(net, model, X, y, loss, *own, momentum)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
@@ -365,7 +372,9 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+def _parse_data(
+    X: Any, y: Any, output: Callable[[Any], Tensor] | None, rows: Rows | None
+) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
 
     Those that are mapped from files are not copied.
@@ -382,8 +391,7 @@ def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple
         nodes, signature = parse_graph(X, len(labels), output)
         return nodes, labels.detach().clone(), signature
     validate_output(output)
-    is_mapped = isinstance(X, MappedData)
-    inputs, signature = (X.X, Signature(X.layout, output)) if is_mapped else parse_signature(X, output)
+    inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
     validate_tensor(y, "y")
@@ -395,7 +403,7 @@ def _parse_data(X: Any, y: Any, output: Callable[[Any], Tensor] | None) -> tuple
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return (inputs, y, signature) if is_mapped else (inputs.detach().clone(), y.detach().clone(), signature)
+    return (inputs.detach().clone(), y.detach().clone(), signature) if rows is None else (inputs, y, signature)
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:

@@ -146,6 +146,7 @@ def write_report(
     found = explain(request, axes, rule, path, top)
     missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
+        ("network explained", trajectory.explained),
         ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
         ("head", request.head),

@@ -19,19 +19,22 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.states import recomputation_of, recomputed_run
-from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.moves import Move
+from epk_gp.core.states import RecomputedStates, recomputation_of, recomputed_run
+from epk_gp.core.step import DIGEST_BYTES, Step, tensor_bytes
+from epk_gp.core.trajectory import FirstOf, Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.rows import RowFile, num_seen
+from epk_gp.storage.rows import Rows, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
+MOVES = "moves"  # that of moves without a gradient: anchor and share of the way, which is 0 where there is none
+DIGESTS = "digests"  # those of the runs up to each step
 MATRICES_NAME = "matrices"  # those of each step, packed
 _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
 
@@ -74,6 +77,9 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
     }
+    if any(step.move is not None for step in steps):
+        moves = [(0, 0.0) if step.move is None else (step.move.anchor, step.move.share) for step in steps]
+        tensors[MOVES] = torch.tensor(moves, dtype=torch.float64)
     changes = [
         {"step": k, "groups": [group.to_json() for group in step.groups]}
         for k, step in enumerate(steps)
@@ -116,6 +122,8 @@ def chunk_tensors(
     updates: Sequence[UpdateCoefficients],
     schema: ChunkSchema,
     statistics: Sequence[Tensor] = (),
+    *,
+    digests: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a chunk by their names on disk.
 
@@ -125,6 +133,7 @@ def chunk_tensors(
         updates: Coefficients of these steps, which a run that keeps every k-th state holds compactly.
         schema: The schema of the run's chunks.
         statistics: The moving statistics of all consecutive states, for a network that has any.
+        digests: Digest of the run up to each of the steps.
 
     Raises:
         TypeError: A tensor of a pass has a dtype that cannot be stored.
@@ -137,6 +146,9 @@ def chunk_tensors(
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors |= step_tensors(steps) | pass_tensors(steps, schema)
+    if steps and digests:
+        content = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
+        tensors[DIGESTS] = content.view(len(steps), -1)
     if schema.thins:
         updates = [compact_update(update, schema.scaled, schema.sizes) for update in updates]
     columns = []
@@ -220,7 +232,7 @@ def _validate_layout(
     if j:
         optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
-        optional[GROUPS] = ((any_length,), "U8")
+        optional |= {GROUPS: ((any_length,), "U8"), MOVES: ((j, 2), "F64"), DIGESTS: ((j, DIGEST_BYTES), "U8")}
         if schema.is_stream:
             optional |= {name: actual[name] for name in (INPUTS, TARGETS) if name in actual}
         if MATRICES_NAME in actual:
@@ -265,6 +277,9 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
     rows = batches.split(counts.tolist()) if len(counts) else ()
     parts = iter(weights.split(counts[is_weighted].tolist()) if is_weighted.any() else ())
     groups = read_groups(tensors.get_tensor(GROUPS), len(lengths), where) if GROUPS in tensors.keys() else {}  # noqa: SIM118
+    moves = tensors.get_tensor(MOVES).tolist() if MOVES in tensors.keys() else [(0.0, 0.0)] * len(lengths)  # noqa: SIM118
+    if not all(anchor in range(chunk.first_step + k + 1) for k, (anchor, _) in enumerate(moves)):
+        raise ValueError(f"{where} must hold {MOVES!r} towards states before their steps: it does not.")
     return [
         Step(
             chunk.first_step + k,
@@ -272,9 +287,21 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
             rows[k].clone() if lengths[k] >= 0 else None,
             next(parts).clone() if is_weighted[k] else None,
             groups=groups.get(k),
+            move=Move(int(moves[k][0]), moves[k][1]) if moves[k][1] else None,
         )
         for k in range(len(lengths))
     ]
+
+
+def read_digests(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> tuple[str, ...]:
+    """Return the digests of the runs up to each state; none of a run that an earlier version recorded."""
+    digests = [chunks[0].digest]
+    for chunk in chunks[1:]:
+        with opened_chunk(path, chunk) as tensors:
+            if DIGESTS not in tensors.keys():  # noqa: SIM118  # not a mapping
+                return ()
+            digests += [bytes(row).hex() for row in tensors.get_tensor(DIGESTS).numpy()]
+    return tuple(digests)
 
 
 @dataclass(frozen=True)
@@ -388,16 +415,16 @@ def stream_data(
     Raises:
         ValueError: The chunks do not hold the points of their steps.
     """
-    inputs, targets = RowFile(), RowFile()
-    for name, file in (("inputs", inputs), ("targets", targets)):
-        file.append(data[name], name)
-        for chunk in chunks:
-            with opened_chunk(path, chunk) as tensors:
-                if f"rows.{name}" in tensors.keys():  # noqa: SIM118  # not a mapping
-                    file.append(tensors.get_tensor(f"rows.{name}"), name)
-        if len(file) < num_seen(steps):
-            raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(file)}.")
-    return inputs.mapped(), targets.mapped()
+    rows = Rows()
+    rows.append(data["inputs"], data["targets"])
+    for chunk in chunks:
+        with opened_chunk(path, chunk) as tensors:
+            if INPUTS in tensors.keys():  # noqa: SIM118  # not a mapping
+                rows.append(tensors.get_tensor(INPUTS), tensors.get_tensor(TARGETS))
+    if len(rows) < num_seen(steps):
+        raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
+    X, y = rows.mapped()
+    return X, y
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:
@@ -417,6 +444,8 @@ def require_same_run(trajectory: Trajectory) -> None:
     """
     recomputation = recomputation_of(trajectory)
     states = trajectory.trained.states if recomputation is None else recomputation.kept
+    while isinstance(states, FirstOf | RecomputedStates):  # of a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.recomputation.kept
     if not isinstance(states, StoredStates):
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:

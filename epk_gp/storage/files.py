@@ -49,14 +49,7 @@ _CAN_SYNC_FOLDERS = os.name != "nt"
 
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Those that a network's buffers may have beside.
-_OTHER_DTYPES = {
-    torch.complex64: "C64",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_OTHER_DTYPES = {torch.complex64: "C64", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"}
 
 
 @dataclass(frozen=True)
@@ -229,6 +222,16 @@ def open_tensors(file: Path, where: str) -> Iterator[Any]:
             yield tensors
     except SafetensorError as error:
         raise ValueError(f"{where} must be a safetensors file: {error}.") from error
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """Map all tensors of a safetensors file that was checked.
+
+    Raises:
+        ValueError: It is no safetensors file.
+    """
+    with open_tensors(file, str(file)) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
 
 
 def load_tensors(content: bytes, where: str) -> dict[str, Tensor]:

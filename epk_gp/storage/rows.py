@@ -5,13 +5,13 @@ them where memory is short. Datasets are read in their own order, by the workers
 """
 
 import os
+import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from io import BufferedWriter
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,78 +19,19 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from epk_gp.core.checks import as_tensor
+from epk_gp.core.checks import BLOCK_BYTES, as_tensor
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 from epk_gp.core.model import random_state_kept
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
+TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
+Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None  # a text: the key of an item that holds it
 
-@runtime_checkable
-class Items(Protocol):
-    """Items by index: an array, or a map-style dataset, also one of Hugging Face's `datasets`."""
-
-    def __len__(self) -> int:
-        """Count the items."""
-
-    def __getitem__(self, index: Any, /) -> Any:
-        """Return an item."""
-
-
-_ARRAY_ROWS, _ITEMS = 4096, 64  # rows of arrays, and items of a dataset, that are read at a time
+_ITEMS = 64  # of a dataset that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
 _TARGETS = ("labels", "label", "targets", "target", "y")  # where items that are dictionaries hold their target
-
-
-class RowFile:
-    """Rows of one shape and dtype in a temporary file, which goes with the object; more can be added at its end."""
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Make an empty file in a folder, or in the system's one for temporary files (TMPDIR)."""
-        handle, self._path = tempfile.mkstemp(".rows", "epk_gp-", folder)
-        self._file, self._rows = os.fdopen(handle, "wb"), torch.empty(0)
-        self._num_rows = 0
-        weakref.finalize(self, _remove, self._file, self._path)
-
-    def __len__(self) -> int:
-        """Count the rows."""
-        return self._num_rows
-
-    def validate(self, rows: Shaped[Tensor, "n ..."], name: str) -> None:
-        """Raise if rows have another shape or dtype than those before; `name` is that of all rows.
-
-        Raises:
-            ValueError: They have.
-        """
-        kind, before = (tuple(rows.shape[1:]), rows.dtype), (tuple(self._rows.shape[1:]), self._rows.dtype)
-        if self._num_rows and kind != before:
-            raise ValueError(
-                f"all rows of {name} must have one shape and dtype: row {self._num_rows} is {kind[0]}, {kind[1]}, "
-                f"those before are {before[0]}, {before[1]}. Pad them to one shape."
-            )
-
-    def append(self, rows: Shaped[Tensor, "n ..."], name: str = "X") -> None:
-        """Add rows; errors as of `validate`."""
-        self.validate(rows, name)
-        self._file.write(tensor_bytes(rows))
-        self._num_rows += len(rows)
-        self._rows = torch.empty_like(rows[:0], requires_grad=False)
-
-    def mapped(self) -> Shaped[Tensor, "n ..."]:
-        """Return all rows so far, mapped from the file."""
-        self._file.flush()
-        shape, dtype = self._rows.shape[1:], self._rows.dtype
-        size = self._num_rows * shape.numel() * dtype.itemsize
-        if not size:
-            return self._rows.new_empty(self._num_rows, *shape)
-        content = torch.from_file(self._path, shared=False, size=size, dtype=torch.uint8)
-        return content.view(dtype).view(self._num_rows, *shape)
-
-
-def _remove(file: BufferedWriter, path: str) -> None:
-    file.close()
-    with suppress(OSError):  # Windows keeps a mapped file
-        os.unlink(path)
+_OF_LOADER = ("num_workers", "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,42 +55,64 @@ class Stream:
     y: Shaped[Tensor, "n ..."] | None = None
 
 
-# Items may hold their targets; a text is the key of an item that holds it.
-TrainingInputs = Inputs | Items | DataLoader[Any] | Stream
-Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None
+class Rows:
+    """Training points in temporary files, which go with the object; points can be added, those of a stream by content.
 
+    Args:
+        folder: Where the files are; None for the system's temporary folder (TMPDIR).
+        is_stream: Whether they are points of a stream.
 
-class StreamRows:
-    """The points of a stream so far, in files that grow, numbered by their content."""
+    Attributes:
+        layout: Where the tensors of several inputs lie in X; None for one.
+    """
 
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        """Begin without any."""
-        self._inputs, self._targets, self._number_of = RowFile(folder), RowFile(folder), dict[str, int]()
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, is_stream: bool = False) -> None:
+        self._folder, self.is_stream = tempfile.mkdtemp(prefix="epk_gp-", dir=folder), is_stream
+        self.layout: InputLayout | None = None
+        self._kinds, self._count, self._number_of = list[tuple[Any, ...]](), 0, dict[str, int]()
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # Windows keeps a mapped file
 
-    def number(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "n ..."]) -> Int64[Tensor, " n"]:
-        """Return the numbers of rows, with their targets; those that are new get the next ones.
+    def __len__(self) -> int:
+        """Count the points."""
+        return self._count
+
+    def append(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."]) -> None:
+        """Add points, inputs and targets.
 
         Raises:
             ValueError: They have another shape or dtype than those before, or there is not one target a row.
         """
+        kinds = [(tuple(column.shape[1:]), column.dtype) for column in (X, y)]
+        if len(X) != len(y) or (self._count and kinds != self._kinds):
+            raise ValueError(
+                f"all rows must have one shape and dtype, and a target: row {self._count} is {kinds[0]} with {kinds[1]}"
+                f", those before are {self._kinds}; got {len(X)} rows and {len(y)} targets. Pad them to one shape."
+            )
+        for name, column in zip("Xy", (X, y), strict=True):
+            with open(f"{self._folder}/{name}", "ab") as file:
+                file.write(tensor_bytes(column))
+        self._kinds, self._count = kinds, self._count + len(X)
+
+    def number(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."]) -> Int64[Tensor, " n"]:
+        """Return the numbers of points by their content, and add those that are new; errors as of `append`."""
         X, y = X.detach().cpu(), y.detach().cpu()
-        if len(X) != len(y):
-            raise ValueError(f"there must be one target per row that the network saw: got {len(y)} for {len(X)} rows.")
-        self._inputs.validate(X, "the stream")
-        self._targets.validate(y, "its targets")
-        keys = [fingerprint_data(*row) for row in zip(X, y, strict=True)]
+        keys = [fingerprint_data(*row) for row in zip(X, y, strict=False)]
         new = {key: row for row, key in reversed([*enumerate(keys)]) if key not in self._number_of}
         rows = sorted(new.values())
-        if rows:
-            self._inputs.append(X[rows])
-            self._targets.append(y[rows])
-        for row in rows:
-            self._number_of[keys[row]] = len(self._number_of)
+        if rows or len(X) != len(y):
+            self.append(X[rows], y[rows] if len(X) == len(y) else y)
+        self._number_of |= {keys[row]: len(self._number_of) + place for place, row in enumerate(rows)}
         return torch.tensor([self._number_of[key] for key in keys])
 
-    def mapped(self) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
-        """Return inputs, packed, and targets of all points so far."""
-        return self._inputs.mapped(), self._targets.mapped()
+    def mapped(self) -> tuple[Shaped[Tensor, "M ..."], ...]:
+        """Return inputs, packed, and targets of all points so far, mapped from the files."""
+        columns = []
+        for name, (shape, dtype) in zip("Xy", self._kinds, strict=True):
+            size, file = self._count * torch.Size(shape).numel() * dtype.itemsize, f"{self._folder}/{name}"
+            content = torch.empty(0, dtype=torch.uint8)
+            content = torch.from_file(file, shared=False, size=size, dtype=torch.uint8) if size else content
+            columns.append(content.view(dtype).view(self._count, *shape))
+        return tuple(columns)
 
 
 def num_seen(steps: Iterable[Step], least: int = 0) -> int:
@@ -157,32 +120,14 @@ def num_seen(steps: Iterable[Step], least: int = 0) -> int:
     return max([least, *(int(step.batch.max()) + 1 for step in steps if step.batch is not None)])
 
 
-@dataclass(frozen=True, eq=False)
-class MappedData:
-    """Training data that lie in files.
-
-    Attributes:
-        X: The inputs, packed.
-        y: Their targets; None if there are none.
-        layout: Where the tensors of several inputs lie in X; None for one.
-        stream: The points of a stream, which become more; None for other data.
-    """
-
-    X: Shaped[Tensor, "M ..."]
-    y: Shaped[Tensor, "M ..."] | None
-    layout: InputLayout | None
-    stream: StreamRows | None = None
-
-
 def num_rows(X: Any, y: Any) -> int:
-    """Return the number of points of data that `map_data` or the recorder takes; 0 if they are something else."""
-    sized = _dataset_of(X) if y is None or isinstance(y, str) else y
-    is_scalar = isinstance(sized, Tensor | np.ndarray) and sized.ndim == 0
-    return len(sized) if isinstance(sized, Sized) and not is_scalar else 0
+    """Return the number of points of data that a recorder takes; 0 if they are something else."""
+    sized = y if isinstance(y, Tensor | np.ndarray) and y.ndim else _dataset_of(X)
+    return 0 if sized is None else len(sized)
 
 
-def map_data(X: Any, y: Any, folder: str | os.PathLike[str] | None) -> MappedData | None:
-    """Write training data to temporary files and map them; None where they are tensors in memory.
+def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | None) -> Rows | None:
+    """Write training data to temporary files; None where they are tensors in memory.
 
     Args:
         X: A NumPy array or memory map, or a tuple or dict of them; a map-style dataset, whose items are inputs, pairs
@@ -194,43 +139,37 @@ def map_data(X: Any, y: Any, folder: str | os.PathLike[str] | None) -> MappedDat
         TypeError: A dataset is an iterable one, or its items hold something else than numbers.
         ValueError: Rows differ in shape or dtype; an item is another one when it is read again.
     """
-    place = None if folder is None else os.path.dirname(os.path.abspath(folder))
-    if isinstance(X, Stream):
-        rows, layout = (X.X, None) if isinstance(X.X, Tensor) else pack_inputs(X.X)
-        stream = StreamRows(place)
-        stream.number(rows, rows.new_empty(len(rows), 0) if X.y is None else X.y)
-        mapped, targets = stream.mapped()
-        return MappedData(mapped, None if X.y is None else targets, layout, stream)
-    dataset, parts = _dataset_of(X), X.values() if isinstance(X, Mapping) else X if isinstance(X, tuple | list) else [X]
-    if dataset is None and not any(isinstance(part, np.ndarray) for part in [*parts, y]):
+    dataset = _dataset_of(X)
+    parts = list(X.values()) if isinstance(X, Mapping) else [*X] if isinstance(X, tuple | list) else [X]
+    blocks: Iterable[tuple[Any, Any]] = [(X.X, X.y)] if isinstance(X, Stream) else _items(X, dataset, y)
+    if any(isinstance(part, np.ndarray) for part in (*parts, y)) and dataset is None:
+        blocks = _slices(X, parts)
+    elif dataset is None and not isinstance(X, Stream):
         return None
-    inputs, of_targets, layout = RowFile(place), RowFile(place), None
-    blocks = _array_blocks(X, y) if dataset is None else _item_blocks(X, dataset, y)
+    place = None if folder is None else next(p for p in Path(folder).absolute().parents if p.is_dir())
+    rows = Rows(place, is_stream=isinstance(X, Stream))
     with random_state_kept(torch.device("cpu")):
         for x, target in blocks:
-            x, layout = (x, None) if isinstance(x, Tensor) else pack_inputs(x)
-            inputs.append(x)
-            if target is not None:
-                of_targets.append(as_tensor(target), "y")
-    return MappedData(inputs.mapped(), of_targets.mapped() if len(of_targets) else None, layout)
+            x, rows.layout = (x, None) if isinstance(x, Tensor) else pack_inputs(x)
+            if isinstance(y, Tensor | np.ndarray):
+                target = y[len(rows) : len(rows) + len(x)]
+            target = torch.empty(len(x), 0) if target is None else as_tensor(target)
+            (rows.number if rows.is_stream else rows.append)(x, target)
+    return rows
 
 
-def _array_blocks(X: Any, y: Any) -> Iterator[tuple[Any, Any]]:
+def _slices(X: Any, parts: list[Any]) -> Iterator[tuple[Any, None]]:
     """Yield rows of arrays and tensors, some at a time."""
-
-    def rows(value: Any, start: int) -> Any:
-        return as_tensor(value[start : start + _ARRAY_ROWS])
-
-    parts = list(X.values()) if isinstance(X, Mapping) else [*X] if isinstance(X, tuple | list) else [X]
-    for start in range(0, len(parts[0]), _ARRAY_ROWS):
-        values = [rows(part, start) for part in parts]
-        x = dict(zip(X, values, strict=True)) if isinstance(X, Mapping) else values[0] if parts == [X] else values
-        yield x, None if y is None else rows(y, start)
+    size = max(1, BLOCK_BYTES * len(parts[0]) // max(1, sum(part.nbytes for part in parts)))
+    for start in range(0, len(parts[0]), size):
+        values = [as_tensor(part[start : start + size]) for part in parts]
+        is_one = not isinstance(X, Mapping | tuple | list)
+        yield (dict(zip(X, values, strict=True)) if isinstance(X, Mapping) else values[0] if is_one else values), None
 
 
 def _dataset_of(X: Any) -> Any:
     """Return a map-style dataset, or that of a `DataLoader`, without the indices of `IndexedDataset`; else None."""
-    if isinstance(X, IterableDataset) or isinstance(getattr(X, "dataset", None), IterableDataset):
+    if isinstance(getattr(X, "dataset", X), IterableDataset):
         raise TypeError(
             "X must be a map-style dataset, with a length and items by index: got an iterable one. Pass "
             "epk.Stream(X, y) of a first batch, and recorder.batch(targets=y)."
@@ -240,42 +179,27 @@ def _dataset_of(X: Any) -> Any:
         dataset = dataset.dataset
     others = (Tensor, np.ndarray, Sequence, Mapping, Graph)
     is_dataset = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not isinstance(dataset, others)
-    return dataset if is_dataset else None
+    return dataset if is_dataset or dataset is not X else None
 
 
-def _item_blocks(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
+def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
     """Yield items of a dataset, some at a time, as inputs and targets."""
-    names = ("num_workers", "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
-    options = {name: getattr(X, name) for name in names} if isinstance(X, DataLoader) else {}
+    options = {name: getattr(X, name) for name in _OF_LOADER} if isinstance(X, DataLoader) else {}
     collate = options.get("collate_fn", default_collate)
-    start, M = 0, len(dataset)
     try:
-        _require_repeatable(dataset, collate)
+        for number in torch.linspace(0, len(dataset) - 1, min(_READ_TWICE, len(dataset))).long().tolist():
+            first, again = (fingerprint_data(*tensors_of(collate([dataset[number]]))) for _ in range(2))
+            if first != again:
+                raise ValueError(
+                    f"an item of X must be the same each time it is read: item {number} is another one when it is read "
+                    "again (augmentation in __getitem__, noise). Pass the data set without augmentation as X, and "
+                    "train on the augmented one: what the network sees is recorded."
+                )
         # a generator of its own: a loader draws a seed
         for items in DataLoader(dataset, _ITEMS, generator=torch.Generator(), **options):
-            x, target = _inputs_and_targets(items, y)
-            stop = min(start + _ITEMS, M)
-            yield x, target if y is None or isinstance(y, str) else y[start:stop]
-            start = stop
-    except (RuntimeError, TypeError) as error:
-        name = getattr(collate, "__name__", collate)
-        raise TypeError(
-            f"items of X must be tensors, arrays or numbers of one shape, which {name} puts together: {error}"
-        ) from error
-
-
-def _require_repeatable(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-    """Raise if some items are others when they are read again."""
-    numbers = torch.linspace(0, len(dataset) - 1, min(_READ_TWICE, len(dataset))).long().tolist()
-    for number in numbers:
-        first, again = (list(tensors_of(collate([dataset[number]]))) for _ in range(2))
-        pairs = zip(first, again, strict=True)
-        if not all(a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs):
-            raise ValueError(
-                f"an item of X must be the same each time it is read: item {number} is another one when it is read "
-                "again (augmentation in __getitem__, noise). Pass the data set without augmentation as X, and train on "
-                "the augmented one: what the network sees is recorded."
-            )
+            yield _inputs_and_targets(items, y)
+    except (RuntimeError, TypeError, LookupError) as error:
+        raise TypeError(f"items of X must be tensors, arrays or numbers of one shape: {error}") from error
 
 
 def _inputs_and_targets(items: Any, y: Any) -> tuple[Any, Any]:
@@ -285,6 +209,6 @@ def _inputs_and_targets(items: Any, y: Any) -> tuple[Any, Any]:
         if key is not None and key not in items:
             raise ValueError(f"y must be a key of the dataset's items, {list(items)}: got {key!r}.")
         return {name: value for name, value in items.items() if name != key}, items.get(key)
-    if isinstance(items, tuple | list) and y is None and len(items) == 2:
-        return items[0], items[1]
-    return (items[0] if isinstance(items, tuple | list) and len(items) == 1 else items), None
+    if isinstance(items, tuple | list) and (len(items) == 1 or (y is None and len(items) == 2)):
+        return items[0], items[1] if len(items) == 2 else None
+    return items, None

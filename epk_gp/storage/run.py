@@ -18,10 +18,17 @@ from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionaliz
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, initial_momentum
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_steps, stream_data, with_computed_states
+from epk_gp.storage.chunks import (
+    StoredStates,
+    StoredUpdates,
+    read_digests,
+    read_steps,
+    stream_data,
+    with_computed_states,
+)
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
@@ -128,7 +135,8 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     """
     if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
         return
-    if trajectory.steps[0].passes or trajectory.statistics is not None:  # the replay of such steps compares them all
+    first = trajectory.steps[0]
+    if first.passes or first.move or trajectory.statistics is not None:  # the replay of such steps compares them all
         return
     recomputation = recomputation_of(trajectory)
     if recomputation is not None:  # computed states are those of the given loss: a kept one says whether it is recorded
@@ -139,7 +147,9 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)
     gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
-    predicted, _ = predict_step(trajectory.updates[0], trajectory.model.sizes, start, gradient, torch.zeros_like(start))
+    predicted, _ = predict_step(
+        trajectory.updates[0], trajectory.model.sizes, start, gradient, initial_momentum(trajectory, start)
+    )
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
         raise ValueError(f"loss must be the recorded one: step 0 is not a step on the given {trajectory.loss.name!r}.")
 
@@ -202,7 +212,7 @@ def create_run(
     tensors = training.state_dict()
     writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
     with writer.closed_on_error():
-        writer.append([weights], [], [], digest, tensors, () if statistics is None else (statistics,))
+        writer.append([weights], [], [], [digest], tensors, () if statistics is None else (statistics,))
         write_header(writer, full_header)
     return writer
 
@@ -245,8 +255,9 @@ def resume_run(
         writer.remove_uncommitted()
     own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     frozen, weights = trajectory.model.frozen_state(), trajectory.weights(chunk.last)
+    moved = weights if chunk.last - 1 in trajectory.moves else {}  # after the buffers were kept
     with torch.no_grad():
-        for name, value in {**frozen, **weights, **buffers}.items():  # buffers last: they moved
+        for name, value in {**frozen, **weights, **buffers, **moved}.items():  # buffers last: they moved
             own[name].copy_(value)
     return trajectory, writer
 
@@ -306,6 +317,8 @@ def load_trajectory(
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
         clip=clip_from_json(header["clip"]),
+        momentum=data.get("momentum"),
+        digests=read_digests(path, chunks),
     )
     validate_forward_function(trajectory, data["probe"])
     if schema.is_stream:

@@ -17,16 +17,8 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.torch_rules import OptimizerGroup, fits_scale
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.files import (
-    DAMAGED,
-    MAX_JSON_BYTES,
-    checksum_file,
-    load_tensors,
-    open_tensors,
-    read_bytes,
-    read_checked,
-    read_checksummed_json,
-)
+from epk_gp.storage import files
+from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_checked, read_checksummed_json
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
@@ -282,24 +274,17 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
     where, size, blake2b = str(file), header["data_bytes"], header["data_blake2b"]
     if size <= _IN_MEMORY:
         data = load_tensors(read_checked(file, size, blake2b, where), where)
-    elif checksum_file(file, size, where) != blake2b:
-        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
+    elif files.checksum_file(file, size, where) != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {files.DAMAGED}")
     else:
-        data = map_tensors(file)
+        data = files.map_tensors(file)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")
+    num_weights = sum(map(math.prod, header["shapes"]))
+    if "momentum" in data and data["momentum"].shape not in ((num_weights,), (2 * num_weights,)):
+        raise ValueError(f"{where} must hold 'momentum' of one or two numbers per weight: it does not.")
     for name, value in data.items():
         if value.is_floating_point() and not name.startswith("constant.") and not is_finite(value):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
     return data
-
-
-def map_tensors(file: Path) -> dict[str, Tensor]:
-    """Map all tensors of a safetensors file that was checked.
-
-    Raises:
-        ValueError: It is no safetensors file.
-    """
-    with open_tensors(file, str(file)) as tensors:
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping

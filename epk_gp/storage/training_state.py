@@ -185,7 +185,8 @@ class TrainingState:
             raise ValueError(f"{message}: it does not ({error}).") from error
         state, momentum = validated(_State, entries, message), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
-        if len(recorded) != len(self.optimizers) or momentum.shape != self.momentum.shape:
+        sizes = len(self.momentum), 2 * len(self.momentum)  # of a second buffer too
+        if len(recorded) != len(self.optimizers) or momentum.ndim != 1 or len(momentum) not in sizes:
             raise ValueError(f"{message}: it has that of {len(recorded)} optimizers.")
         if state.keep.keys() != self.stateful.keys():
             raise ValueError(f"stateful must have the names {sorted(state.keep)}: got {sorted(self.stateful)}.")
@@ -207,7 +208,7 @@ class TrainingState:
                 torch.get_device_module(device).set_rng_state(tensors[_DEVICE_RANDOM], device)
         except (KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
             raise ValueError(f"optimizer and stateful must take the state to resume from: {error}.") from error
-        self.momentum.copy_(momentum)
+        self.momentum = momentum.to(self.momentum)
         return state.buffers
 
     def _buffers(self) -> dict[str, Tensor]:

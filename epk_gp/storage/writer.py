@@ -21,15 +21,9 @@ from torch import Tensor
 from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.storage import files
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import (
-    atomic_write,
-    checksum,
-    checksummed_json,
-    open_descriptor,
-    regular_file_size,
-    tensor_file,
-)
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
@@ -82,12 +76,14 @@ class Storage:
         validate_count(self.keep_every, "keep_every")
 
 
-def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
+def thinning_header(
+    storage: object, folder: str | os.PathLike[str] | None, momentum: Tensor | None = None
+) -> dict[str, Any]:
     """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
 
     Raises:
         TypeError: These are no `Storage`.
-        ValueError: States are left out of a run that is kept in memory.
+        ValueError: States are left out of a run that is kept in memory, or whose optimizer held `momentum` before it.
     """
     if not isinstance(storage, Storage):
         raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
@@ -95,6 +91,11 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
         return {}
     if folder is None:
         raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
+    if momentum is not None:
+        raise ValueError(
+            "storage must keep every state where an optimizer has made steps before the recording, whose scales other "
+            f"states would need: got keep_every={storage.keep_every}."
+        )
     return {"keep_every": storage.keep_every}
 
 
@@ -139,7 +140,7 @@ class RunWriter:
         states: Sequence[Tensor],
         steps: Sequence[Step],
         updates: Sequence[UpdateCoefficients],
-        digest: str,
+        digests: Sequence[str],
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
         *,
@@ -151,7 +152,7 @@ class RunWriter:
             states: The states that follow the committed ones, as far as the run keeps them, and the last.
             steps: The steps that led to them, with their forward passes.
             updates: Coefficients of these steps.
-            digest: Digest of the run up to the last of the states.
+            digests: Digests of the run up to each of the steps, or of a run of no steps.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
             rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
@@ -161,8 +162,8 @@ class RunWriter:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
-        number, start = len(self.chunks), self._journal_bytes
-        content = save(chunk_tensors(states, steps, updates, self.schema, statistics) | dict(rows))
+        number, start, digest = len(self.chunks), self._journal_bytes, digests[-1]
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics, digests=digests) | dict(rows))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
@@ -278,7 +279,7 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     hasher, size = hashlib.blake2b(digest_size=16), 0
-    for part in tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
+    for part in files.tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
         hasher.update(part)
         size += len(part)
     of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
@@ -290,7 +291,7 @@ def create_run_dir(
         with writer.closed_on_error():
             require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
             os.ftruncate(writer._journal, 0)
-            atomic_write(folder / DATA, tensor_file(data, {}))
+            atomic_write(folder / DATA, files.tensor_file(data, {}))
     return writer, full
 
 

@@ -207,7 +207,7 @@ def test_stated_clipping_is_part_of_the_coefficients():
 
 
 @pytest.mark.parametrize(
-    ("done", "message"), [(1e6, "that of the stated loss before clipping"), (0.02, "it was clipped or scaled")]
+    ("done", "message"), [(1e6, "that of the stated loss before clipping"), (0.02, "clipped or scaled after backward")]
 )
 def test_clipping_other_than_stated_is_named(done, message):
     net, X, y, _ = problem()

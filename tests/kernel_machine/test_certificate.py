@@ -35,7 +35,8 @@ def trained(make_net=mlp, dtype=torch.float64, optimizer="sgd", lr=None, steps=S
 def moved(run, step, share):
     """Move the states behind a step by a share of it, as a gradient that is as much too large would."""
     way = run.states[step + 1] - run.states[step]
-    return replace(run, states=tuple(w + share * way if s > step else w for s, w in enumerate(run.states)))
+    states = tuple(w + share * way if s > step else w for s, w in enumerate(run.states))
+    return replace(run, states=states, live=None)
 
 
 def another_learning_rate(run):

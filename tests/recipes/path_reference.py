@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from recipes.problem import as_tuple
-from recipes.reference import move, step_terms, updates
+from recipes.reference import evaluated, move, step_terms, updates
 
 NODES = 16
 TOLERANCE = 1e-11  # of an integral along a step; smooth steps reach rounding with the first nodes
@@ -141,16 +141,19 @@ def brute_force_terms(result):
     shares, statistics = torch.zeros(n, C, M + 2, dtype=torch.float64), torch.zeros(n, C, dtype=torch.float64)
     parameters = dict(watched.net.named_parameters())
     moved, memory = dict.fromkeys(parameters, 0.0), {}
+    start, before = watched.first, moved
     for step in watched.steps:
         terms, _ = step_terms(watched, step)
-        changes = {name: updates(step, name, part, memory) for name, part in terms.items()}
-        for name in changes:
+        for name, part in terms.items():
+            change = updates(step, name, part, memory)
             if step.left is not step.end:
-                changes[name] += move(watched, step, name, moved[name] + changes[name], memory)
-            moved[name] = moved[name] + changes[name]
-        for name, phi in Line(result, step.start, step.left).average_gradients().items():
-            if name in changes:
-                shares += phi.flatten(2) @ changes[name].flatten(1).T
+                change = change + move(watched, step, name, moved[name] + change, memory)
+            moved = moved | {name: moved[name] + change}
+        end, after = evaluated(step, moved, memory)
+        for name, phi in Line(result, start, end).average_gradients().items():
+            if name in terms:
+                shares += phi.flatten(2) @ (after[name] - before[name]).flatten(1).T
             elif name not in parameters:
-                statistics += phi.flatten(2) @ (step.left[name] - step.start[name]).flatten()
+                statistics += phi.flatten(2) @ (end[name] - start[name]).flatten()
+        start, before = end, after
     return Terms(shares[..., :M], shares[..., M], shares[..., M + 1], statistics)

@@ -26,6 +26,7 @@ class Recorded:
         output: Maps what the network returns to the outputs.
         average: The network of averaged weights that the loop made, and the coefficients of the average.
         nodes: Of a graph, the nodes that `outputs` belong to; the network takes all of it.
+        path: The trajectory that explains the network, where it is not the recorder's.
     """
 
     recorder: Any
@@ -37,6 +38,7 @@ class Recorded:
     output: Callable[[Any], Tensor]
     average: tuple[nn.Module, Tensor] | None = None
     nodes: Tensor | None = None
+    path: Any = None
 
     @property
     def points(self):
@@ -45,7 +47,7 @@ class Recorded:
 
     @property
     def trajectory(self):
-        return self.recorder.trajectory
+        return self.recorder.trajectory if self.path is None else self.path
 
 
 def finish(recorder, net, X_test, X, y, output: Callable[[Any], Tensor] = lambda returned: returned) -> Recorded:

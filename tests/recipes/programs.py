@@ -1,26 +1,51 @@
 """The programs of docs/recipes/, as they stand there: what a page shows is what the tests run."""
 
-import runpy
+from dataclasses import replace
 from pathlib import Path
 
+from torch._inductor import config
+
+from epk_gp.core.states import averaged_trajectory
+from epk_gp.optimizers.library_rules import schedule_free_coefficients
 from recipes.problem import finish, itself
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
 
 
-def program(name):
-    """Return the program as a recipe."""
+def program(name, *, edited=itself):
+    """Return a program as a recipe; `edited` may change its text."""
 
     def recipe():
-        names = runpy.run_path(str(FOLDER / f"{name}.py"))
+        names, file = {"__name__": name}, FOLDER / f"{name}.py"
+        exec(compile(edited(file.read_text()), file, "exec"), names)
         recorder = names["recorder"]
         output = recorder.options.get("output", itself)
-        return finish(recorder, names["net"], names["X_test"], recorder.X, recorder.y, output)
+        return finish(recorder, recorder.net, names["X_test"], recorder.X, recorder.y, output)
 
     recipe.__name__ = name
     return recipe
 
 
-NAMES = ("accelerated", "bert", "distillation", "lora", "lstm", "nanogpt", "sam", "simclr")
-RECIPES = [program(name) for name in NAMES]
-MOVED_BETWEEN_STEPS = [program(name) for name in ("airbench", "gan", "schedule_free")]
+def compiled(text):
+    """nanoGPT compiles its network when the optimizer is made."""
+    return text.replace("\nrecorder = ", "\nnet = torch.compile(net)\nrecorder = ")
+
+
+def compiled_nanogpt():
+    with config.patch(fallback_random=True):  # otherwise its random numbers are not torch's
+        return program("nanogpt", edited=compiled)()
+
+
+def schedule_free():
+    """The averaged weights are evaluated."""
+    result = program("schedule_free")()
+    if result.recorder.inner is None:
+        return result
+    run = result.trajectory
+    return replace(result, path=averaged_trajectory(run, schedule_free_coefficients(run), network=result.net))
+
+
+NAMES = (
+    "accelerated", "airbench", "bert", "distillation", "gan", "lora", "lstm", "nanogpt", "sam", "simclr",
+)  # fmt: skip
+RECIPES = [*map(program, NAMES), schedule_free]

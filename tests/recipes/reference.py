@@ -71,18 +71,21 @@ class Watched:
     inner_class: Any = None
 
     def __init__(self, net, optimizer, X, y, **options):
-        self.net, self.X, self.y, self.options = net, X, y, options
+        self.called, self.X, self.y, self.options = net, X, y, options
+        self.net = getattr(net, "_orig_mod", net)  # torch.compile's
         self.num_samples = len(next(iter(X.values())) if isinstance(X, dict) else y if y is not None else X)
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        self.optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # accelerate's holds the user's own
+        for inside in ("optimizer", "base_optimizer"):  # accelerate's, SAM
+            optimizers = [getattr(one, inside, one) for one in optimizers]
+        self.optimizers = optimizers
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
         self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
-        self.first, self.last = snapshot(net), snapshot(net)
+        self.first, self.last = snapshot(self.net), snapshot(self.net)
 
     def __enter__(self):
         self.hooks = [
-            self.net.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.net.register_forward_hook(self._after_forward),
+            self.called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.called.register_forward_hook(self._after_forward),
             self.optimizers[0].register_step_pre_hook(self._before_step),
             self.optimizers[-1].register_step_post_hook(self._after_step),
         ]
@@ -111,9 +114,9 @@ class Watched:
         if not torch.is_grad_enabled():
             return
         keep = [pytree.tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, a) for a in (args, kwargs)]
-        modes = [module.training for module in net.modules()]
+        modes = [module.training for module in self.net.modules()]
         autocast = torch.is_autocast_enabled("cpu")
-        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes, autocast))
+        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(self.net), modes, autocast))
 
     def _after_forward(self, net, args, returned):
         if not torch.is_grad_enabled():
@@ -267,8 +270,7 @@ def updates(step, name, gradients, momentum):
 def move(watched, step, name, moved, memory):
     """Return each source's share of how a parameter was moved after a step, (M + 2, *shape).
 
-    Schedule-free optimizers put the averaged weights in the place of those that they train. Lookahead puts slow weights
-    there, after they went a part of the way to the fast ones.
+    Lookahead puts slow weights in the place of the fast ones, after they went a part of the way to them.
 
     Args:
         watched: The run.
@@ -277,11 +279,24 @@ def move(watched, step, name, moved, memory):
         moved: Each source's share of all that moved it until the step's own end.
         memory: What `updates` and this function keep.
     """
-    kind, group = step.options[name]
-    if kind == "AdamWScheduleFree":
-        return (1 - 1 / group["betas"][0]) * memory[name]
+    if step.options[name][0] == "AdamWScheduleFree":  # its average is not what goes on: `evaluated`
+        return torch.zeros_like(moved)
     slow, of_slow = memory.get(("slow", name), (watched.first[name], torch.zeros_like(moved)))
     way = (step.end[name] - slow).flatten()
     part = (step.left[name] - slow).flatten() @ way / (way @ way)
     memory["slow", name] = step.left[name], torch.lerp(of_slow, moved, part)
     return memory["slow", name][1] - moved
+
+
+def evaluated(step, moved, memory):
+    """Return the state that is evaluated after a step, and each source's share of it.
+
+    Of schedule-free optimizers it is the average x = y + (1 - 1 / beta1) (z - y).
+    """
+    state, shares = dict(step.left), dict(moved)
+    for name, (kind, group) in step.options.items():
+        if kind == "AdamWScheduleFree":
+            share = 1 - 1 / group["betas"][0]
+            state[name] = torch.lerp(step.end[name], step.after[name]["z"], share)
+            shares[name] = moved[name] + share * memory[name]
+    return state, shares

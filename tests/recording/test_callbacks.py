@@ -118,7 +118,8 @@ def lightning_module(lightning, net, step, make_optimizers, scale):
 def fit_lightning(data, net, *, step=None, make_optimizers=None, scale=1.0, options=None, **callback_options):
     lightning = pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
     X, y = data
-    callback = callbacks.RecorderCallback(net, X, y, **callback_options)
+    source = (TensorDataset(X, y),) if callback_options.pop("reads", False) else (X, y)
+    callback = callbacks.RecorderCallback(net, *source, **callback_options)
     with pytest.raises(RuntimeError, match="training has not started"):
         _ = callback.trajectory
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **QUIET, **(options or {}))
@@ -157,8 +158,9 @@ def plain_backward(module, loss, number):
         ({"options": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, "make_optimizers": adam}, 4),
         ({"step": accumulate_by_hand, "weight": 0.5, "clip": ClipNorm(0.1)}, 4),
         ({"step": plain_backward, "weight": lambda batch: 1.0}, 8),
+        ({"reads": True}, 8),
     ],
-    ids=["two_validation_loops", "accumulated_and_clipped", "manual", "manual_plain_backward"],
+    ids=["two_validation_loops", "accumulated_and_clipped", "manual", "manual_plain_backward", "data_set"],
 )
 def test_a_lightning_run_is_exact(data, net, options, steps, tmp_path):
     trajectory = fit_lightning(data, net, **options, folder=tmp_path / "run")
@@ -210,12 +212,13 @@ class Classifier(nn.Module):
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def fit_huggingface(data, net, folder, *, wrapped=True, **arguments):
+def fit_huggingface(data, net, folder, *, wrapped=True, reads=False, **arguments):
     transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
     X, y = data
     rows = [{"x": x, "labels": int(label)} for x, label in zip(X, y, strict=True)]
     dataset = IndexedDataset(rows, key="index") if wrapped else rows
-    callback = callbacks.HuggingFaceRecorderCallback(X, y, output=lambda returned: returned["logits"])
+    source = (dataset,) if reads else (X, y)
+    callback = callbacks.HuggingFaceRecorderCallback(*source, output=lambda returned: returned["logits"])
     train_huggingface(transformers, Classifier(net), dataset, callback, folder, **arguments)
     return callback.trajectory
 
@@ -228,9 +231,11 @@ def train_huggingface(transformers, model, dataset, callback, folder, **argument
 
 
 @pytest.mark.slow
-def test_a_hugging_face_run_is_exact(data, net, tmp_path):
+@pytest.mark.parametrize("reads", [False, True], ids=["tensors", "data_set"])
+def test_a_hugging_face_run_is_exact(data, net, tmp_path, reads):
     """The last step of an epoch is one batch."""
-    trajectory = fit_huggingface(data, net, tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.05)
+    options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}
+    trajectory = fit_huggingface(data, net, tmp_path, reads=reads, **options)
     assert trajectory.num_steps == 4
     assert_exact(trajectory, data[0])
 

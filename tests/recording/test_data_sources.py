@@ -42,7 +42,7 @@ class Pairs(Dataset):
 
 class Dicts(Pairs):
     def __getitem__(self, index):
-        return {"x": X[index], "mask": torch.ones(5), "labels": int(Y[index])}
+        return {"x": X[index], "mask": torch.ones(5, dtype=torch.bool), "labels": int(Y[index])}
 
 
 class Inputs(Pairs):
@@ -52,12 +52,12 @@ class Inputs(Pairs):
 
 def hugging_face():
     datasets = pytest.importorskip("datasets")
-    columns = {"x": X.numpy(), "mask": np.ones((M, 5), np.float32), "labels": Y.tolist()}
+    columns = {"x": X.numpy(), "mask": np.ones((M, 5), bool), "labels": Y.tolist()}
     return datasets.Dataset.from_dict(columns).with_format("torch", dtype=None), None
 
 
 def mapped(name, folder):
-    array = {"X": X.numpy(), "Y": Y.numpy(), "mask": np.ones((M, 5), np.float32)}[name]
+    array = {"X": X.numpy(), "Y": Y.numpy(), "mask": np.ones((M, 5), bool)}[name]
     np.save(folder / f"{name}.npy", array)
     return np.load(folder / f"{name}.npy", mmap_mode="r")
 
@@ -111,8 +111,8 @@ def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
 
 @pytest.mark.parametrize("source", SEVERAL)
 def test_the_run_of_several_inputs_is_that_with_tensors_in_memory(source, tmp_path):
-    expected = train({"x": X, "mask": torch.ones(M, 5)}, Y)
-    asserted_same(train(*SEVERAL[source](tmp_path)), expected, {"x": TEST, "mask": torch.ones(4, 5)})
+    expected = train({"x": X, "mask": torch.ones(M, 5, dtype=torch.bool)}, Y)
+    asserted_same(train(*SEVERAL[source](tmp_path)), expected, {"x": TEST, "mask": torch.ones(4, 5, dtype=torch.bool)})
 
 
 def test_a_loop_over_a_loader_is_recorded_with_the_loader_as_X():
@@ -157,8 +157,8 @@ def test_files_of_rows_go_with_the_run(tmp_path, monkeypatch):
     run = train(Pairs(), None)
     assert os.listdir(tmp_path / "temporary") == []  # mapped, without a name
     assert torch.equal(run.inputs, X)
-    (tmp_path / "runs").mkdir()
     train(Pairs(), None, folder=tmp_path / "runs" / "run")
+    assert sorted(os.listdir(tmp_path)) == ["runs", "temporary"]
     assert os.listdir(tmp_path / "runs") == ["run"]
 
 
@@ -194,6 +194,11 @@ class Texts(Pairs):
         return "a text", int(Y[index])
 
 
+class Names(Pairs):
+    def __getitem__(self, index):
+        return {"a": X}[index]
+
+
 class Generated(IterableDataset):
     def __iter__(self):
         return iter(Pairs())
@@ -201,13 +206,14 @@ class Generated(IterableDataset):
 
 REFUSED = {
     "augmentation": (Augmented(), None, ValueError, "the same each time it is read: item 0 is another one.*without"),
-    "ragged": (Ragged(), None, TypeError, "of one shape, which default_collate puts together"),
-    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(4,\).* those before are \(5,\)"),
+    "ragged": (Ragged(), None, TypeError, "arrays or numbers of one shape: stack expects"),
+    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(\(4,\).* those before are \[\(\(5,\)"),
     "texts": (Texts(), None, TypeError, "X must be a torch.Tensor: got tuple"),
+    "items by name": (Names(), Y, TypeError, "tensors, arrays or numbers of one shape: 0"),
     "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
     "no targets": (Inputs(), None, TypeError, "y must be the targets that the stated loss takes"),
     "unknown key": (Dicts(), "label", ValueError, "y must be a key of the dataset's items"),
-    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "one entry per point"),
+    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "and a target.* got 150 rows and 149 targets"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
 }
 
@@ -227,7 +233,7 @@ def test_a_run_over_rows_on_disk_takes_memory_that_does_not_grow_with_them(tmp_p
     assert max(peaks[phase] for phase in ("creating", "recording", "loading")) < 25
     assert peaks["attribute"] < 60  # 10 times the result, 4.6 MiB
     rows, labels = (np.load(tmp_path / f"{name}.npy") for name in "Xy")
-    net = benchmark.network()
+    net = benchmark.network(100)
     with peaks.of("in memory"):
         epk.Recorder(net, torch.optim.Adam(net.parameters()), torch.from_numpy(rows), torch.from_numpy(labels))
     assert peaks["in memory"] > 70

@@ -39,4 +39,4 @@ def test_a_recorded_and_a_stored_run_have_the_digest_they_always_had_and_few_ten
         assert [float(trajectory.states[s]) for s in range(5)] == STATES
         assert (trajectory.digest, trajectory.data_digest) == DIGESTS[dtype]
     chunk = load_file(path / "chunk-000001.safetensors")
-    assert chunk.keys() == {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}
+    assert chunk.keys() == {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update", "digests"}

@@ -53,6 +53,7 @@ def test_a_run_of_two_ranks_is_that_of_the_loop_in_one_process(name, tmp_path):
     assert_same(trajectory, expected)
     assert "on rank 0" in refusal
     assert trajectory.num_steps == LOOPS[name].steps
+    assert list(trajectory.moves) == ([1, 3] if LOOPS[name].pulls else [])
     if trajectory.statistics is not None:
         assert torch.allclose(trajectory.statistics[-1], expected.statistics[-1], rtol=1e-12, atol=0)
 

@@ -149,18 +149,18 @@ class Fault:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-ALREADY = "is 2 times that of the stated loss, because backward.. went through the pass 2 times"
+ALREADY = "is 2 times that of the stated loss: backward.. went through the pass 2 times"
 FAULTS = {
     "indices in another order": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: rows.roll(1)),
     "indices of others": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: (rows + 5) % POINTS),
-    "targets in another order": Fault("in the loop's loss are the batch's in another order",
+    "targets in another order": Fault("loop's targets are the batch's in another order",
         targets=lambda rows: rows.flip(0)),
-    "targets of others": Fault("in the loop's loss are those of other points",
+    "targets of others": Fault("loop's targets are those of other points",
         value=lambda loop: F.cross_entropy(loop.z, (loop.t + 1) % CLASSES)),
     "left over": Fault("gradient of the step before was left over: call optimizer.zero_grad", {"clear": keep}),
-    "backward of other rows": Fault("that of a backward.. of 3 other rows", {"begin": extra_backward}),
+    "backward of other rows": Fault("a backward.. of 3 other rows was added", {"begin": extra_backward}),
     "backward twice": Fault(ALREADY, {"twice": lambda loop: loop.loss.backward(retain_graph=True)}),
-    "weights edited": Fault(r"the weights of '\S+' were changed between batch.. and", {"step": edit_weight}),
+    "weights edited": Fault(r"the weights of '\S+' were changed between batch.. and the end", {"step": edit_weight}),
     "another optimizer": Fault("another optimizer moved the weights by 0.02 times it", {"step": another_step}),
     "smoothing .05": Fault(r"CrossEntropy\(.*label_smoothing=0.05\), not of the stated", value=smoothed(0.05)),
     "smoothing .1": Fault(r"CrossEntropy\(.*label_smoothing=0.1\), not of the stated", value=smoothed(0.1)),
@@ -169,7 +169,7 @@ FAULTS = {
         value=lambda loop: F.cross_entropy(loop.z, loop.t, reduction="sum")),
     "squares": Fault(r"that of MeanSquaredError\(reduction='mean'\), not of the stated", value=squares),
     "focal": Fault("is the focal loss of exponent 2", value=focal),
-    "distillation": Fault("probabilities that are not those of y, such as a teacher's", value=teacher),
+    "distillation": Fault("probabilities that are not y, such as a teacher's", value=teacher),
     "scaled loss": Fault("loop's loss is 1.5 times that of the stated loss: .*weight=1.5",
         value=lambda loop: 1.5 * F.cross_entropy(loop.z, loop.t)),
     "entropy": Fault("loop's loss is not CrossEntropy.*loss=None records the run without", value=entropy),
@@ -180,13 +180,13 @@ FAULTS = {
     "gradient edited": Fault("an edit of .grad. unexplained=SHARE", {"announced": edit_gradient}),
     "clipped in part": Fault(r"alone were clipped or scaled \(by 0.0", {"announced": clip_last}),
     "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
-    "all scaled": Fault("is 3 times that which comes through the outputs: it was scaled",
+    "all scaled": Fault("is 3 times what came through the outputs, clipped or scaled .*: state batch.indices, weight=3",
         {"announced": lambda loop: [p.grad.mul_(3) for p in loop.net.parameters()]}),
-    "clipped otherwise": Fault("it was clipped or scaled after backward.*ClipNorm.0.002",
+    "clipped otherwise": Fault("what came through the outputs, clipped or scaled .*: state clip=ClipNorm.0.002",
         {"announced": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 2e-3)},
         options={"clip": ClipNorm(1e-3)}),
     "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
-    "frozen part": Fault("no gradient reached", {"announced": last_layer}),
+    "frozen part": Fault("no gradient came to", {"announced": last_layer}),
     "noise": Fault("gradient noise of deviation 0.01", {"announced": add_noise}),
     "hook on gradients": Fault("a backward hook at .* changes gradients", {"begin": hook}),
     "hook on outputs": Fault("a forward hook of module .* changes them", {"begin": later}),
@@ -253,3 +253,112 @@ def test_the_cause_of_a_fault_is_named_and_no_other(name, dtype, fault):
 def test_the_loop_without_a_fault_is_recorded(name):
     assert train(name, torch.float64, Fault("")).num_steps == STEPS
     assert train(name, torch.float32, Fault("")).num_steps == STEPS
+
+
+def cause_of(train):
+    with pytest.raises(epk.StepMismatchError) as error:
+        train()
+    return str(error.value).partition("Likely cause: ")[2]
+
+
+class Scaled(nn.Module):
+    """Takes a number besides the rows, and may draw random numbers."""
+
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.inner, self.drop = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Dropout(drop)
+
+    def forward(self, x, scale=1.0):
+        return self.drop(self.inner(x)) * scale
+
+
+def small(net, steps=2, *, call=lambda net, x: net(x), value=F.cross_entropy, before=id, recorded=None, **options):
+    torch.manual_seed(0)
+    net = net.double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
+    y = options.pop("y", y)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(recorded or net, optimizer, X, y, **options) as recorder:
+        for step in range(steps):
+            optimizer.zero_grad()
+            before(step)
+            rows = torch.randperm(12)[:6]
+            value(call(net, X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return recorder
+
+
+def test_further_arguments_of_the_network_are_named():
+    cause = cause_of(lambda: small(Scaled(), call=lambda net, x: net(x, scale=1.5)))
+    assert "the network was called with further arguments" in cause
+
+
+def test_a_number_that_changes_in_the_network_is_named():
+    net = Scaled()
+    net.register_buffer("kept", torch.ones(()))
+    net.table = [1.0]
+    net.forward = lambda x: net.table[0] * net.inner(x)
+    cause = cause_of(lambda: small(net, before=lambda step: net.table.__setitem__(0, 1.0 + step)))
+    assert "something else in it changes" in cause
+
+
+class OwnStream(nn.Module):
+    """Draws other random numbers than a copy of it, as a network does that Inductor has compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.number = nn.Linear(4, 3), id(self)
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.training and self.number == id(self):
+            torch.rand(3)
+        return F.dropout(h, 0.5, self.training)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_random_numbers_of_a_compiled_network_are_named(is_compiled):
+    net = OwnStream()
+    vars(net)["_compiled_call_impl"] = net._call_impl if is_compiled else None
+    cause = cause_of(lambda: small(net))
+    assert ("compiled random numbers. Set torch._inductor.config.fallback_random" in cause) == is_compiled
+    assert ("something else in it changes" in cause) != is_compiled
+
+
+REGRESSIONS = {
+    "mean for sum": (epk.MeanSquaredError("sum"), F.mse_loss, r"MeanSquaredError\(reduction='mean'\), not of"),
+    "absolute": (epk.MeanSquaredError(), F.l1_loss, "that of L1Loss, reduction='mean', not of the stated"),
+    "huber": (epk.MeanSquaredError(), lambda z, t: F.huber_loss(z, t, delta=0.1), "loss is not MeanSquaredError"),
+    "others": (epk.MeanSquaredError(), lambda z, t: F.mse_loss(z, t.flip(0)), "are the batch's in another order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "value", "message"), REGRESSIONS.values(), ids=REGRESSIONS)
+def test_losses_of_regressions_are_named(loss, value, message):
+    y = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert re.search(message, cause_of(lambda: small(Scaled(), value=value, loss=loss, y=y)))
+
+
+@pytest.mark.parametrize("factor", [0.9998, 1.0002])
+def test_a_small_factor_is_named_in_float32_too(factor):
+    """Too small for a tolerance of the square root of eps."""
+    fault = Fault("", value=lambda loop: factor * F.cross_entropy(loop.z, loop.t))
+    assert f"loop's loss is {factor} times that of the stated loss" in cause_of(
+        lambda: train("mlp", torch.float32, fault)
+    )
+
+
+def test_where_the_gradient_in_the_outputs_is_not_seen_no_cause_is_made_up():
+    def of_returned(returned, y):
+        return F.cross_entropy(returned["logits"], y, reduction="none")
+
+    class Returning(Scaled):
+        def forward(self, x):
+            return {"logits": self.inner(x)}
+
+    options = {"loss": epk.PerSampleLoss(of_returned), "output": lambda returned: returned["logits"]}
+    cause = cause_of(
+        lambda: small(Returning(), value=lambda z, t: F.cross_entropy(z["logits"], (t + 1) % 3), **options)
+    )
+    assert cause.startswith("the gradient is not that of the stated loss on X[batch], y[batch]: ")

@@ -225,7 +225,7 @@ def test_a_rate_that_moves_is_recorded_as_it_is_where_steps_are_checked(penalty)
 
 def test_a_rate_that_moves_between_two_checked_steps_is_not_certified_and_the_last_step_is_refused():
     with pytest.raises(
-        epk.StepMismatchError, match="step 5: .*factor of the L2 penalty .* is another one .* The step is kept, and"
+        epk.StepMismatchError, match="step 5: .*factor of the loss's L2 penalty is not that of .* The step is kept, and"
     ):
         trained(changing, check_every=1000)
     run = trained(lambda net, step: squares(net.parameters(), 0.05 if step == 3 else 0.03), check_every=1000).trajectory
@@ -267,3 +267,31 @@ def test_a_penalty_is_found_beside_batch_norm_and_dropout():
     assert parts.certified
     assert (parts.total - parts.network).abs().max() < 1e-10
     assert torch.allclose(run.updates[5].weight_decay, torch.full((6,), 0.06, dtype=torch.float64), rtol=1e-9)
+
+
+def test_a_penalty_is_found_beside_a_loss_that_is_not_stated():
+    run = trained(PENALTIES["all"][0], loss=None).trajectory
+    parts = epk.attribute(run, TEST, head="logits")
+    assert parts.certified
+    assert (parts.total - parts.network).abs().max() < 1e-10
+    assert torch.allclose(run.updates[5].weight_decay, torch.full((4,), 0.07, dtype=torch.float64), rtol=1e-12)
+
+
+def test_a_penalty_in_a_run_that_keeps_few_states(tmp_path):
+    run = trained(PENALTIES["all"][0], adam, folder=tmp_path / "run", storage=epk.Storage(keep_every=3)).trajectory
+    parts = epk.attribute(run, TEST, head="logits")
+    assert parts.certified
+    assert (parts.total - parts.network).abs().max() < 1e-10
+    assert parts.decay.abs().max() > 1e-3
+
+
+def test_what_looks_like_a_penalty_on_whitened_rows_but_comes_through_the_outputs_is_another_loss():
+    """Under one linear layer the gradient of |z|^2 is a multiple of the weights where X X^T is one of the identity."""
+    net, rows = nn.Linear(4, 3, bias=False).double(), 2 * torch.eye(4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, rows, Y[:4]) as recorder:
+        z = net(rows)
+        (F.cross_entropy(z, Y[:4]) + 0.1 * z.square().mean()).backward()
+        recorder.batch(None)
+        with pytest.raises(epk.StepMismatchError, match="the loop's loss is not CrossEntropy"):
+            optimizer.step()

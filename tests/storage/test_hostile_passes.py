@@ -132,7 +132,7 @@ def matrices(tmp_path):
         steps = [Step(number, 0.1, None) for number in (first, first + 1)]
         updates = [coefficients(number) for number in (first, first + 1)]
         states = [torch.randn(51).double() for _ in steps]
-        writer.append(states, steps, updates, "digest", {"state": torch.zeros(1)})
+        writer.append(states, steps, updates, ["0" * 32] * 2, {"state": torch.zeros(1)})
     writer.close()
     return path
 

@@ -103,7 +103,7 @@ def test_equal_passes_of_a_chunk_are_stored_once_and_none_take_no_tensor(tmp_pat
     assert len(tensors["passes.at"].unique(dim=0)) == 2
     assert len(tensors["passes"]) < 300
     stored_runs.record(tmp_path / "plain")
-    names = {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}
+    names = {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update", "digests"}
     assert load_file(tmp_path / "plain" / CHUNK).keys() == names
 
 

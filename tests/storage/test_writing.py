@@ -217,7 +217,7 @@ def test_steps_are_committed_by_a_clock_that_does_not_jump(tmp_path, monkeypatch
             now[0] += seconds
             step(own)
             committed.append(own.num_committed)
-    assert committed == [0, 0, 0, 4, 5, 5]
+    assert committed == [0, 0, 0, 3, 4, 4]  # the last step waits for the next: the loop may move the weights
     assert own.num_committed == 6
 
 
@@ -242,7 +242,7 @@ def record_eight(path, fault):
     """Record five steps, make the fault, and record three more; each step is a commit."""
     own = recorder(path)
     with own:
-        for number in range(8):
+        for number in own.until(8):
             if number == 5:
                 fault(path)
             step(own)

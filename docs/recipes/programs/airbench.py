@@ -48,7 +48,7 @@ options = {"momentum": 0.85, "nesterov": True, "weight_decay": 2e-3}
 optimizer = torch.optim.SGD(
     [{"params": biases, "lr": 0.02}, {"params": others, "lr": 2e-3}], **options
 )
-epochs, steps, size = 2, 8, 12
+epochs, steps, size = 3, 9, 16
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 - 0.9 * i / steps)
 alphas = 0.95**5 * (torch.arange(steps + 1) / steps) ** 3
 lookahead, step = LookaheadState(net), 0

@@ -37,4 +37,4 @@ with epk.Recorder(student, optimizer, X, y, loss=None) as recorder:  # recorder
             distil(student(X[batch]), soft, y[batch]).backward()
             recorder.batch(batch)  # recorder
             optimizer.step()
-net, X_test = student, X[:2] + 0.1
+X_test = X[:2] + 0.1

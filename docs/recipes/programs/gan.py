@@ -15,8 +15,7 @@ netG = nn.Sequential(
     nn.Tanh(),
 ).double()
 netD = nn.Sequential(
-    nn.Conv2d(1, 4, 4, 2, 1, bias=False),
-    nn.BatchNorm2d(4),
+    nn.Conv2d(1, 4, 4, 2, 1),
     nn.LeakyReLU(0.2),
     nn.Conv2d(4, 1, 4),
     nn.Flatten(),
@@ -41,4 +40,4 @@ with epk.Recorder(netD, optimizerD, X, None, loss=None) as recorder:  # recorder
             netG.zero_grad()
             criterion(netD(images), real).backward()
             optimizerG.step()
-net, X_test = netD, digits().inputs[-2:]
+X_test = digits().inputs[-2:]

@@ -40,7 +40,7 @@ data = three_gaussians(12, dim=5)
 X, y = data.inputs, data.labels
 net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 optimizer = SAM(net.parameters(), torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9)
-with epk.Recorder(net, optimizer.base_optimizer, X, y) as recorder:  # recorder
+with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
     net.train()
     for epoch in range(2):
         for batch in torch.randperm(len(X)).split(12):

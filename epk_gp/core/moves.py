@@ -1,0 +1,154 @@
+"""The user's network among the recorded states of its run: equal to one, or moved between them without a gradient.
+
+Lookahead pulls the weights back to slow ones, a loop restores the best checkpoint, an average takes the weights' place.
+Such a move is exact if it ends on the line from the weights u, which the optimizer's step left, to a recorded state,
+
+    w_{s+1} = u + share (w_anchor - u).
+
+A few weights of every state say which states can be the anchor; all weights then decide.
+"""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from epk_gp.core.show import warn_caller
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.update_rules import relative_rounding
+
+_NUM_SAMPLES = 64  # weights of a state that are kept to find it by
+_NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
+_CANDIDATES = 4  # anchors that are compared by all weights
+_NUM_COMPARED = 16  # training points whose outputs are compared
+_ROUNDING = 16  # eps of a parameter's largest weight by which a move may miss the line
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move of the weights after a step, without a gradient.
+
+    Attributes:
+        anchor: Number of the recorded state that the weights were moved towards, at most that before the step.
+        share: Which share of the way they were moved.
+    """
+
+    anchor: int
+    share: float
+
+
+def share_of_way(
+    u: Float[Tensor, " P"], w: Float[Tensor, " P"], anchor: Float[Tensor, " P"], sizes: tuple[int, ...]
+) -> float | None:
+    """Return which share of the way to an anchor leads from u to w; None if w is not on the line, up to rounding.
+
+    Args:
+        u: The weights before the move.
+        w: The weights after it.
+        anchor: The weights of the anchor.
+        sizes: Number of weights of each parameter: each must be on the line up to its own rounding.
+    """
+    if torch.equal(w, anchor):
+        return 1.0
+    way, moved = (anchor - u).double(), (w - u).double()
+    share = float(way @ moved / (way @ way).clamp(min=1e-300))
+    missed, size = (moved - share * way).abs(), torch.stack([u, w, anchor]).abs().amax(dim=0)
+    eps = _ROUNDING * torch.finfo(w.dtype).eps
+    parts = zip(missed.split(list(sizes)), size.split(list(sizes)), strict=True)
+    return share if all(bool(own.max() <= eps * scale.max()) for own, scale in parts if len(own)) else None
+
+
+@dataclass(eq=False)
+class StateSamples:
+    """A few weights of every state of a run.
+
+    Attributes:
+        places: Which weights.
+        rows: Their values in each state, by its number.
+    """
+
+    places: Int64[Tensor, " k"]
+    rows: dict[int, Float[Tensor, " k"]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, w: Float[Tensor, " P"]) -> "StateSamples":
+        """Choose the places for weights of this size."""
+        return cls(torch.linspace(0, len(w) - 1, min(len(w), _NUM_SAMPLES), device=w.device).long())
+
+    def equal_to(self, w: Float[Tensor, " P"]) -> list[int]:
+        """Return the states that have these samples, the latest first."""
+        if w.device != self.places.device or w.dtype != next(iter(self.rows.values())).dtype:
+            return []
+        row = w[self.places]
+        return [state for state in sorted(self.rows, reverse=True) if torch.equal(self.rows[state], row)]
+
+    def anchors(self, u: Float[Tensor, " P"], w: Float[Tensor, " P"], before: int) -> Iterator[int]:
+        """Yield the states, up to a number, that a move from u to w may have gone towards, the likeliest first."""
+        states = sorted((state for state in self.rows if state <= before), reverse=True)
+        rows = torch.stack([self.rows[state] for state in states]).double()
+        x, y = (value[self.places].double() for value in (u, w))
+        ways, moved = rows - x, y - x
+        shares = (ways @ moved) / ways.square().sum(dim=1).clamp(min=1e-300)
+        missed = (moved - shares[:, None] * ways).norm(dim=1)
+        for place in missed.argsort(stable=True)[:_CANDIDATES].tolist():
+            if missed[place] <= _NEAR * moved.norm() and bool(ways[place].any()):
+                yield states[place]
+
+
+@dataclass(frozen=True, eq=False)
+class LiveNetwork:
+    """The network that the user trains, for as long as it lives.
+
+    Attributes:
+        network: The network.
+        samples: A few weights of every recorded state, those after the trajectory's last step too.
+    """
+
+    network: "weakref.ref[nn.Module]"
+    samples: StateSamples
+
+    def warn_of_difference(
+        self, trajectory: Any, explained: Float[Tensor, " PQ"], present: Float[Tensor, " PQ"]
+    ) -> None:
+        """Warn that the user's network is another one than that which results explain, if its outputs are.
+
+        Results of averages, and of a run up to a state, are asked for by name: nothing is said while the network is the
+        one that the recording left.
+
+        Args:
+            trajectory: The `Trajectory`.
+            explained: Weights and moving statistics of the network that is explained.
+            present: Those of the user's network.
+        """
+        model, S = trajectory.model, trajectory.num_steps
+        P, statistics = model.num_weights, trajectory.statistics
+        states = [
+            state
+            for state in self.samples.equal_to(present[:P])
+            if statistics is None or state > S or torch.equal(statistics[state].to(present), present[P:])
+        ]
+        is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
+        is_computed = hasattr(trajectory.states, "at")  # up to rounding
+        if (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states):
+            return
+        rows = trajectory.inputs[:_NUM_COMPARED]
+        with torch.no_grad(), disable_fused_attention():
+            z, yours = (model(model.unflatten(state.to(explained)), rows) for state in (explained, present))
+        difference = float((z - yours).abs().max())
+        if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
+            return
+        advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
+        if "ScheduleFree" in trajectory.update_rule:
+            advice = "In optimizer.eval() it is an average: averaged_trajectory(run, schedule_free_coefficients(run))"
+        if states:
+            call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
+            advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
+        warn_caller(
+            f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its "
+            f"weights were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. "
+            f"{advice}."
+        )

@@ -1,0 +1,252 @@
+"""Which network is explained: runs up to a state, early stopping, and networks that are trained on."""
+
+import copy
+import gc
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from moving_loops import adamw, batch_of, cnn, data, mlp, queries, run, sgd
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.callbacks import HuggingFaceRecorderCallback, IndexedDataset
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+
+STEPS, BEST = 10, 5
+STORAGES = {"memory": None, "disk": {"steps": 3}, "every_fourth": {"keep_every": 4}}
+
+
+def recorded(steps=STEPS, make_net=mlp, make_optimizer=sgd, folder=None, storage=None, **options):
+    if storage is not None:
+        options |= {"folder": folder, "storage": epk.Storage(**storage)}
+    return run(make_net, make_optimizer, lambda *_: None, steps, **options)
+
+
+def keep_best(net, step, memory):
+    if step == BEST - 1:
+        memory.saved = copy.deepcopy(net.state_dict())
+
+
+@pytest.mark.parametrize("make_net", [mlp, cnn])
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("where", STORAGES)
+def test_a_run_up_to_a_state_is_the_run_that_was_recorded_no_further(where, make_optimizer, make_net, tmp_path):
+    storage, X = STORAGES[where], queries()
+    recorder, _ = recorded(STEPS, make_net, make_optimizer, tmp_path / "run", storage)
+    other, net = recorded(BEST, make_net, make_optimizer, tmp_path / "short", storage)
+    whole, short = recorder.trajectory, other.trajectory
+    expected = epk.attribute(short, X, head="logits")
+    runs = [whole.until(BEST), whole.until(8).until(BEST), pickle.loads(pickle.dumps(whole.until(BEST)))]
+    runs += [] if storage is None else [epk.load_trajectory(tmp_path / "run", make_net().double()).until(BEST)]
+    points, rounding = epk.Points(X, False), 1e-9 if where == "every_fourth" else 1e-12  # of a state that is computed
+    for first in runs:
+        assert (first.num_steps, len(first.states), len(first.updates)) == (BEST, BEST + 1, BEST)
+        assert first.digest == short.digest != whole.digest
+        assert first.explained == f"weights after step {BEST} of {STEPS}"
+        parts = epk.attribute(first, X, head="logits")
+        assert parts.certified
+        assert parts.max_error <= 1e-10
+        assert (parts.samples - expected.samples).abs().max() <= rounding
+        assert (parts.network - net.eval()(X)).abs().max() <= rounding
+        assert epk.reconstruct(first, X).certified
+        K, own = (epk.gram_block(each, points, points) for each in (short, first))
+        assert (K - own).abs().max() <= rounding * K.abs().max()
+        with pytest.raises(IndexError, match=rf"state .*must lie in 0\.\.{BEST}"):
+            first.weights(BEST + 1)
+    assert whole.until(STEPS) is whole
+    assert whole.until(0).num_steps == 0
+
+
+def test_an_average_up_to_a_state_is_the_average_of_the_run_up_to_it():
+    whole = recorded()[0].trajectory
+    a = averaging_coefficients(STEPS, decay=0.7)
+    first, expected = averaged_trajectory(whole, a).until(BEST), averaged_trajectory(whole.until(BEST), a[:BEST])
+    assert first.digest == expected.digest
+    assert first.explained == f"the average of the weights up to step {BEST} of {STEPS}"
+    parts = epk.attribute(first, queries(), head="logits")
+    assert parts.certified
+    assert torch.equal(parts.samples, epk.attribute(expected, queries(), head="logits").samples)
+
+
+def test_a_process_explains_and_influence_follows_the_run_up_to_a_state():
+    whole, X = recorded()[0].trajectory, queries()
+    short = recorded(BEST)[0].trajectory
+    first = whole.until(BEST)
+    assert torch.equal(epk.influence(first, X).values, epk.influence(short, X).values)
+    assert torch.equal(epk.retrain(first, torch.ones(12)).states, epk.retrain(short, torch.ones(12)).states)
+    assert torch.equal(*(epk.LogitGP(each).logit_posterior(X).mean for each in (first, short)))
+
+
+def test_numbers_of_steps_that_a_run_does_not_have_are_refused():
+    whole = recorded()[0].trajectory
+    for step, error in ((STEPS + 1, "at most the run's 10 steps: got 11"), (-1, "step must be .*got -1")):
+        with pytest.raises(ValueError, match=error):
+            whole.until(step)
+    with pytest.raises(TypeError, match="step must be"):
+        whole.until(1.5)
+
+
+def test_a_run_whose_digests_were_not_recorded_has_one_for_each_of_its_states():
+    whole = replace(recorded()[0].trajectory, digests=())
+    assert len({whole.digest, *(whole.until(s).digest for s in range(STEPS))}) == STEPS + 1
+    assert whole.until(3).digest == whole.until(3).digest
+
+
+@pytest.mark.parametrize("make_net", [mlp, cnn])
+@pytest.mark.parametrize("where", STORAGES)
+def test_the_best_weights_may_be_restored_inside_of_the_with_statement(where, make_net, tmp_path):
+    """Early stopping: the recorder says which state it is, the run is closed properly, and `until` explains it."""
+    options = {} if where == "memory" else {"folder": tmp_path / "run", "storage": epk.Storage(**STORAGES[where])}
+    restore = lambda net, memory: net.load_state_dict(memory.saved)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"those after step 5 of 10: recorder.trajectory.until\(5\) explains them"):
+        recorder, net = run(make_net, sgd, keep_best, STEPS, after=restore, **options)
+    trajectory = recorder.trajectory
+    assert trajectory.num_steps == STEPS
+    assert not trajectory.moves
+    assert where == "memory" or (tmp_path / "run" / "finished.json").exists()
+    parts = epk.attribute(trajectory.until(BEST), queries(), head="logits")
+    assert parts.certified
+    assert (parts.network - net.eval()(queries())).abs().max() <= 1e-12
+    with pytest.warns(UserWarning, match=r"weights after step 10 of 10.* after step 5, which trajectory.until\(5\)"):
+        epk.attribute(trajectory, queries())
+
+
+def test_weights_that_are_restored_without_their_statistics_are_named():
+    def after(net, memory):
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                parameter.copy_(memory.saved[name])
+
+    with pytest.raises(epk.StepMismatchError, match="those at the end are of step 5, the statistics are not"):
+        run(cnn, sgd, keep_best, STEPS, after=after)
+
+
+def trained_on(net, _):
+    X, y = data()
+    net.train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.cross_entropy(net(X), y).backward()
+    optimizer.step()
+
+
+CHANGES = {
+    "best weights": (lambda net, best: net.load_state_dict(best), r"after step 5, which trajectory.until\(5\)"),
+    "trained on": (trained_on, r"Record further, or .*trajectory.until\(step\)"),
+    "edited": (lambda net, _: net[-1].weight.data.mul_(1.1), "Record further"),
+}
+CALLS = {
+    "attribute": epk.attribute,
+    "reconstruct": epk.reconstruct,
+    "influence": epk.influence,
+    "kernel": lambda run, X: epk.gram_block(run, epk.Points(X, False), epk.Points(X, False)),
+    "process": lambda run, X: epk.LogitGP(run),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_network_that_is_another_one_after_the_recording_is_said_once(change, call):
+    """With by how much its outputs differ."""
+    make, (action, says) = mlp if call == "influence" else cnn, CHANGES[change]
+    best = recorded(BEST, make)[1].state_dict()
+    recorder, net = recorded(STEPS, make)
+    CALLS[call](recorder.trajectory, queries())  # the control: no word while it is the one that was recorded
+    X, before = data()[0], copy.deepcopy(net)
+    action(net, best)
+    difference = float((net.eval()(X) - before.eval()(X)).detach().abs().max())
+    says = rf"weights after step 10 of 10.* differ by up to {difference:.2g}\. .*{says}".replace("+", r"\+")
+    with pytest.warns(UserWarning, match=says) as said:
+        CALLS[call](recorder.trajectory, queries())
+    assert len(said) == 1
+
+
+def test_what_is_asked_for_by_name_is_explained_without_a_word():
+    """A run up to a state, and averages, while the network is the recorded one; a network of another dtype; none."""
+    recorder, net = recorded()
+    trajectory = recorder.trajectory
+    average = averaged_trajectory(trajectory, averaging_coefficients(STEPS, decay=0.7))
+    for own in (trajectory.until(BEST), average, average.until(BEST)):
+        epk.attribute(own, queries())
+    copied = pickle.loads(pickle.dumps(trajectory))
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(average.states[STEPS], net.parameters())
+    epk.attribute(average, queries())  # the averaged weights were loaded
+    net[0].weight.data += 1
+    epk.attribute(copied, queries())  # no network belongs to it
+    with pytest.warns(UserWarning, match="your network is not the one"):
+        epk.attribute(trajectory, queries())  # the control
+    recorder, net = recorded()
+    net.float()
+    epk.attribute(recorder.trajectory, queries())
+    net[0] = nn.Linear(2, 2)
+    del net[2]
+    epk.attribute(recorder.trajectory, queries())  # a network of other parameters cannot be compared
+    trajectory = recorder.trajectory
+    del recorder, net
+    gc.collect()
+    assert trajectory.live.network() is None
+    epk.attribute(trajectory, queries())
+
+
+def test_a_trajectory_taken_earlier_says_which_step_the_network_has_reached():
+    torch.manual_seed(1)
+    net, (X, y) = mlp().double(), data()
+    optimizer = sgd(net)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for step in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch_of(step)]), y[batch_of(step)]).backward()
+            recorder.batch(batch_of(step))
+            optimizer.step()
+            if step == 1:
+                taken = recorder.trajectory
+                epk.attribute(taken, queries())
+    with pytest.warns(UserWarning, match=r"after step 2 of 2.* after step 4, which recorder.trajectory.until\(4\)"):
+        epk.attribute(taken, queries())
+
+
+@pytest.mark.slow
+def test_hugging_face_s_trainer_may_load_the_best_model_at_the_end(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 9, "hidden_size": 4, "intermediate_size": 6, "max_position_embeddings": 6}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
+    model = transformers.BertForSequenceClassification(config)
+    X, y = {"input_ids": torch.randint(1, 9, (20, 5))}, torch.arange(20) % 3
+    rows = [{"input_ids": ids, "labels": int(label)} for ids, label in zip(X["input_ids"], y, strict=True)]
+    callback = HuggingFaceRecorderCallback(X, y, output=lambda returned: returned["logits"])
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), remove_unused_columns=False, per_device_train_batch_size=6, num_train_epochs=3,
+        use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=0.05, logging_strategy="no", max_grad_norm=0,
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        greater_is_better=True,
+    )  # fmt: skip
+    dataset = IndexedDataset(rows, key="index")
+    trainer = transformers.Trainer(model, arguments, train_dataset=dataset, eval_dataset=rows[:9], callbacks=[callback])
+    losses = []
+    trainer.add_callback(
+        type(
+            "Losses",
+            (transformers.TrainerCallback,),
+            {"on_evaluate": lambda _, *a, metrics, **k: losses.append(metrics["eval_loss"])},
+        )
+    )
+    with pytest.warns(UserWarning, match=r"the weights at the end of the recording are those after step \d+ of 12"):
+        trainer.train()
+    best = 4 * (1 + losses.index(max(losses)))
+    parts = epk.attribute(callback.trajectory.until(best), {"input_ids": X["input_ids"][:2]}, head="logits")
+    assert best < 12
+    assert parts.certified
+    assert (parts.network - model.eval()(X["input_ids"][:2]).logits).abs().max() <= 1e-6
+
+
+def test_results_name_the_state_that_they_explain():
+    recorder, _ = recorded()
+    trajectory, X = recorder.trajectory, queries()
+    for own, words in ((trajectory, "10 of 10"), (trajectory.until(BEST), "5 of 10")):
+        for result in (epk.attribute(own, X), epk.reconstruct(own, X)):
+            assert f"explains                    weights after step {words}\n" in str(result)
+        assert f"weights after step {words}" in str(own)

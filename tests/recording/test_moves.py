@@ -1,0 +1,281 @@
+"""Moves of the weights without a gradient: Lookahead, checkpoints that are restored while training goes on."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from moving_loops import (
+    MOVES,
+    LookaheadState,
+    Memory,
+    adamw,
+    batch_of,
+    cnn,
+    data,
+    lookahead,
+    mlp,
+    queries,
+    run,
+    sgd,
+    shares_by_hand,
+)  # fmt: skip
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import epk_gp as epk
+import reference
+from epk_gp.core.moves import Move, share_of_way
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_sample, by_step
+from stored_runs import changed, chunk_files, entry, refused
+
+# What the moves of `moving_loops` are: by the step, the anchor and the share of the way.
+PATHS = {
+    "lookahead": {2: (0, 0.6), 5: (3, 0.6), 8: (6, 0.6)},
+    "restored": {6: (3, 1.0)},
+    "nested": {2: (0, 0.6), 5: (3, 0.6), 7: (2, 1.0), 9: (6, 0.6)},
+    "undone": {3: (3, 1.0), 6: (6, 0.5)},
+}
+STORAGES = {"memory": None, "disk": {"steps": 2}, "every_fourth": {"keep_every": 4}}
+
+
+def recorded(move, make_net=mlp, make_optimizer=sgd, folder=None, storage=None, **options):
+    if storage is not None:
+        options |= {"folder": folder, "storage": epk.Storage(**storage)}
+    recorder, net = run(make_net, make_optimizer, MOVES[move], **options)
+    return recorder.trajectory, net
+
+
+@pytest.mark.parametrize("make_net", [mlp, cnn])
+@pytest.mark.parametrize("move", MOVES)
+def test_shares_are_those_of_per_row_gradients_pushed_through_the_optimizer_by_hand(move, make_net):
+    """airbench94's Lookahead with its moving statistics among them."""
+    trajectory, net = recorded(move, make_net)
+    assert {s: (own.anchor, pytest.approx(own.share)) for s, own in trajectory.moves.items()} == PATHS[move]
+    parts = epk.attribute(trajectory, queries(), head="logits")
+    samples, decay, statistics = shares_by_hand(make_net, MOVES[move], PATHS[move])
+    assert (parts.samples - samples).abs().max() <= 1e-8
+    assert (parts.decay - decay).abs().max() <= 1e-8
+    assert (parts.statistics - statistics).abs().max() <= 1e-8
+    assert parts.certified
+    assert parts.max_error <= 1e-10
+    assert (parts.network - net.eval()(queries())).abs().max() <= 1e-13
+    assert parts.unexplained.abs().max() <= 1e-15
+    still = epk.attribute(run(make_net, sgd, lambda *_: None)[0].trajectory, queries(), head="logits")
+    assert not torch.allclose(still.samples, samples, rtol=1e-2)  # the control
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("where", STORAGES)
+@pytest.mark.parametrize("move", ["lookahead", "nested"])
+def test_sums_are_exact_wherever_the_run_is_and_along_every_path(move, where, make_optimizer, tmp_path):
+    storage, X = STORAGES[where], queries()
+    in_memory, net = recorded(move, make_optimizer=make_optimizer)
+    trajectory, _ = recorded(move, mlp, make_optimizer, tmp_path / "run", storage)
+    expected = epk.attribute(in_memory, X, head="logits")
+    runs = [trajectory, pickle.loads(pickle.dumps(trajectory))]
+    runs += [] if storage is None else [epk.load_trajectory(tmp_path / "run", mlp().double())]
+    for own in runs:
+        assert own.moves == in_memory.moves
+        assert (own.digest == in_memory.digest) == (where != "every_fourth")
+        parts = epk.attribute(own, X, head="logits")
+        assert parts.certified
+        assert (parts.samples - expected.samples).abs().max() <= 1e-11
+        assert epk.reconstruct(own, X, head="logits").certified
+        for path in (epk.chords(every=4), epk.layerwise(every=3)):
+            assert epk.attribute(own, X, head="logits", path=path).max_error <= 1e-10
+    assert (expected.network - net(X)).abs().max() <= 1e-13
+
+
+def test_the_network_of_averaged_weights_of_such_a_run_is_explained():
+    trajectory, _ = recorded("lookahead")
+    average = averaged_trajectory(trajectory, averaging_coefficients(11, decay=0.7))
+    parts = epk.attribute(average, queries(), head="logits")
+    assert parts.certified
+    assert parts.max_error <= 1e-12
+    assert epk.reconstruct(average, queries()).certified
+
+
+def test_the_kernel_of_such_a_run_is_that_of_its_path():
+    trajectory, _ = recorded("nested")
+    points, rule = epk.Points(queries(), torch.tensor([True, False, False])), epk.gauss_legendre(3)
+    K = epk.gram_block(trajectory, points, points, head="logits", rule=rule)
+    expected = reference.gram_block(trajectory, points, points, "logits", rule)
+    assert (K - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_the_statistics_of_a_step_belong_to_its_rows_and_those_of_a_move_to_none():
+    trajectory, _ = recorded("lookahead", cnn)
+    axes = [by_step(trajectory), by_sample(trajectory)]
+    parts = attribute_by(trajectory, queries(), axes, head="logits")
+    of_no_sample = parts.statistics_of_no_sample.abs().sum(dim=(0, 1)).flatten()
+    assert parts.max_error <= 1e-12
+    assert (of_no_sample > 1e-6).nonzero()[:, 0].tolist() == [2, 5, 8]
+
+
+def test_a_run_with_moves_resumes_to_the_bits_of_one_that_never_stopped(tmp_path):
+    def record(steps, path):
+        torch.manual_seed(1)
+        net, (X, y) = cnn().double().train(), data()
+        optimizer, memory = sgd(net), Memory(LookaheadState(net))
+        options = {"folder": path, "resume": True, "stateful": {"lookahead": memory.lookahead}}
+        with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+            for step in recorder.until(steps):
+                batch = batch_of(step)
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)
+                optimizer.step()
+                lookahead(net, step, memory)
+        return recorder.trajectory, net
+
+    for steps in (3, 7, 11):  # right after a move, and between two
+        resumed, net = record(steps, tmp_path / "run")
+    whole, other = record(11, tmp_path / "whole")
+    assert resumed.digest == whole.digest
+    assert resumed.moves == whole.moves
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_loop_that_does_not_ask_for_its_steps_may_move_them_too(on_disk, tmp_path):
+    """The last step is committed with the next one, for the loop may move the weights in between."""
+    torch.manual_seed(1)
+    net, (X, y) = mlp().double(), data()
+    slow, optimizer = copy.deepcopy(list(net.parameters())), sgd(net)
+    options = {"folder": tmp_path / "run", "storage": epk.Storage(steps=1)} if on_disk else {}
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch(None)
+            optimizer.step()
+            with torch.no_grad():
+                for own, p in zip(slow, net.parameters(), strict=True):
+                    p.copy_(own.lerp_(p, 0.5))
+    assert list(recorder.trajectory.moves) == list(range(6))
+    assert epk.attribute(recorder.trajectory, queries()).certified
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_the_lookahead_of_pytorch_optimizer_is_followed(make_optimizer, dtype):
+    library = pytest.importorskip("pytorch_optimizer")
+    torch.manual_seed(1)
+    net, (X, y) = mlp().to(dtype), data()
+    X, optimizer = X.to(dtype), make_optimizer(net)
+    wrapper = library.Lookahead(optimizer, k=3, alpha=0.4, pullback_momentum="none")
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for step in range(8):
+            batch = torch.arange(4 * step, 4 * step + 4) % len(X)
+            wrapper.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            wrapper.step()
+    parts = epk.attribute(recorder.trajectory, X[:3], head="logits")
+    assert {s: own.anchor for s, own in recorder.trajectory.moves.items()} == {2: 0, 5: 3}
+    assert parts.certified
+    assert parts.max_error <= (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def edit(net, *_):
+    net[0].weight.data[0, 0] += 0.1
+
+
+def other_shares(net, step, memory):
+    """Lookahead whose share depends on the layer."""
+    with torch.no_grad():
+        for k, (name, p) in enumerate(net.named_parameters()):
+            p.lerp_(memory.lookahead.net_ema[name], 0.5 + 0.1 * k)
+
+
+def noise(net, *_):
+    with torch.no_grad():
+        for p in net.parameters():
+            p += 1e-6 * torch.randn_like(p)
+
+
+@pytest.mark.parametrize("change", [edit, other_shares, noise])
+def test_an_edit_of_the_weights_is_no_move(change):
+    move = lambda net, step, memory: change(net, step, memory) if step == 3 else None  # noqa: E731
+    with pytest.raises(epk.StepMismatchError, match=r"step 4: .* on the way .* changed in between .*or an edit"):
+        run(mlp, sgd, move)
+    with pytest.raises(epk.StepMismatchError, match=r"weights at the end of the recording must be .*or an edit"):
+        run(mlp, sgd, lambda *_: None, after=lambda net, memory: change(net, 10, memory))
+
+
+def test_statistics_that_were_edited_with_the_weights_are_found():
+    def move(net, step, memory):
+        lookahead(net, step, memory)
+        if step == 5:
+            net[2].running_mean.mul_(1.5)
+
+    with pytest.raises(epk.StepMismatchError, match="moving statistics"):
+        run(cnn, sgd, move, steps=6)
+
+
+def test_a_move_of_a_step_that_is_on_disk_says_what_to_do(tmp_path):
+    torch.manual_seed(1)
+    net, (X, y) = mlp().double(), data()
+    start, optimizer = copy.deepcopy(net.state_dict()), sgd(net)
+
+    def loop():
+        with epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run") as recorder:
+            for step in range(3):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X), y).backward()
+                recorder.batch(None)
+                optimizer.step()
+                if step == 1:
+                    assert recorder.trajectory.num_steps == 2
+                    net.load_state_dict(start)
+
+    with pytest.raises(epk.StepMismatchError, match=r"step 2: .*on disk: read recorder.trajectory after such a move"):
+        loop()
+
+
+def test_what_needs_steps_that_follow_from_gradients_refuses_moves():
+    trajectory, _ = recorded("lookahead")
+    for call in (
+        lambda: epk.influence(trajectory, queries()),
+        lambda: epk.self_influence(trajectory),
+        lambda: epk.retrain(trajectory, torch.ones(12)),
+    ):
+        with pytest.raises(ValueError, match=r"after step 2 the loop moved the weights without one .*epk_gp.attribute"):
+            call()
+
+
+def test_a_share_of_the_way_is_found_only_on_the_line_of_every_parameter():
+    u, anchor, sizes = torch.randn(9).double(), torch.randn(9).double(), (4, 0, 5)
+    assert share_of_way(u, anchor, anchor, sizes) == 1.0
+    assert share_of_way(u, torch.lerp(u, anchor, -0.25), anchor, sizes) == pytest.approx(-0.25)
+    w = torch.lerp(u, anchor, 0.5)
+    w[8] += 1e-9
+    assert share_of_way(u, w, anchor, sizes) is None
+    tiny = torch.cat([1e-9 * torch.ones(4).double(), torch.zeros(5).double()])  # below the rounding of the others
+    assert share_of_way(u * tiny.sign(), w * tiny.sign() + tiny, anchor * tiny.sign(), sizes) is None
+
+
+WRONG = {
+    "must hold 'moves' towards states before their steps": entry("moves", 0, 4.0),
+    "must hold 'moves' towards states": entry("moves", 0, 0.5),
+    "must hold finite numbers: 'moves'": entry("moves", 1, float("nan")),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_files_that_hold_other_moves_are_refused(message, tmp_path):
+    recorded("lookahead", folder=tmp_path / "run", storage={"steps": 3})
+    chunks = [load_file(file) for file in chunk_files(tmp_path / "run")]
+    assert ["moves" in chunk for chunk in chunks] == [False, True, True, True, False]
+    assert chunks[1]["moves"][:2].tolist() == [[0, 0], [0, 0]]
+    changed(WRONG[message])(tmp_path / "run")
+    refused(tmp_path / "run", message)
+
+
+def test_equal_runs_have_equal_digests_and_moves_are_part_of_them():
+    first, again = (recorded("lookahead")[0] for _ in range(2))
+    assert first.digest == again.digest != recorded("restored")[0].digest
+    assert first.moves[2] == Move(0, pytest.approx(0.6))
