@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict, Unpack, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 
@@ -299,3 +299,40 @@ def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpa
         if key not in keys:
             raise TypeError(f"{call}() got an unexpected keyword argument {key!r}. It takes {', '.join(keys)} as well.")
     return ComputeOptions(**settings)
+
+
+def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
+    """Return the indices of a step's batch, from `least` on, as a tensor of int64."""
+    try:
+        batch = as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
+    if batch.ndim != 1 or batch.numel() == 0:
+        raise ValueError(
+            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
+        )
+    if batch.is_floating_point() or batch.dtype == torch.bool:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
+    low, high = int(batch.min()), int(batch.max())
+    if low < least or high >= num_points:
+        advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""
+        raise ValueError(
+            f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
+            f"Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one.{advice}"
+        )
+    return batch.detach().to(torch.int64).clone()
+
+
+def parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
+    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
+    if not isinstance(weight, Tensor):
+        validate_number(weight, f"step {index}: weight")
+    factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
+    if factor.ndim and factor.shape != (num_rows,):
+        raise ValueError(
+            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
+            f"{tuple(factor.shape)} for {num_rows} rows."
+        )
+    if not factor.isfinite().all():
+        raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
+    return factor if factor.ndim else float(factor)

@@ -97,8 +97,8 @@ def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M
     counts = [forward.num_rows for forward in forwards]
     parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
     return [
-        PassData(forward, rows, _seen_inputs(X, rows, forward.inputs), seen, weight)
-        for forward, rows, seen, weight in parts
+        PassData(forward, rows, _seen_inputs(X, rows, forward.inputs), _seen_labels(own, forward.targets), weight)
+        for forward, rows, own, weight in parts
     ]
 
 
@@ -110,6 +110,13 @@ def _seen_inputs(X: Tensor, rows: Tensor, seen: SeenRows | None) -> Shaped[Tenso
         return aligned(seen.values.to(X.device))  # those of a file may lie anywhere
     values = X[rows]
     return values.index_copy(0, seen.index.to(X.device), seen.values.to(values))
+
+
+def _seen_labels(y: Tensor, seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
+    """Return recorded targets, or the labels of a pass that had another number of positions."""
+    if seen is None or seen.values.is_floating_point() or not seen.values.ndim == y.ndim == 2:
+        return y
+    return seen.values.to(y) if seen.values.shape[1] != y.shape[1] else y
 
 
 class TrainingReplay:

@@ -92,6 +92,27 @@ class InputLayout:
             dtypes = {dtype for dtype in dtypes if dtype.is_floating_point} or {torch.int64}
         return reduce(torch.promote_types, dtypes)
 
+    def of_width(self, width: int) -> "InputLayout":
+        """Return the layout of rows of another length, as of a batch that is padded to its own longest row.
+
+        The tensors that are cut, or longer, are the longest vectors: tokens, attention mask and token types.
+
+        Args:
+            width: Number of entries of such a row, of all tensors together.
+        """
+        vectors = [tensor.shape for tensor in self.tensors if len(tensor.shape) == 1]
+        if width == self.width or not vectors:
+            return self
+        own = (max(vectors)[0] + (width - self.width) // vectors.count(max(vectors)),)
+        return InputLayout(tuple(replace(t, shape=own) if t.shape == max(vectors) else t for t in self.tensors))
+
+    def ends(self, rows: Shaped[Tensor, "n D"], width: int) -> list[Shaped[Tensor, "n E"]]:
+        """Return packed rows without the last, and without the first, entries of their longest vectors."""
+        pairs = list(zip(self.columns(), self.of_width(width).tensors, strict=True))
+        first = [rows[:, start : start + own.size] for (_, start), own in pairs]
+        last = [rows[:, start + tensor.size - own.size : start + tensor.size] for (tensor, start), own in pairs]
+        return [torch.cat(parts, dim=1) for parts in (first, last)]
+
     def columns(self) -> list[tuple[InputTensor, int]]:
         """Return each tensor with the first of its columns."""
         ends = accumulate((tensor.size for tensor in self.tensors), initial=0)
@@ -290,13 +311,19 @@ class Signature:
         if self.layout is None:
             return (rows,), {}
         parts = {}
-        for tensor, first in self.layout.columns():
+        for tensor, first in self.layout.of_width(rows.shape[1]).columns():
             part = rows[:, first : first + tensor.size]
             part = part.unflatten(1, tensor.shape) if tensor.shape else part.squeeze(1)
             follows_rows = tensor.dtype.is_floating_point and tensor.dtype == self.layout.dtype
             # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
             parts[str(tensor.key)] = (part if follows_rows else part.to(tensor.dtype)).contiguous()
         return ((), parts) if self.layout.is_mapping else (tuple(parts.values()), {})
+
+    def length(self, rows: Shaped[Tensor, "n ..."]) -> int:
+        """Return the number of positions of packed inputs, that of their longest vectors; 0 where there are none."""
+        if rows.ndim != 2 or self.layout is None:
+            return rows.shape[1] if rows.ndim == 2 else 0
+        return max((t.shape[0] for t in self.layout.of_width(rows.shape[1]).tensors if len(t.shape) == 1), default=0)
 
     def structure(self, rows: Shaped[Tensor, "n ..."]) -> Inputs:
         """Return packed inputs in the structure that they had: a tensor, a tuple or a dictionary; or node numbers."""
@@ -341,7 +368,8 @@ class Signature:
         if len(tensors) < len(keys) or len({len(value) for value in tensors}) > 1:
             return None
         given = [InputTensor(0, tuple(value.shape[1:]), value.dtype) for value in tensors]
-        if any((a.shape, a.kind) != (b.shape, b.kind) for a, b in zip(given, self.layout.tensors, strict=True)):
+        layout = self.layout.of_width(sum(tensor.size for tensor in given))
+        if any((a.shape, a.kind) != (b.shape, b.kind) for a, b in zip(given, layout.tensors, strict=True)):
             return None
         return side_by_side(tensors, self.layout.dtype)
 

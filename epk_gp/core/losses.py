@@ -417,6 +417,16 @@ def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[
     return signature.outputs(returned) if value is None else value
 
 
+def targets_like(
+    signature: Signature, loss: Loss, X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "n ..."], y: Tensor
+) -> list[Shaped[Tensor, "n ..."]]:
+    """Return targets y of rows as a pass may have had them: labels of positions end, or begin, where its inputs do."""
+    length, own = signature.length(X), signature.length(rows)
+    if not isinstance(loss, ClassLoss) or y.is_floating_point() or y.shape[1:] != (length,) or own == length:
+        return [y]
+    return [F.pad(y, ends, value=ignored_class(loss)) for ends in ((0, own - length), (own - length, 0))]
+
+
 def validate_stated(loss: Loss, what: str) -> None:
     """Raise if a computation needs the loss as a function, and the run was recorded without.
 

@@ -278,6 +278,11 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
             yield
 
 
+def uncompiled(net: Any) -> Any:
+    """Return the network that `torch.compile` wrapped, which has the same parameters; anything else as it is."""
+    return getattr(net, "_orig_mod", net)
+
+
 def functionalize(
     net: nn.Module,
     names: tuple[str, ...] | None = None,
@@ -299,6 +304,7 @@ def functionalize(
         TypeError: `net` is not a module, or it cannot be copied.
         ValueError: There is nothing to train, or two names stand for parameters of different dtype or device.
     """
+    net = uncompiled(net)
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -336,6 +342,10 @@ def functionalize(
         part._backward_pre_hooks.clear()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same function, with gradients in the layout of its weights
+        compiled: Any = part
+        if uncompiled(part) is not part:  # a compiled part of the network runs as it was written
+            compiled.dynamo_ctx = uncompiled
+            compiled._initialize()
     shapes = tuple(parameters[name].shape for name in names)
     return FunctionalModel(module, names, shapes, statistics, signature=signature, recomputes=recomputes)
 

@@ -184,6 +184,7 @@ class StepLaw:
         is_moved: The same for each weight, (P,); None if all are.
         is_known: Which parameters are in a recorded group at this step, (L,).
         clip: The stated clipping.
+        has_more: Whether it has a second buffer, or inner matrices.
     """
 
     parts: tuple[Part, ...]
@@ -193,6 +194,7 @@ class StepLaw:
     is_moved: Tensor | None
     is_known: Tensor
     clip: Clip | None
+    has_more: bool
 
     def advance(
         self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"], *, is_stacked: bool = False
@@ -210,6 +212,11 @@ class StepLaw:
             Its direction momentum_lr * m' + lr * h; what the optimizer keeps afterwards; and the coefficients by field:
             the recorded ones, (P,), or (..., P) where preconditioners scale them.
         """
+        if self.has_more:
+            raise ValueError(
+                "steps on other gradients must have one momentum buffer and no matrices around the division: those of "
+                "this run's optimizer have more (Adan, AdEMAMix, Lookahead, SOAP). Use attribute."
+            )
         scales, after, h = self.scales(memory, w, g)
         coefficients = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
@@ -381,4 +388,5 @@ class UpdateLaw:
         moves, is_moved = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device), None
         if bool(is_still.any()):
             moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still
-        return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip)
+        more = bool(update.second or update.inner_left or update.inner_right)
+        return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip, more)

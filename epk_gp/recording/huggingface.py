@@ -1,13 +1,14 @@
 """A callback for Hugging Face's `Trainer` that records the training; it needs the extra `huggingface`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_weights
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording.recorder import Recorder
@@ -32,9 +33,11 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         trajectory = callback.trajectory
 
     X is a dictionary of the tensors that the model takes, without the labels: item i of the dataset holds row i of
-    each. The items' key `index` passes the data collator, which makes a tensor of it, and is taken out of the batch
-    right before the model sees it. Gradient accumulation and clipping (`max_grad_norm`) are recorded. After an error
-    in `train` call `close`.
+    each, and a batch may be padded to its own longest row. The items' key `index` passes the data collator, which makes
+    a tensor of it, and is taken out of the batch right before the model sees it. Gradient accumulation, clipping
+    (`max_grad_norm`) and `label_smoothing_factor` are recorded, and by what the trainer divides the loss is read from
+    its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
+    error in `train` call `close`.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         X: TrainingInputs,
         y: Targets = None,
         *,
-        loss: Loss | nn.Module = CrossEntropy(),
+        loss: Loss | nn.Module | None = CrossEntropy(),
         output: Callable[[Any], Tensor] | None = logits_of,
         **options: Any,
     ) -> None:
@@ -51,7 +54,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         Args:
             X: All M training inputs, on the model's device.
             y: Their labels; X and y may be all that `Recorder` takes.
-            loss: The loss that the model or the trainer computes.
+            loss: The loss that the model or the trainer computes, or None (`epk_gp.Recorder`).
             output: Maps what the model returns to its outputs, (n, C).
             options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.
         """
@@ -59,10 +62,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         self._loss, self._options = as_loss(loss), {"output": output, **options}
         self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._hooks: list[Any] = []
-        self._seen: list[tuple[Tensor, float | None]] = []  # rows and weights of batches since the last announcement
-        self._group_size = 1  # number of batches whose gradients the next step adds
-        self._num_in_epoch = 0
-        self._batches_per_epoch: int | None = None
+        self._seen: list[Tensor] = []  # rows of batches since the last announcement
 
     @property
     def trajectory(self) -> Trajectory:
@@ -87,33 +87,21 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
                 f"the trainer must leave the key {INDEX_KEY!r} in the batches: got remove_unused_columns=True. "
                 "Set TrainingArguments(remove_unused_columns=False)."
             )
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        loader: Any = kwargs.get("train_dataloader")
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        model, loss = kwargs["model"], self._loss
+        if args.label_smoothing_factor and isinstance(loss, CrossEntropy):
+            loss = replace(loss, label_smoothing=float(args.label_smoothing_factor))
         clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
-        self._batches_per_epoch = len(loader) if hasattr(loader, "__len__") else None
-        self._recorder = Recorder(model, optimizer, *self._data, loss=self._loss, clip=clip, **self._options)
+        self._recorder = Recorder(model, kwargs["optimizer"], *self._data, loss=loss, clip=clip, **self._options)
         self._recorder.__enter__()
         self._hooks = [
             model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._find_weight, with_kwargs=True),
+            model.register_load_state_dict_pre_hook(self.on_train_end),  # that of load_best_model_at_end
         ]
-
-    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Count the batches of an epoch from 0."""
-        self._num_in_epoch = 0
-
-    def on_step_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
-        """Find the number of batches of the next step: the last step of an epoch may have fewer."""
-        self._group_size = args.gradient_accumulation_steps
-        if self._batches_per_epoch is not None:
-            self._group_size = max(1, min(self._group_size, self._batches_per_epoch - self._num_in_epoch))
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Announce the batches that the model saw since the last announcement."""
-        for indices, weight in self._seen:
-            self._recorder.batch(indices, weight=1 / self._group_size if weight is None else weight)
-        self._num_in_epoch += len(self._seen)
+        for indices in self._seen:
+            self._recorder.batch(indices, weight=None)
         self._seen = []
 
     on_substep_end = on_pre_optimizer_step  # of a batch whose gradient is accumulated
@@ -147,22 +135,5 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
                 f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
                 "numbers."
             )
-        self._seen.append((indices.cpu(), None))
+        self._seen.append(indices.cpu())
         return args, kwargs
-
-    def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        """Find the factor of a batch's mean loss where the trainer leaves it to the model."""
-        total = kwargs.get("num_items_in_batch")
-        if total is None or not (model.training and torch.is_grad_enabled()):
-            return
-        (indices, _), value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
-        labels = self._recorder.y[indices.to(self._recorder.y.device)]
-        weights = sample_weights(self._loss, labels).cpu()
-        weight = share = 1 / (float(weights.max()) * float(total))
-        if value is not None:
-            with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
-                losses = loss_terms(self._recorder.signature, self._loss, returned, labels.to(value.device))
-            mean = float(losses.cpu().double() @ weights)
-            value = float(value.detach())
-            weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
-        self._seen[-1] = indices, weight

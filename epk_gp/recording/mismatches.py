@@ -38,11 +38,12 @@ from epk_gp.core.losses import (
     sample_weights,
     soft_targets,
 )
+from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
-from epk_gp.recording.causes import changed_setting
+from epk_gp.recording.causes import NEXT_LABELS, changed_setting
 from epk_gp.recording.observer import CapturedForward, ObservedStep
 from epk_gp.recording.setup import TrainingSetup
 
@@ -250,13 +251,13 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
         hooked = [
             n for n, part in net.named_modules() if n and len(part._forward_hooks) > len(recorded[n]._forward_hooks)
         ]
-        is_compiled = hasattr(net, "_orig_mod") or getattr(net, "_compiled_call_impl", None) is not None
         what = f"the outputs that the loop saw are not the recorded network's (by up to {difference:.2g})"
         if changed is not None:
             return changed
-        if is_compiled and not p.data.forward.is_deterministic:
+        if _draws_otherwise(replay, p):
             return (
-                f"{what}: compiled random numbers. Set torch._inductor.config.fallback_random = True, or compile no net"
+                f"{what}: it draws other random numbers than its layers do, as torch.compile lets it. Set "
+                "torch._inductor.config.fallback_random = True before the first call of the compiled network"
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
@@ -264,6 +265,17 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             return f"{what}: the network was called with further arguments. Pass all that it depends on as X"
         return f"{what}, at the same weights, rows and random numbers: something else in it changes. Let it be a buffer"
     return None
+
+
+@torch.no_grad()
+def _draws_otherwise(replay: TrainingReplay, seen: SeenPass) -> bool:
+    """Return whether a pass left torch's random numbers elsewhere than its layers do, as they were written."""
+    forward, after = seen.data.forward, seen.captured.random_states_after
+    with replay.random_numbers(seen.data), disable_fused_attention():
+        replay.model.signature.call(replay.module_in_modes(seen.data), replay.rows(seen.data), replay.spec)
+        reached = torch.random.get_rng_state(), device_random_state(replay.spec.device)
+    states = zip((forward.random_state, forward.device_random_state), reached, after, strict=True)
+    return any(not (used is None or own is None or end is None or torch.equal(own, end)) for used, own, end in states)
 
 
 def _returned(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Any:
@@ -363,8 +375,7 @@ def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Ca
         )
     if is_hard and y.ndim == 2:
         yield (
-            "the loop's loss compares the scores of each position with the label of the next one, as causal language "
-            "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y",
+            NEXT_LABELS,
             stated,
             lambda p: F.pad(p.data.y[:, 1:], (0, 1), value=ignored_class(cast(ClassLoss, stated))),
         )

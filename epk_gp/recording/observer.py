@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.checks import as_tensor, is_finite, validate_number
+from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
-from epk_gp.core.losses import UnstatedLoss, loss_input
+from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
@@ -43,6 +43,7 @@ class CapturedForward:
         modes: Which modules were in training mode.
         random_state: State of the random numbers on the CPU before the pass; None if it is the same after it.
         device_random_state: The same of the accelerator.
+        random_states_after: Both after it.
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.
         autocast: The dtype of automatic mixed precision; None without it.
@@ -70,6 +71,7 @@ class CapturedForward:
     difference: str | None = None
     memory_order: Tensor | None = None
     position: int = 0
+    random_states_after: tuple[Tensor | None, Tensor | None] = None, None
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
     num_backwards: int = 0
@@ -83,8 +85,10 @@ class CapturedForward:
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that the network returned too.
         """
-        columns = [0]
-        if any(has_rows(z, num_rows) for z in tensors_of(returned)):
+        columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
+        # through one tensor alone everything goes that the network computed of it too, such as the loss itself
+        is_only = sum(z.requires_grad for z in own) == 1
+        if own:
             self.outputs = rows_of(returned, num_rows).detach()
 
         def watched(z: Tensor) -> Tensor:
@@ -96,14 +100,15 @@ class CapturedForward:
 
             def add(gradient: Tensor) -> None:
                 if not is_row:
-                    self.stray = tuple(z.shape) if bool(gradient.any()) else self.stray
+                    self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
                     own = gradient.detach().reshape(num_rows, -1)
                     self.output_gradient[:, first : first + own.shape[1]] += own
 
-            alias = z.clone()  # no view: hooks of a view are lost where the loop changes it in place
+            # no view: hooks of a view are lost where the loop changes it in place
+            alias = z if is_only else z.clone()
             alias.register_hook(add)
             return alias
 
@@ -115,6 +120,20 @@ class CapturedForward:
         gradient = gradient.detach()
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
+
+    def watch_original(self, node: Any) -> None:
+        """Of outputs that are a copy in another precision, keep the gradient of the original if the copy gets none.
+
+        Accelerate returns such copies in mixed precision, after the network has computed its own loss.
+        """
+
+        def add(gradients: tuple[Tensor | None, ...]) -> None:
+            if self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
+                self.outputs = self.outputs.to(gradients[0].dtype)
+                self.add_gradient(gradients[0])
+
+        if node is not None and node.name().startswith("ToCopyBackward"):
+            node.next_functions[0][0].register_prehook(add)
 
     def of_nodes(self, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
         """Return what a pass of the whole graph holds of a batch's nodes.
@@ -237,6 +256,7 @@ class StepObserver:
         groups: tuple[OptimizerGroup, ...],
         weights: Callable[[], Tensor],
         report: Callable[[MadeStep], None],
+        called: nn.Module,
     ) -> None:
         """Prepare; nothing is watched before `start`.
 
@@ -246,8 +266,9 @@ class StepObserver:
             groups: Their parameter groups at the last recorded step.
             weights: Returns the weights before the next step.
             report: Called with each step.
+            called: What the loop calls: the network, or what `torch.compile` made of it.
         """
-        self.setup, self.num_passes = setup, 0
+        self.setup, self.num_passes, self._called = setup, 0, called
         self._weights, self._report, self._rules, self._last_groups = weights, report, rules, groups
         self._optimizers = [optimizer for _, optimizer in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
@@ -297,12 +318,12 @@ class StepObserver:
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
-        before, after = torch.compiler.disable(self._before_forward), torch.compiler.disable(self._after_forward)
+        hidden: Any = torch.compiler.disable  # from a compiled loop, network or step
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._hooks.append(net.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(net.register_forward_hook(after, with_kwargs=True))
+            self._hooks.append(optimizer.register_step_pre_hook(hidden(self._before_step)))
+            self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
+        self._hooks.append(self._called.register_forward_pre_hook(hidden(self._before_forward), with_kwargs=True))
+        self._hooks.append(self._called.register_forward_hook(hidden(self._after_forward), with_kwargs=True))
         self._statistics = self.setup.model.statistics_of(net)
 
     def stop(self) -> None:
@@ -325,11 +346,11 @@ class StepObserver:
                 "of the rows: recorder.batch(targets=y)."
             )
         num_points = len(setup.X)
-        batch = None if indices is None else _parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
+        batch = None if indices is None else parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
         if setup.stream is not None:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
-        factor = None if weight is None else _parse_weight(weight, len(samples), index)
+        factor = None if weight is None else parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
         if isinstance(self._optimizers[0], NoOptimizer):
             self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
@@ -474,21 +495,24 @@ class StepObserver:
         if forward is None:
             return None
         forward.statistics_after, forward.position = self._statistics, self.num_passes
+        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
+        forward.random_states_after = torch.random.get_rng_state(), after
         if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
             forward.random_state = None
-        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
         if before is not None and after is not None and torch.equal(before, after):
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs))
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
+        targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
             source.register_hook(forward.add_gradient)
+            forward.watch_original(source.grad_fn)
         return None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
@@ -539,43 +563,6 @@ class StepObserver:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self.complete()
-
-
-def _parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
-    """Return the indices of a step's batch, from `least` on, as a tensor of int64."""
-    try:
-        batch = as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
-    if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(
-            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
-        )
-    if batch.is_floating_point() or batch.dtype == torch.bool:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
-    low, high = int(batch.min()), int(batch.max())
-    if low < least or high >= num_points:
-        advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""
-        raise ValueError(
-            f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
-            f"Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one.{advice}"
-        )
-    return batch.detach().to(torch.int64).clone()
-
-
-def _parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
-    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
-    if not isinstance(weight, Tensor):
-        validate_number(weight, f"step {index}: weight")
-    factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
-    if factor.ndim and factor.shape != (num_rows,):
-        raise ValueError(
-            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
-            f"{tuple(factor.shape)} for {num_rows} rows."
-        )
-    if not factor.isfinite().all():
-        raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
-    return factor if factor.ndim else float(factor)
 
 
 def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:

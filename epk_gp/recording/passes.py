@@ -19,11 +19,13 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import blocks_of, is_finite
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
+    ClassLoss,
     CrossEntropy,
     Loss,
     MeanSquaredError,
@@ -35,11 +37,12 @@ from epk_gp.core.losses import (
     loss_derivatives,
     sample_weights,
     soft_targets,
+    targets_like,
 )
 from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
-from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.causes import NEXT_LABELS, StepMismatchError
 from epk_gp.recording.observer import AnnouncedBatch, CapturedForward
 from epk_gp.recording.setup import TrainingSetup
 
@@ -157,11 +160,8 @@ class PassRecords:
             for number, rows in enumerate(samples.split(sizes)):
                 record = ForwardPass(len(rows))
                 if forwards:
-                    if batch.weight is None:
-                        used[number] *= _read_factor(
-                            self._setup.loss, forwards[number], y[rows.to(y.device)], used[number]
-                        )
-                    record, used[number] = self._record(forwards[number], rows, used[number], statistics)
+                    is_read = batch.weight is None
+                    record, used[number] = self._record(forwards[number], rows, used[number], statistics, is_read)
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
@@ -184,27 +184,37 @@ class PassRecords:
         return forward
 
     def _record(
-        self, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor, statistics: tuple[Tensor, Tensor]
+        self,
+        forward: CapturedForward,
+        rows: Int64[Tensor, " n"],
+        c: Tensor,
+        statistics: tuple[Tensor, Tensor],
+        is_read: bool,
     ) -> tuple[ForwardPass, Tensor]:
         """Return the record of a pass, and the weights of its rows in the loss."""
         setup = self._setup
-        recorded = setup.X[rows.to(setup.X.device)]
-        is_same_kind = forward.inputs.shape == recorded.shape and forward.inputs.dtype == recorded.dtype
-        is_recorded = torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
-        if is_same_kind:
-            is_recorded = (forward.inputs == recorded).reshape(len(recorded), -1).all(dim=1)
+        is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
+        for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
+            is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
         is_recorded &= is_known
         inputs, targets, cotangents = None, None, None
-        if not is_recorded.all():
-            if not is_recorded[is_known].all():
-                self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
-            other = (~is_recorded).nonzero().squeeze(1)
+        if not is_recorded[is_known].all():
+            self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
+        is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
+        if is_other.any():
+            other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
+        y = setup.y[rows.to(setup.y.device)]
+        cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
+        if is_read:
+            c = c * _read_factor(setup.loss, forward, cuts, c)
         if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
-            y = setup.y[rows.to(setup.y.device)]
             z, delta = forward.outputs, forward.output_gradient
-            targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+            if z.ndim == 2:
+                targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+            else:
+                targets, c = _used_positions(setup.loss, z, delta, y, cuts, c)
         if isinstance(setup.loss, UnstatedLoss):
             cotangents = _cotangents(forward, self._setup.model.spec.dtype)
         is_random = forward.random_state is not None or forward.device_random_state is not None
@@ -232,12 +242,10 @@ class PassRecords:
         Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
         until the loop has shown rows that are none.
         """
-        X = self._setup.X
-        if self._has_other_rows or seen.shape[1:] != X.shape[1:] or seen.dtype != X.dtype:
-            self._has_other_rows = True
+        if self._has_other_rows:
             return
         other = (~is_recorded).nonzero().squeeze(1)
-        index_of_row = _places(X, seen[other])
+        index_of_row = _places(self._setup.X, seen[other], self._recorded_like)
         wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other.tolist()]
         if any(place is None for _, place in wrong):
             self._has_other_rows = True
@@ -248,6 +256,13 @@ class PassRecords:
             f"batch says X[{int(rows[row])}] ({len(wrong)} of {len(seen)} rows are other training points). Likely "
             "cause: the gradient is that of another batch, or the indices are in another order."
         )
+
+    def _recorded_like(self, seen: Shaped[Tensor, "n ..."], X: Shaped[Tensor, "m ..."]) -> list[Tensor]:
+        """Return recorded inputs in the shape of what a pass saw: padded to fewer columns, at either end."""
+        layout = self._setup.model.signature.layout
+        if layout is not None and seen.shape[1] < X.shape[1]:
+            return layout.ends(X, seen.shape[1])
+        return [X] if (seen.shape[1:], seen.dtype) == (X.shape[1:], X.dtype) else []
 
     def _differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:
         """Return whether the network computes something else in these modes than in evaluation mode."""
@@ -285,13 +300,16 @@ class PassRecords:
         return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
 
 
-def _places(X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."]) -> dict[bytes, int]:
-    """Return where X holds some rows, by their bytes; X is read block by block."""
+def _places(
+    X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."], like: Callable[[Tensor, Tensor], list[Tensor]]
+) -> dict[bytes, int]:
+    """Return where X, in the shape of the rows, holds some rows, by their bytes; X is read block by block."""
     wanted, found, start = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int](), 0
     for (block,) in blocks_of(X):
-        content, size = bytes(tensor_bytes(block)), block[0].nbytes
-        places = {content[at : at + size]: start + at // size for at in range(0, len(content), size)}
-        found |= {key: places[key] for key in wanted & places.keys()}
+        for alike in like(rows, block):
+            content, size = bytes(tensor_bytes(alike)), alike[0].nbytes
+            places = {content[at : at + size]: start + at // size for at in range(0, len(content), size)}
+            found |= {key: places[key] for key in wanted & places.keys()}
         start += len(block)
     return found
 
@@ -331,29 +349,47 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
     return forward.output_gradient.to(dtype)
 
 
-def _read_factor(loss: Loss, forward: CapturedForward, y: Tensor, c: Float64[Tensor, " n"]) -> float:
+def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Float64[Tensor, " n"]) -> float:
     """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
+
+    Args:
+        loss: The stated loss.
+        forward: The pass.
+        cuts: The targets of its rows, or those that they may have been (`targets_like`).
+        c: The weights that the stated loss gives to the rows.
 
     Raises:
         StepMismatchError: The gradient in the outputs is no multiple of the stated loss's.
     """
     if isinstance(loss, UnstatedLoss):
         return 1.0
-    factor = None
-    if forward.outputs is not None and forward.output_gradient is not None:
-        z, delta = forward.outputs.double(), forward.output_gradient.double()
-        if isinstance(loss, CrossEntropy | NegativeLogLikelihood):
-            z, delta = classes_second(z, y), classes_second(delta, y)
-        expected = c.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
-        common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
-        bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
-        factor = float(common) if bool(((delta - common * expected).abs() <= bound).all()) else None
-    if factor is None:
-        raise StepMismatchError(
-            "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
-            f"that of {loss}. State the loop's loss, or none with loss=None."
-        )
-    return factor
+
+    def factor(cuts: list[Tensor]) -> float | None:
+        if forward.outputs is None or forward.output_gradient is None:
+            return None
+        for y in _possible_labels(loss, forward.output_gradient, cuts):
+            z, delta = forward.outputs.double(), forward.output_gradient.double()
+            if isinstance(loss, ClassLoss):
+                z, delta = classes_second(z, y), classes_second(delta, y)
+            own = c if y is cuts[0] else sample_weights(loss, y)
+            expected = own.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
+            common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
+            bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
+            if bool(((delta - common * expected).abs() <= bound).all()):
+                return float(common)
+        return None
+
+    found = factor(cuts)
+    if found is not None:
+        return found
+    if isinstance(loss, ClassLoss) and cuts[0].ndim == 2 and not cuts[0].is_floating_point():
+        cuts = [F.pad(y[:, 1:], (0, 1), value=ignored_class(loss)) for y in cuts]
+    if factor(cuts) is not None:
+        raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
+    raise StepMismatchError(
+        "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
+        f"that of {loss}. State the loop's loss, or none with loss=None."
+    )
 
 
 _KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
@@ -374,8 +410,6 @@ def _used_targets(
         is_recorded: Which rows of the input are as recorded.
     """
     tolerance = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
-    if outputs.ndim != 2:
-        return _used_positions(loss, outputs, gradient, y, c, tolerance)
     stated, dtype = (None, c), outputs.dtype
     z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
     if not is_finite(delta) or not c.any():
@@ -403,32 +437,48 @@ def _used_targets(
     return SeenRows(index, values[index].to(dtype)), c.cpu()
 
 
-def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, c: Tensor, tolerance: float) -> _Used:
+def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
     """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
 
     A masked language model is trained on other positions each time. Only such targets are found that are the recorded
     ones with more positions ignored. Outputs are (n, V, ...) or (n, ..., V).
+
+    Raises:
+        StepMismatchError: The pass had another number of positions than y, and its labels are not found.
     """
-    stated = None, c
-    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood) or y.is_floating_point():
-        return stated
-    z, delta = classes_second(outputs, y).double(), classes_second(gradient, y).double()
-    if y.shape != (len(z), *z.shape[2:]) or not is_finite(delta):
-        return stated
+    if not isinstance(loss, ClassLoss) or y.is_floating_point():
+        return None, c
+    tolerance, factors = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION), c / sample_weights(loss, y).cpu()
+    for labels in _possible_labels(loss, gradient, cuts) if is_finite(gradient) else ():
+        z, delta = classes_second(outputs, labels).double(), classes_second(gradient, labels).double()
+        weights = c if labels is y else sample_weights(loss, labels).cpu() * factors[0]
+        expected = weights.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
+        is_one = labels is y or bool((factors == factors[0]).all())
+        if is_one and bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all()):
+            is_same = labels.shape == y.shape
+            index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
+            return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights.cpu()
+    if cuts[0].shape != y.shape:
+        raise StepMismatchError(
+            f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
+            f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and its "
+            "weight, or none with loss=None."
+        )
+    return None, c
 
-    def explains(labels: Tensor, weights: Tensor) -> bool:
-        expected = weights.view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
-        return bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all())
 
-    factors = c.to(z) / sample_weights(loss, y).to(z)
-    labels = y.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
-    if explains(y, c.to(z)) or bool((labels == ignored_class(loss)).all()):
-        return stated
-    weights = sample_weights(loss, labels).to(z) * factors[0]
-    if not torch.equal(factors, factors[:1].expand_as(factors)) or not explains(labels, weights):
-        return stated
-    index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1)
-    return SeenRows(index, labels[index]), weights.cpu()
+def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:
+    """Yield targets that a pass may have had: as stated, and labels without the positions that have no gradient."""
+    if gradient.ndim == 2 or not isinstance(loss, ClassLoss) or cuts[0].is_floating_point():
+        yield cuts[0]
+        return
+    for labels in cuts:
+        delta = classes_second(gradient, labels)
+        if labels.shape == (len(delta), *delta.shape[2:]):
+            yield labels
+            seen = labels.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
+            if not torch.all(seen == ignored_class(loss)):
+                yield seen
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:

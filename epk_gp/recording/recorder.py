@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from epk_gp.core.checks import blocks_of, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import functionalize_like
+from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
@@ -139,7 +139,7 @@ class Recorder:
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
         """
-        loss = as_loss(loss)
+        loss, called, net = as_loss(loss), net, uncompiled(net)
         if optimizer is None and isinstance(net, nn.Module):
             optimizer = NoOptimizer(net)
         stateful = {} if stateful is None else stateful
@@ -190,7 +190,7 @@ class Recorder:
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         rules = given_rules(self._optimizers, update_rule)
-        self._observer = StepObserver(self._setup, rules, groups, lambda: self._history.last.end, self._report)
+        self._observer = StepObserver(self._setup, rules, groups, lambda: self._history.last.end, self._report, called)
         self._passes = PassRecords(self._setup, start)
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations

@@ -120,6 +120,18 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
         assert not expected.statistics.any()
 
 
+@pytest.mark.slow
+def test_resnet_18_is_explained_layer_by_layer():
+    """Its kinks are too many for brute force: the terms sum to the network, and the control's do not."""
+    result = recorded(programs.resnet18)
+    options = {"path": epk.layerwise(), "classes": result.y[:1], "head": "logits"}
+    parts = epk.attribute(result.trajectory, result.X_test, **options)
+    expected = result.outputs[:, result.y[:1]].reshape(parts.total.shape)
+    assert parts.certified
+    assert relative_error(parts.total, expected) < 1e-10
+    assert parts.statistics.abs() > 1e-3 * parts.total.abs(), "without them the sum is wrong"
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("recipe", named([loops.ema, loops.swa]))
 def test_averaged_weights_are_explained_as_a_path_of_their_own(recipe):

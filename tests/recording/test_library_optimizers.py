@@ -9,6 +9,7 @@ import pytorch_optimizer as po
 import schedulefree
 import torch
 from library_cases import CASES, VARIANTS, ByHand, problem, sgd, train
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -264,6 +265,52 @@ def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
         record(net, optimizer, X, y, [None])
 
 
+@pytest.mark.parametrize("name", ["Adan", "AdEMAMix", "Lookahead", "SOAP"])
+def test_influence_of_runs_with_more_than_one_buffer_is_refused(name):
+    kind, options, _ = CASES[name]
+    run, X = recorded(lambda p: kind(p, **options))
+    with pytest.raises(ValueError, match="must have one momentum buffer and no matrices around the division"):
+        epk.influence(run, X, head="logits")
+
+
+def test_influence_holds_what_other_libraries_derive_from_gradients():
+    kind, options, _ = CASES["Lion"]
+    run, X = recorded(lambda p: kind(p, **options))
+    with pytest.warns(epk.CertificateWarning, match="how Lion would change with the gradients is not known"):
+        epk.influence(run, X, head="logits")
+    linear, _ = recorded(lambda p: po.SGDW(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    found, step = epk.influence(linear, X, head="logits"), 1e-5
+    weights = torch.ones(2, 11).double()
+    weights[:, 3] += torch.tensor([-step, step])
+    ends = epk.retrain(linear, weights)
+    low, high = (linear.model(linear.model.unflatten(state), X) for state in ends.states)
+    assert ((high - low) / (2 * step) - found.values[:, :, 3]).abs().max() <= 1e-6 * found.values.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Adan", "schedulefree AdamW", "Prodigy"])
+def test_a_run_of_another_library_s_optimizer_resumes_bit_for_bit(tmp_path, name):
+    kind, options, _ = CASES[name]
+
+    def trained(folder: Path, count: int) -> epk.Trajectory:
+        net, X, y, steps = problem()
+        optimizer = kind(net.parameters(), **options)
+        with epk.Recorder(net, optimizer, X, y, folder=folder, resume=True) as recorder:
+            train(optimizer)
+            for s in recorder.until(count):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[steps[s]]), y[steps[s]]).backward()
+                recorder.batch(steps[s])
+                optimizer.step()
+        return recorder.trajectory
+
+    trained(tmp_path / "a", 4)
+    assert trained(tmp_path / "a", 9).digest == trained(tmp_path / "b", 9).digest
+    net, X, y, _ = problem()
+    optimizer = po.Lookahead(torch.optim.SGD(net.parameters()))
+    with pytest.raises(ValueError, match="that of Lookahead does not"):
+        epk.Recorder(net, optimizer, X, y, folder=tmp_path / "c", resume=True)
+
+
 class Mine(torch.optim.Optimizer):
     """A home-made optimizer with the options and the state that the shown template reads."""
 
@@ -333,6 +380,7 @@ class Wrapper:
 def test_wrappers_are_taken_off():
     inner = torch.optim.SGD(problem()[0].parameters(), lr=0.1)
     assert as_optimizers(Wrapper(inner)) == (inner,)
+    assert as_optimizers(LightningOptimizer(inner)) == (inner,)
     sam = po.SAM(problem()[0].parameters(), torch.optim.SGD, lr=0.1)
     assert as_optimizers(sam) == (sam.base_optimizer,)
     assert rule_for(sam).name == "SGD"

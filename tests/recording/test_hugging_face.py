@@ -1,0 +1,298 @@
+"""`transformers.Trainer` as it is used: padding, language models, smoothing, LoRA, the best model."""
+
+import pytest
+import torch
+
+import epk_gp as epk
+from epk_gp.callbacks import HuggingFaceRecorderCallback, IndexedDataset
+from recipes.path_reference import brute_force_terms
+from recipes.problem import C, finish
+from recipes.reference import Watched, flatten, step_terms
+
+transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+peft = pytest.importorskip("peft", reason="needs the extra 'recipes'")
+pytestmark = [
+    pytest.mark.filterwarnings("default:::transformers", "default:::accelerate", "default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default:::peft", "default::FutureWarning"),
+]
+
+M, LENGTH, VOCABULARY = 12, 6, 9
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 8, "hidden_size": 4, "intermediate_size": 6}
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class WatchedTrainer(Watched):
+    """The brute force beside a real recorder; it watches the logits, of which the model computes its own loss."""
+
+    inner_class = epk.Recorder
+
+    def __init__(self, net, optimizer, X, y, **options):
+        super().__init__(net, optimizer, X, y, **options)
+        self.optimizers = [optimizer.optimizer]  # Accelerate's wrapper has no hooks of its own
+
+    def _after_forward(self, net, args, returned):
+        if torch.is_grad_enabled():
+            watched = self.passes[-1]
+            place = next(k for k, z in enumerate(flatten(returned)[0]) if z is returned.logits)
+            returned.logits.register_hook(lambda g: self._collect(watched, place, g))
+
+
+def sentences(side="right", *, is_labelled=True):
+    """Padded inputs and labels, and the items as a tokenizer leaves them, without padding."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(1, VOCABULARY - 2, (2 + k % (LENGTH - 1),), generator=generator) for k in range(M)]
+
+    def padded(values, filler):
+        return torch.stack([_pad(v, LENGTH, filler, side) for v in values])
+
+    X = {"input_ids": padded(rows, 0), "attention_mask": padded([torch.ones_like(row) for row in rows], 0)}
+    items = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in rows]
+    if is_labelled:
+        return X, torch.arange(M) % C, [item | {"labels": k % C} for k, item in enumerate(items)]
+    labels = padded(rows, -100)
+    return X, torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1), items
+
+
+def _pad(values, length, filler, side):
+    rest = values.new_full((length - len(values),), filler)
+    return torch.cat([values, rest] if side == "right" else [rest, values])
+
+
+def collator(side="right", multiple=1):
+    """Pads a batch to its own longest row, as `DataCollatorWithPadding` does."""
+
+    def collate(items):
+        longest = max(len(item["input_ids"]) for item in items)
+        length = -(-longest // multiple) * multiple
+        batch = {
+            key: torch.stack([_pad(torch.tensor(item[key]), length, 0, side) for item in items])
+            for key in ("input_ids", "attention_mask")
+        }
+        return batch | {key: torch.tensor([item[key] for item in items]) for key in ("labels", "index")}
+
+    return collate
+
+
+def for_language_models(side="right", *, mlm=False):
+    """The library's own collator; with `mlm` it masks tokens at random."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[PAD]": 0, "[MASK]": 8, "[UNK]": 7} | {f"w{k}": k for k in range(1, 7)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]")),
+        pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]", padding_side=side,
+    )  # fmt: skip
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=mlm, mlm_probability=0.4, seed=1)
+
+
+def bert(**options):
+    config = transformers.BertConfig(**SIZES, **LAYERS, num_labels=C, pad_token_id=0, **options)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+def masked_bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **LAYERS, pad_token_id=0)).double()
+
+
+def gpt2():
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens)).double()
+
+
+def llama():
+    config = transformers.LlamaConfig(**SIZES, **LAYERS, num_key_value_heads=2, pad_token_id=0, bos_token_id=1)
+    return transformers.LlamaForCausalLM(config)
+
+
+def with_lora(model, modules, kind, **options):
+    config = peft.LoraConfig(r=2, target_modules=modules, lora_dropout=0.1, task_type=kind, **options)
+    return peft.get_peft_model(model, config)
+
+
+def logits(returned):
+    return returned.logits
+
+
+def first(returned):
+    return returned.logits[:, 0]
+
+
+def last(returned):
+    return returned.logits[:, -1]
+
+
+def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, trainer=None, **arguments):
+    """Train with a watched recorder; `loss` None is the default, and "unstated" is none."""
+    monkeypatch.setattr("epk_gp.recording.huggingface.Recorder", WatchedTrainer)
+    X, y, items = data
+    options = {} if loss is None else {"loss": None}
+    unexplained = {"unexplained": 0.05} if arguments.get("bf16") else {}
+    callback = HuggingFaceRecorderCallback(X, None if loss else y, output=output, **options, **unexplained)
+    arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
+    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
+    training = transformers.TrainingArguments(
+        output_dir=str(folder), logging_strategy="no", remove_unused_columns=False, **arguments
+    )
+    dataset = IndexedDataset(items, key="index")
+    made = transformers.Trainer(
+        model, training, train_dataset=dataset, callbacks=[callback], data_collator=collate, **(trainer or {})
+    )
+    made.train()
+    X_test = {name: value[:2] for name, value in X.items()}
+    return finish(callback._recorder, model, X_test, X, torch.zeros(M), output)
+
+
+def assert_exact(result, *, has_brute_force=True, tolerance=1e-10):
+    parts = epk.attribute(result.trajectory, result.X_test, head="logits")
+    assert parts.certified
+    assert float((parts.total - result.outputs).abs().max()) < tolerance
+    if not has_brute_force:
+        return
+    expected = brute_force_terms(result)
+    assert all(step_terms(result.recorder, step)[1] < 1e-12 for step in result.recorder.steps)
+    scale = expected.samples.norm()
+    assert float((parts.samples - expected.samples).norm()) < 1e-8 * scale
+    assert float((parts.decay - expected.decay).norm()) < 1e-8 * scale
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}
+CLASSIFIERS = {
+    "right": (bert, "right", {}),
+    "left": (bert, "left", ACCUMULATED),
+    "wider_than_X": (bert, "multiple", {"num_train_epochs": 2}),
+    "by_length": (bert, "right", {"train_sampling_strategy": "group_by_length"}),
+    "checkpointed": (bert, "right", {"gradient_checkpointing": True}),
+    "sgd": (bert, "right", {"optim": "sgd"}),
+    "lora": (lambda: with_lora(bert(), ["query", "value"], "SEQ_CLS"), "right", {"num_train_epochs": 2}),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("make", "padding", "arguments"), CLASSIFIERS.values(), ids=CLASSIFIERS)
+def test_a_classifier_on_batches_padded_to_their_longest_row_is_exact(monkeypatch, tmp_path, make, padding, arguments):
+    data = sentences("left" if padding == "left" else "right")
+    collate = collator(multiple=4) if padding == "multiple" else collator(padding)
+    result = fit(monkeypatch, tmp_path, make(), data, collate, **arguments)
+    widths = {p.inputs.values.shape[1] for s in result.recorder.inner.steps for p in s.passes if p.inputs is not None}
+    assert widths - {2 * LENGTH}
+    assert_exact(result)
+
+
+def test_lora_stores_the_trained_weights_alone(monkeypatch, tmp_path):
+    model = with_lora(bert(), ["query"], "SEQ_CLS")
+    result = fit(monkeypatch, tmp_path, model, sentences(), collator(), num_train_epochs=1)
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    assert result.trajectory.model.num_weights == sum(trained) < sum(p.numel() for p in model.parameters()) / 4
+
+
+LANGUAGE_MODELS = {
+    "gpt2_right": (gpt2, "right", {"gradient_accumulation_steps": 2}),
+    "gpt2_left": (gpt2, "left", ACCUMULATED),
+    "gpt2_lora": (lambda: with_lora(gpt2(), ["c_attn"], "CAUSAL_LM", fan_in_fan_out=True), "right", {}),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("make", "side", "arguments"), LANGUAGE_MODELS.values(), ids=LANGUAGE_MODELS)
+def test_a_language_model_whose_loss_is_not_stated_is_exact(monkeypatch, tmp_path, make, side, arguments):
+    """It computes its loss inside, in float32 whatever its weights are."""
+    data = sentences(side, is_labelled=False)
+    result = fit(
+        monkeypatch, tmp_path, make(), data, for_language_models(side), loss="unstated", output=last, **arguments
+    )
+    assert_exact(result)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_factor_of_a_language_model_s_loss_is_read(monkeypatch, tmp_path, make, side):
+    """The trainer divides by the labels of all batches of a step; batches and recorded labels have other widths."""
+    data = sentences(side, is_labelled=False)
+    result = fit(
+        monkeypatch, tmp_path, make().float(), data, for_language_models(side), output=last,
+        gradient_accumulation_steps=2, label_smoothing_factor=0.1 if side == "left" else 0.0,
+    )  # fmt: skip
+    assert_exact(result, has_brute_force=False, tolerance=1e-5)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}])
+def test_tokens_that_are_masked_at_random_are_found(monkeypatch, tmp_path, arguments):
+    X, _, items = sentences(is_labelled=False)
+    data = X, X["input_ids"], items
+    assert_exact(
+        fit(monkeypatch, tmp_path, masked_bert(), data, for_language_models(mlm=True), output=first, **arguments)
+    )
+
+
+def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
+    """In float64 the library rounds the smoothed part to float32: there the loss is not stated."""
+    result = fit(monkeypatch, tmp_path, bert().float(), sentences(), collator(), label_smoothing_factor=0.1)
+    assert result.trajectory.loss.label_smoothing == 0.1
+    assert_exact(result, has_brute_force=False, tolerance=1e-5)
+    assert_exact(
+        fit(monkeypatch, tmp_path, bert(), sentences(), collator(), loss="unstated", label_smoothing_factor=0.1)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default::epk_gp.core.show.CertificateWarning")
+@pytest.mark.parametrize("count", [1, 2])
+def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_path, count):
+    """The trainer leaves the division by their number to models that take it, and this one does not divide."""
+    result = fit(
+        monkeypatch, tmp_path, bert().float(), sentences(), collator(), bf16=True, optim="sgd",
+        gradient_accumulation_steps=count,
+    )  # fmt: skip
+    assert all(abs(float(step.sample_weights.sum()) - len(step.passes)) < 0.02 for step in result.trajectory.steps)
+
+
+@pytest.mark.slow
+def test_the_best_model_is_loaded_after_the_run(monkeypatch, tmp_path):
+    data, scores = sentences(), iter((3.0, 2.0, 1.0))
+    result = fit(
+        monkeypatch, tmp_path, bert(), data, collator(), num_train_epochs=3, eval_strategy="epoch",
+        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        trainer={
+            "eval_dataset": IndexedDataset(data[2][:4], key="index"),
+            "compute_metrics": lambda _: {"score": next(scores)},
+        },
+    )  # fmt: skip
+    run = result.trajectory
+    with pytest.warns(UserWarning, match=r"Yours is that after step 3, which trajectory.until\(3\) explains"):
+        assert epk.attribute(run, result.X_test).certified
+    parts = epk.attribute(run.until(3), result.X_test, head="logits")
+    assert (run.num_steps, parts.certified) == (9, True)
+    assert float((parts.total - result.outputs).abs().max()) < 1e-10
+
+
+def shuffled(items):
+    batch = collator()(items)
+    return batch | {"index": batch["index"].roll(1)}
+
+
+def relabelled(items):
+    batch = collator()(items)
+    return batch | {"labels": (batch["labels"] + 1) % C}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("make", "is_labelled", "collate", "message"),
+    [
+        (bert, True, shuffled, r"row 0 was X\[\d+\], the batch says"),
+        (bert, True, relabelled, r"no multiple of that of CrossEntropy.*loss=None"),
+        (gpt2, False, None, r"with the label of the next one"),
+    ],
+    ids=["indices", "labels", "not_shifted"],
+)
+def test_planted_faults_are_found(monkeypatch, tmp_path, make, is_labelled, collate, message):
+    X, y, items = sentences(is_labelled=is_labelled)
+    if not is_labelled:
+        y = X["input_ids"].masked_fill(X["attention_mask"] == 0, -100)
+    with pytest.raises(epk.StepMismatchError, match=message):
+        fit(
+            monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(),
+            output=logits if is_labelled else last,
+        )  # fmt: skip
