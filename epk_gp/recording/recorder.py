@@ -175,6 +175,8 @@ class Recorder:
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         self._restored: tuple[Move, Held] | None = None  # to the earlier state whose weights the network has at the end
         self._setup = setup
+        if self._ranks.size > 1 and setup.stream is not None:
+            raise ValueError("a Stream must be recorded by one process, which numbers its rows: pass a data set as X.")
         if folder is not None:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
         with self._ranks.together():

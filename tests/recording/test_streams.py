@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.recording import recorder as recorder_module
 from epk_gp.storage.verify import check_run, export_run
 from stored_runs import replace_chunk
 
@@ -191,3 +192,14 @@ def test_padding_to_the_longest_is_refused_with_advice():
     ids = torch.ones(2, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="one shape and dtype.*Pad them to one shape"):
         one_step(ids, net, (epk.Stream(ids[:, :5], Y[:2]),), targets=Y[:2])
+
+
+def test_a_stream_over_several_processes_is_refused(monkeypatch):
+    class Two(recorder_module.Ranks):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.size = 2
+
+    monkeypatch.setattr(recorder_module, "Ranks", Two)
+    with pytest.raises(ValueError, match="a Stream must be recorded by one process"):
+        one_step(targets=Y[:4])
