@@ -130,14 +130,12 @@ class Ranks:
         if message:
             raise StepMismatchError(message) if is_value else RuntimeError(message)
 
-    def validate(self, setup: TrainingSetup, data_digest: str) -> None:
-        """Raise if the ranks have no common training data.
+    def validate(self, data_digest: str) -> None:
+        """Raise on the writing rank if another one has other training data.
 
         Raises:
-            ValueError: The data are a stream; or, on the writing rank, another one has others.
+            ValueError: It has.
         """
-        if setup.stream is not None:
-            raise ValueError("several processes must have X with all rows: a Stream numbers those of each on its own.")
         digests = self.gather(data_digest)
         if other := [rank for rank, own in enumerate(digests) if own != digests[0]]:
             raise ValueError(

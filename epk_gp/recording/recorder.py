@@ -148,6 +148,7 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
+        called = called if self._ranks.net is net else self._ranks.net  # a wrapper moves buffers before it calls it
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -181,7 +182,7 @@ class Recorder:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
         with self._ranks.together():
             if self._ranks.size > 1:
-                self._ranks.validate(setup, self._data_digest)
+                self._ranks.validate(self._data_digest)
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
         if folder is not None and self._ranks.is_divided:
