@@ -47,6 +47,7 @@ def schedule_free():
 
 NAMES = (
     "accelerated", "airbench", "bert", "distillation", "gan", "lora", "lstm", "nanogpt", "sam", "simclr",
+    "streaming",
 )  # fmt: skip
 resnet18 = program("resnet18")
 RECIPES = [*map(program, NAMES), schedule_free]

@@ -1,7 +1,7 @@
 """Brute force: what a recipe's loop did, watched from outside, and B backward passes for each of its steps.
 
-Nothing here comes from the package. `Watched` stands in a recipe where `epk.Recorder` stands. It keeps, for every step,
-the state before the step's forward passes, their arguments, the random state, the gradient of the loop's own loss in
+Nothing here is computed by the package. `Watched` stands where `epk.Recorder` stands in a recipe. Of every step it
+keeps the state before the forward passes, their arguments, the random state, the gradient of the loop's own loss in
 what the network returned, and the optimizer's numbers. From these it replays every loss term in plain torch.
 """
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+import epk_gp as epk
 
 
 @dataclass
@@ -70,10 +72,12 @@ class Watched:
 
     inner_class: Any = None
 
-    def __init__(self, net, optimizer, X, y, **options):
+    def __init__(self, net, optimizer, X, y=None, **options):
         self.called, self.X, self.y, self.options = net, X, y, options
         self.net = getattr(net, "_orig_mod", net)  # torch.compile's
-        self.num_samples = len(next(iter(X.values())) if isinstance(X, dict) else y if y is not None else X)
+        self.stream = {} if isinstance(X, epk.Stream) else None  # numbers of rows, by what they hold
+        rows = next(iter(X.values())) if isinstance(X, dict) else X if y is None else y
+        self.num_samples = len(self._numbers(X.X, X.y) if self.stream is not None else rows)
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for inside in ("optimizer", "base_optimizer"):  # accelerate's, SAM
             optimizers = [getattr(one, inside, one) for one in optimizers]
@@ -100,11 +104,18 @@ class Watched:
             self.steps[-1].left = snapshot(self.net)
         return None if self.inner is None else self.inner.__exit__(*error)
 
-    def batch(self, indices, *, weight=1.0):
+    def batch(self, indices=None, *, weight=1.0, targets=None):
         if self.inner is not None:
-            self.inner.batch(indices, weight=weight)
+            self.inner.batch(indices, weight=weight, **({} if targets is None else {"targets": targets}))
+        if self.stream is not None:
+            indices = self._numbers(self.passes[-1].args[0], targets)
+            self.num_samples = len(self.stream)
         rows = torch.arange(self.num_samples) if indices is None else torch.as_tensor(indices)
         self.announced.append(Announced(None, rows, weight, len(self.passes)))
+
+    def _numbers(self, X, y):
+        rows = zip(X.tolist(), y.tolist(), strict=True)
+        return [self.stream.setdefault((*row, target), len(self.stream)) for row, target in rows]
 
     @property
     def trajectory(self):

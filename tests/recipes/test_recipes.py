@@ -121,6 +121,17 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own call
+def test_a_compiled_network_is_recorded():
+    """torch.compile, with the random numbers that torch draws."""
+    parts, expected = attributed(programs.compiled_nanogpt), brute_force(programs.compiled_nanogpt)
+    assert parts.certified
+    assert relative_error(parts.total, recorded(programs.compiled_nanogpt).outputs) < 1e-10
+    assert relative_error(parts.samples, expected.samples) < 1e-8
+    assert relative_error(parts.decay, expected.decay) < 1e-8
+
+
+@pytest.mark.slow
 def test_resnet_18_is_explained_layer_by_layer():
     """Its kinks are too many for brute force: the terms sum to the network, and the control's do not."""
     result = recorded(programs.resnet18)

@@ -35,7 +35,7 @@ class ConvGroup(nn.Module):
 
 torch.manual_seed(0)
 data = digits()
-X, y, X_test = data.inputs[:48], data.labels[:48], data.inputs[-2:]
+X, y, X_test = data.inputs[:48], data.labels[:48], data.inputs[-1:]
 net = nn.Sequential(
     nn.Conv2d(1, 4, 2), nn.GELU(), ConvGroup(4, 6), nn.MaxPool2d(3), nn.Flatten()
 )
