@@ -307,6 +307,8 @@ def functionalize(
     net = uncompiled(net)
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
+    if any(kind.__module__.startswith("keras.") for kind in type(net).__mro__):
+        raise TypeError("net must hold its weights in torch modules: got a Keras model. Write the network in torch.")
     if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise TypeError(f"net must be the network itself: got {type(net).__name__} around it. Pass net.module.")
     if isinstance(net, torch.jit.ScriptModule):

@@ -325,6 +325,24 @@ def lookahead(inner: UpdateRule) -> UpdateRule:
     return UpdateRule(f"Lookahead({inner.name})", coefficients, needed, inner.unexplained, buffers)
 
 
+def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """Adafactor of `transformers`, with or without a rate and momentum of its own."""
+    rate, count, gradient = group["lr"], after["step"], before[GRADIENT]
+    if group["relative_step"]:
+        rate = min(1e-6 * count if group["warmup_init"] else 1e-2, count**-0.5)
+    rate = float(rate * max(group["eps"][1], after["RMS"]) if group["scale_parameter"] else rate)
+    if p.ndim > 1:
+        row, column = after["exp_avg_sq_row"], after["exp_avg_sq_col"]
+        inverse = (row / row.mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1) * column.unsqueeze(-2).rsqrt()
+    else:
+        inverse = after["exp_avg_sq"].rsqrt()
+    size = float((inverse * gradient).norm(2)) / p.numel() ** 0.5
+    scale, beta = rate / max(1.0, size / float(group["clip_threshold"])) * inverse, group["beta1"]
+    if beta is None:
+        return _step(group, rate, lr=scale)
+    return _step(group, rate, momentum_lr=1.0, beta=beta, one_minus_dampening=(1 - beta) * scale)
+
+
 LIBRARY_RULES = {
     name: UpdateRule(name, coefficients, (GRADIENT, WEIGHTS, *needs))
     for coefficients, names, needs in (
@@ -341,6 +359,7 @@ LIBRARY_RULES = {
         (_adan, "Adan", ()),
         (_ademamix, "AdEMAMix", ()),
         (_soap, "SOAP", ("Q", "exp_avg_sq")),
+        (_adafactor, "Adafactor", ()),
     )
     for name in names.split()
 }

@@ -275,6 +275,12 @@ def updates(step, name, gradients, momentum):
         change = share * apart + lr * (b1 * (1 - share) - 1) * g
         momentum[name] = apart - lr * g - change
         return change
+    if kind == "Adafactor":  # the step of an entry is a multiple of its gradient
+        total = gradients.sum(dim=0)
+        scale = torch.where(total != 0, (w * (1 - lr * decay) - step.end[name]) / total, 0.0)
+        change = -scale * torch.cat([gradients, torch.zeros_like(w)[None]])
+        change[-1] -= lr * decay * w
+        return change
     raise NotImplementedError(kind)
 
 

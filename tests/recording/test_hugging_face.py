@@ -163,6 +163,7 @@ CLASSIFIERS = {
     "by_length": (bert, "right", {"train_sampling_strategy": "group_by_length"}),
     "checkpointed": (bert, "right", {"gradient_checkpointing": True}),
     "sgd": (bert, "right", {"optim": "sgd"}),
+    "adafactor": (bert, "right", {"optim": "adafactor", "weight_decay": 0.1}),
     "lora": (lambda: with_lora(bert(), ["query", "value"], "SEQ_CLS"), "right", {"num_train_epochs": 2}),
 }
 
