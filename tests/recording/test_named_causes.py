@@ -317,8 +317,13 @@ class OwnStream(nn.Module):
         return F.dropout(h, 0.5, self.training)
 
 
-def test_other_random_numbers_as_of_a_compiled_network_are_named():
-    assert "draws other random numbers than its copy does" in cause_of(lambda: small(OwnStream()))
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_random_numbers_of_a_compiled_network_are_named(is_compiled):
+    net = OwnStream()
+    vars(net)["_compiled_call_impl"] = net._call_impl if is_compiled else None
+    cause = cause_of(lambda: small(net))
+    assert "draws other random numbers than torch's default generator" in cause
+    assert "torch.compile set torch._inductor.config.fallback_random = True" in cause
 
 
 REGRESSIONS = {
