@@ -377,7 +377,7 @@ def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple
 
 def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
     """Multiply the gradient's coefficient by a factor, that of gradient clipping."""
-    if isinstance(factor, Tensor):
+    if isinstance(factor, Tensor) and len(factor) != len(update.grad_scale):
         return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
     return replace(update, grad_scale=update.grad_scale * factor)
 
@@ -497,13 +497,14 @@ class WeightPenalty:
     Attributes:
         rates: The factor lambda_k of each parameter's weights in the gradient, (L,).
         is_fixed: Whether no other rates are accepted, because the step is recorded already.
+        is_always_checked: Whether every step must be checked, because some parameters are clipped by themselves.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.rates, self.is_fixed, self._sizes = torch.zeros(len(sizes), dtype=torch.float64), False, tuple(sizes)
         # rates that no step has shown yet, for the weights were zero; the others' rate is taken for theirs until then
         self._is_guess = torch.zeros(len(sizes), dtype=torch.bool)
-        self._num_changes = 0
+        self._num_changes, self.is_always_checked = 0, False
 
     def gradient(self, w: Float[Tensor, " P"], rates: Float[Tensor, " L"] | None = None) -> Float[Tensor, " P"] | None:
         """Return the penalty's gradient at some weights; None without a penalty."""
@@ -513,7 +514,8 @@ class WeightPenalty:
     def needs_check(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> bool:
         """Return whether a step must be checked because rates move, or because one can be seen for the first time."""
         is_guess = bool(self._is_guess.any())
-        return self._num_changes > _MOST_CHANGES or (is_guess and bool((self._is_guess & self._is_seen(w, used)).any()))
+        is_always = self.is_always_checked or self._num_changes > _MOST_CHANGES
+        return is_always or (is_guess and bool((self._is_guess & self._is_seen(w, used)).any()))
 
     def learn(self, rates: Float[Tensor, " L"], w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> None:
         """Take the rates of a step that was checked, from weights w with a gradient."""

@@ -22,6 +22,7 @@ from epk_gp.optimizers.update_rules import (
     ClipNorm,
     ClipValue,
     UpdateCoefficients,
+    broadcast_to_params,
     largest_entry,
     move_by_rounding,
     predict_step,
@@ -169,6 +170,27 @@ def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> C
     return None
 
 
+def clipped_apart(
+    used: Float[Tensor, " P"], gradient: Float[Tensor, " P"], sizes: Sequence[int]
+) -> Float[Tensor, " L"] | None:
+    """Return the factor of each parameter where the norm of some of them alone was clipped; None if it was not.
+
+    These share one factor, all others have 1, and the bound of their norm has at most three digits.
+    """
+    rounding = CLIP_ROUNDING[used.dtype == torch.float64]
+    pairs = list(zip(used.split(list(sizes)), gradient.split(list(sizes)), strict=True))
+    is_clipped = torch.stack([u @ g < (1 - rounding) * (g @ g) for u, g in pairs])
+    if not bool(is_clipped.any()) or bool(is_clipped.all()):
+        return None
+    chosen = [pair for pair, own in zip(pairs, is_clipped.tolist(), strict=True) if own]
+    clipped, norm = (torch.cat(parts).norm() for parts in zip(*chosen, strict=True))
+    bound = rounded_bound(float(clipped))
+    factors = torch.where(is_clipped, bound / (norm + EPSILON), 1.0).double()
+    predicted = gradient * broadcast_to_params(factors, sizes, gradient)
+    is_same = bool(((predicted - used).abs() <= rounding * used.abs().max()).all())
+    return factors if is_same and abs(float(clipped) - bound) <= EPSILON + rounding * bound else None
+
+
 def check_step(
     setup: TrainingSetup, observed: ObservedStep, *, exact: bool = True
 ) -> tuple[UpdateCoefficients, Float[Tensor, " P"]]:
@@ -244,7 +266,8 @@ def check_step(
                 f"gradient by {float((check.used - clipped).abs().max()):.2e} (largest entry "
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
-    return penalty.added_to(scale_gradient(made.update, check.clip_factor, sizes)), momentum
+    update = scale_gradient(made.update, check.clip_factor if check.factors is None else check.factors, sizes)
+    return penalty.added_to(update), momentum
 
 
 _BLOCK = 1 << 18  # weights that are looked at together: memory for sums of large vectors costs more than the sums
@@ -254,7 +277,7 @@ def _predicted(setup: TrainingSetup, observed: ObservedStep) -> tuple[Tensor, Te
     """Return the predicted step, the momentum buffer after it, and by how much it differs from the recorded step."""
     update, sizes, start, end = observed.made.update, setup.model.sizes, observed.start, observed.end
     vectors = (start, observed.made.gradient, observed.momentum)
-    if update.has_matrices or start.device.type != "cpu" or len(start) <= _BLOCK:
+    if update.has_matrices or len(observed.momentum) > len(start) or start.device.type != "cpu" or len(start) <= _BLOCK:
         predicted, momentum = predict_step(update, sizes, *vectors)
         return predicted, momentum, float(largest_entry((end - start).sub_(predicted)))
     predicted, momentum, difference = torch.empty_like(start), torch.empty_like(start), 0.0
@@ -303,6 +326,10 @@ def _with_inferred(
         is_same = clip is None and torch.equal(rates, penalty.rates)
         if not is_same and _is_consistent(setup, other):
             return other, rates
+        factors = clipped_apart(used, other.expected, setup.model.sizes) if setup.clip is None else None
+        if factors is not None:
+            factor, penalty.is_always_checked = broadcast_to_params(factors, setup.model.sizes, used), True
+            return replace(other, expected=other.expected * factor, clip_factor=factor, factors=factors), rates
     return None
 
 

@@ -76,6 +76,7 @@ class StepCheck:
         statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
             of what rounding explains.
         without_gradient: Names of the parameters that have no gradient in this step; theirs is zero here.
+        factors: The clipping's factor of each parameter, (L,), where some parameters were clipped by themselves.
     """
 
     state: Float[Tensor, " PQ"]
@@ -89,6 +90,7 @@ class StepCheck:
     c: Float[Tensor, " B"]
     statistics_error: float = 0.0
     without_gradient: Set[str] = frozenset()
+    factors: Float[Tensor, " L"] | None = None
 
 
 @dataclass(frozen=True, eq=False)

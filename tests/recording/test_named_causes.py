@@ -47,7 +47,7 @@ def scale_last(loop, factor):
 
 
 def clip_last(loop):
-    nn.utils.clip_grad_norm_([*loop.net.parameters()][-2:], 1e-3)
+    nn.utils.clip_grad_norm_([*loop.net.parameters()][-2:], 0.00123456)  # a bound that is not recognised
 
 
 def keep(loop):
