@@ -64,9 +64,9 @@ def _file(page: Path, file: str) -> str:
     return (ROOT / file).read_text()
 
 
-def _program(page: Path, file: str) -> str:
-    """Return a program, whose path begins at the page's folder, as code."""
-    return f"```python\n{(page.parent / file).read_text()}```"
+def _program(page: Path, file: str, language: str = "python") -> str:
+    """Return a program, whose path begins at the page's folder, as code; tests of pages run `python`, and not `py`."""
+    return f"```{language}\n{(page.parent / file).read_text()}```"
 
 
 def _section(page: Path, *heading: str) -> str:

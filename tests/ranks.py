@@ -2,6 +2,7 @@
 
 import importlib
 import multiprocessing
+import os
 import sys
 import traceback
 import warnings
@@ -38,7 +39,7 @@ def network(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), *layers, nn.Tanh(), nn.Linear(6, CLASSES)).double()
 
 
-def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any, dies: bool = False) -> list[Any]:
     """Run a program in so many processes with gloo, and return what each rank returned.
 
     Args:
@@ -46,9 +47,11 @@ def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any) -
         program: A function of a module that the processes can import.
         folder: Where they meet, and where their results lie.
         args: Arguments of the program.
+        dies: Whether a rank dies in it, and all of them with it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rendezvous").unlink(missing_ok=True)
+    for file in ("rendezvous", *(f"error.{rank}" for rank in range(size))):
+        (folder / file).unlink(missing_ok=True)
     ranks = [_CONTEXT.Process(target=_rank, args=(rank, size, program, folder, args)) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -57,6 +60,9 @@ def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any) -
     for process in ranks:
         if process.is_alive():
             process.kill()
+    if dies:
+        assert all(process.exitcode for process in ranks)
+        return []
     errors = [file.read_text() for file in sorted(folder.glob("error.*"))]
     assert [process.exitcode for process in ranks] == [0] * size, "\n".join(errors)
     return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(size)]
@@ -143,22 +149,26 @@ LOOPS = {
 }
 
 
-def on_rank(name: str, **options: Any) -> Any:
-    """Record a loop on this rank; return the trajectory on rank 0, and the error of asking for it on the others."""
-    loop, (X, y) = LOOPS[name], data()
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    net, optimizer = loop.make()
+def wrap(loop: Loop, net: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the network as the processes share it, and its optimizer."""
     if loop.kind == "fully_shard":
         for layer in net:
             if any(True for _ in layer.parameters()):
                 fully_shard(layer)
-        wrapped = fully_shard(net)
-        optimizer = loop.make_optimizer(net)
-    else:
-        wrapped = DistributedDataParallel(net)
+        return fully_shard(net), loop.make_optimizer(net)
+    optimizer = loop.make_optimizer(net)
     if loop.kind == "zero":
         of_torch = importlib.import_module("torch.distributed.optim")  # warns when it is imported
         optimizer = of_torch.ZeroRedundancyOptimizer(net.parameters(), type(optimizer), **loop.options)
+    return DistributedDataParallel(net), optimizer
+
+
+def on_rank(name: str, **options: Any) -> Any:
+    """Record a loop on this rank; return the trajectory on rank 0, and the error of asking for it on the others."""
+    loop, (X, y) = LOOPS[name], data()
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    net = network(*loop.layers())
+    wrapped, optimizer = wrap(loop, net)
     slow = [p.detach().clone() for p in net.parameters()] if loop.pulls else []
     torch.manual_seed(10 + rank)
     with epk.Recorder(net if loop.module else wrapped, optimizer, X, y, check_every=1, **options) as recorder:
@@ -243,6 +253,8 @@ def with_fault(fault: str) -> str:
                     rows = rows.flip(0)
                 if fault == "fewer" and is_wrong:
                     rows = rows[1:]
+                if fault == "broken" and is_wrong:
+                    vars(recorder._passes)["step"] = lambda *_: torch.zeros(2) @ torch.zeros(3)
                 if not (fault == "silent" and is_wrong):
                     recorder.batch(rows)
                 optimizer.step()
@@ -285,3 +297,27 @@ def with_uneven_ends(divide: bool, numbers: tuple[int, ...]) -> Any:
         except epk.StepMismatchError as error:
             return str(error)
     return recorder.trajectory if rank == 0 else recorder.num_steps
+
+
+def resumable(name: str, run: Path, death: int | None = None) -> Any:
+    """Record a run that is resumed if it is there; each rank draws its rows, and rank 1 dies after a step."""
+    loop, (X, y), rank = LOOPS[name], data(), distributed.get_rank()
+    net = network(nn.BatchNorm1d(6), nn.Dropout(0.2))
+    wrapped, optimizer = wrap(loop, net)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    rows_of_rank = torch.Generator().manual_seed(rank)
+    torch.manual_seed(10 + rank)
+    options = {"folder": run, "resume": True, "storage": epk.Storage(steps=1)}
+    stateful = {"scheduler": scheduler, "rows": rows_of_rank}
+    with epk.Recorder(wrapped, optimizer, X, y, check_every=1, stateful=stateful, **options) as recorder:
+        first = recorder.num_steps
+        for step in recorder.until(6):
+            rows = torch.randperm(POINTS, generator=rows_of_rank)[:4]
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+            scheduler.step()
+            if rank == 1 and step == death:
+                os._exit(3)
+    return first, recorder.trajectory.digest if rank == 0 else recorder.num_steps

@@ -32,6 +32,7 @@ FILE = re.compile(r"`((?:epk_gp/)?(?:\w+/)+\w+\.py)`")
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # other libraries use what torch deprecates
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_page_s_code_runs_as_it_stands_and_prints_what_is_shown(page, tmp_path, monkeypatch, capsys):
     """Where a page shows an output, a block of text below the code, `docs/pictures/quickstart.py` writes it."""

@@ -212,7 +212,12 @@ class TrainingReplay:
     def _module(self, data: PassData, *, exact: bool = True) -> nn.Module:
         dtype = self.dtype_of(data, exact=exact)
         if dtype not in self._modules:
-            self._modules[dtype] = copy.deepcopy(self.model.module).to(dtype=dtype, device=self.spec.device)
+            spec, frozen = TensorSpec(dtype, self.spec.device), {}
+            if spec == self.model.spec:  # what is not trained is shared
+                named = self.model.module.named_parameters()
+                frozen = {id(value): value for name, value in named if name not in self.model.names}
+            module = copy.deepcopy(self.model.module, frozen)
+            self._modules[dtype] = module.to(dtype=spec.dtype, device=spec.device)
         return self._modules[dtype]
 
     def state(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = True) -> Float[Tensor, " PQ"]:

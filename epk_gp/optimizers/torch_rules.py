@@ -85,7 +85,7 @@ def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     if group.get("capturable", False):  # torch multiplies float32 numbers first
         momentum_lr = 1 / (v.sqrt() / float(root * rate) + float(group["eps"] / rate))
     else:
-        momentum_lr = float(rate) / (v.sqrt() / float(root) + float(group["eps"]))
+        momentum_lr = v.sqrt().div_(float(root)).add_(float(group["eps"])).reciprocal_().mul_(float(rate))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 

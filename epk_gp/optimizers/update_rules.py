@@ -321,9 +321,9 @@ def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
 
     What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
     """
-    index = torch.arange(w.numel(), device=w.device, dtype=torch.float64)
-    signs = (index * index).sin().sign().to(w.dtype)
-    return w * (1 + eps * signs)
+    index = torch.arange(min(w.numel(), 65_537), device=w.device, dtype=torch.float64)  # then again
+    factor = 1 + eps * (index * index).sin().sign().to(w.dtype)
+    return torch.cat([part * factor[: len(part)] for part in w.split(len(factor))])
 
 
 def apply_matrices(
@@ -512,7 +512,8 @@ class WeightPenalty:
 
     def needs_check(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> bool:
         """Return whether a step must be checked because rates move, or because one can be seen for the first time."""
-        return self._num_changes > _MOST_CHANGES or bool((self._is_guess & self._is_seen(w, used)).any())
+        is_guess = bool(self._is_guess.any())
+        return self._num_changes > _MOST_CHANGES or (is_guess and bool((self._is_guess & self._is_seen(w, used)).any()))
 
     def learn(self, rates: Float[Tensor, " L"], w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> None:
         """Take the rates of a step that was checked, from weights w with a gradient."""

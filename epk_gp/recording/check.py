@@ -1,26 +1,18 @@
-"""The check of one step: is the change of the weights the one that the update rule predicts? And which are checked.
-
-Along some steps the network is probed: is autograd's derivative the derivative of the outputs? A path integral of
-gradients is the change of the outputs only where it is. It is not for straight-through estimators, stop-gradients and
-gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed in less precision
-than the weights have.
-"""
+"""The check of one step: is the change of the weights the one that the update rule predicts? And which are checked."""
 
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of, statistics_error
-from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
@@ -42,7 +34,7 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
 from epk_gp.recording.observer import ObservedStep
-from epk_gp.recording.setup import TrainingSetup, evenly_spread
+from epk_gp.recording.setup import TrainingSetup
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
 # long. Shorter ones pay for more than that: some milliseconds of checks are worth their time in any loop.
@@ -61,6 +53,7 @@ class CheckSchedule:
             many as keep recording as a whole within 15 % of the time of steps of 20 ms or more.
         device: The device of the training. Time is the thread's own on the CPU, so that nothing else counts.
         num_checked: Steps checked so far.
+        cost: Seconds of the last check.
     """
 
     def __init__(self, every: int | None, device: torch.device) -> None:
@@ -72,7 +65,7 @@ class CheckSchedule:
         self._num_steps = 0
         self._gain = _SHARE * _SHORTEST_STEP  # seconds of checks that a step pays for
         self._debt = 0.0  # seconds of checks that no step has paid for
-        self._cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
+        self.cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -90,8 +83,8 @@ class CheckSchedule:
         """Count the time inside as that of a check, which the steps that follow pay for."""
         began = self.now()
         yield
-        self._cost = self.now() - began
-        self._checks += self._cost
+        self.cost = self.now() - began
+        self._checks += self.cost
 
     def now(self) -> float:
         """Return the time in seconds that checks are measured by."""
@@ -122,9 +115,9 @@ class CheckSchedule:
             return place == (_hash_of(block) % self.every if block else 0)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
-    def steps_that_pay(self) -> int:
-        """Return the number of steps that pay for a check like the last one; 0 where checks have fixed places."""
-        return 0 if self.every is not None else math.ceil(self._cost / self._gain)
+    def steps_that_pay(self, cost: float) -> int:
+        """Return the number of steps that pay for a check of so many seconds; 0 where checks have fixed places."""
+        return 0 if self.every is not None else math.ceil(cost / self._gain)
 
     def add(self, index: int) -> None:
         """Count the check of a step, and choose the next one.
@@ -132,7 +125,7 @@ class CheckSchedule:
         A hash chooses within a range whose mean is the number of steps that pay for the checks so far.
         """
         self.num_checked += 1
-        self._smallest_cost = min(self._smallest_cost, self._cost)
+        self._smallest_cost = min(self._smallest_cost, self.cost)
         steps = max(1, math.ceil((self._smallest_cost + self._debt) / self._gain))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)
 
@@ -199,11 +192,10 @@ def check_step(
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
     expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
-    predicted, momentum = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
-    residual = (observed.end - start).sub_(predicted)
-    difference = float(largest_entry(residual))
+    predicted, momentum, difference = _predicted(setup, observed)
     follows_rule = difference <= step_tolerance(start, predicted)
-    if not follows_rule:
+    residual = None if follows_rule else observed.end - start - predicted
+    if residual is not None:
         terms = rounding_of_terms(made.update, sizes, start, made.gradient, observed.momentum)
         follows_rule = bool((residual.abs() <= terms).all())
     if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
@@ -213,7 +205,7 @@ def check_step(
             "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
         )
     if not exact:
-        if not follows_rule and not _is_accepted(setup, observed, residual):
+        if residual is not None and not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(
                 f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
                 "work, or the weights were changed."
@@ -253,6 +245,38 @@ def check_step(
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
     return penalty.added_to(scale_gradient(made.update, check.clip_factor, sizes)), momentum
+
+
+_BLOCK = 1 << 18  # weights that are looked at together: memory for sums of large vectors costs more than the sums
+
+
+def _predicted(setup: TrainingSetup, observed: ObservedStep) -> tuple[Tensor, Tensor, float]:
+    """Return the predicted step, the momentum buffer after it, and by how much it differs from the recorded step."""
+    update, sizes, start, end = observed.made.update, setup.model.sizes, observed.start, observed.end
+    vectors = (start, observed.made.gradient, observed.momentum)
+    if update.has_matrices or start.device.type != "cpu" or len(start) <= _BLOCK:
+        predicted, momentum = predict_step(update, sizes, *vectors)
+        return predicted, momentum, float(largest_entry((end - start).sub_(predicted)))
+    predicted, momentum, difference = torch.empty_like(start), torch.empty_like(start), 0.0
+    for first, last, block in _blocks(sizes):
+        numbers = [v[first:last] if len(v) == len(sizes) else v[block] for v in update]
+        own_sizes = [block.stop - block.start] if last - first == 1 else sizes[first:last]
+        step, momentum[block] = predict_step(UpdateCoefficients(*numbers), own_sizes, *(v[block] for v in vectors))
+        predicted[block] = step
+        difference = max(difference, float(largest_entry((end[block] - start[block]).sub_(step))))
+    return predicted, momentum, difference
+
+
+def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
+    """Divide flat weights: yield the range of parameters of each block and its place; a large one has several."""
+    first = place = 0
+    while first < len(sizes):
+        last, size = first + 1, sizes[first]
+        while last < len(sizes) and size + sizes[last] <= _BLOCK:
+            size, last = size + sizes[last], last + 1
+        for begin in range(place, place + size, _BLOCK):
+            yield first, last, slice(begin, min(begin + _BLOCK, place + size))
+        first, place = last, place + size
 
 
 def _with_inferred(
@@ -386,215 +410,3 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
         return True
     again, _ = _gradient_of(setup, check, check.state)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
-
-
-_NUM_ROWS = 16  # rows of the batch that are looked at
-_NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
-_POSITIONS = (0.21, 0.48, 0.83)  # on the step, away from its ends, where a kink is likelier than elsewhere
-_NUM_INTERVALS = 16  # of the step, in which jumps are looked for
-_NUM_SUSPECTS = 4  # of the intervals, those that are farthest from linear
-
-# Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
-# some 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the cases measured (docs/reliability.md). A
-# network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
-# difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
-# coarse one.
-_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a right derivative
-
-# Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
-_HALVINGS = {torch.float64: 40, torch.float32: 8}
-
-# Outputs in float32 that differ from those in float64 by more than this share of their size were computed in less than
-# float32: bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
-_LOST_PRECISION = 2e-4
-
-
-@dataclass(frozen=True, eq=False)
-class _Segment:
-    """The network along a step, at some of the batch's rows and with the moving statistics at its start."""
-
-    model: FunctionalModel
-    w: Float[Tensor, " P"]
-    d: Float[Tensor, " P"]
-    X: Shaped[Tensor, "n ..."]
-    statistics: Float[Tensor, " Q"]
-
-    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
-        with torch.no_grad():
-            return self.model(self.params(self.w + t * self.d), self.X if rows is None else rows)
-
-    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]))
-
-
-class DerivativeProbe:
-    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once."""
-
-    _next = 0
-
-    def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
-        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
-
-        Args:
-            setup: The training.
-            observed: The step.
-            schedule: The account of the checks; the looks take at most half of their time.
-        """
-        index = observed.step.index
-        if index < self._next or torch.equal(observed.start, observed.end):
-            return
-        batch = observed.step.batch
-        rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
-        path = (observed.start, observed.end, observed.start_statistics)
-        with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
-            cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
-        wait = 2 * schedule.steps_that_pay() if index else 0  # layers that begin at zero hide others in step 0
-        self._next = max(4 * (index + 1) - 1, index + 1 + wait)
-        if cause is None:
-            return
-        self._next = 1 << 62
-        warn_uncertified(
-            f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
-            "contributions may not sum to the prediction, and results that do not will not be certified."
-        )
-
-
-def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
-    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may.
-
-    Args:
-        model: The recorded network.
-        path: The weights before and after the step, and the moving statistics before it.
-        X: Some rows of the batch.
-    """
-    start, end, statistics = path
-    segment = _in_float64(model, path, X) or _Segment(model, start, end - start, X, statistics)
-    size = _size(segment)
-    if not 0 < size < float("inf"):  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
-        return None
-    wrong = _derivative_error(segment, size, model.spec.dtype)
-    if wrong is not None:
-        return (
-            f"the network's derivative is not the derivative of its outputs: along the step they differ by {wrong:.1%} "
-            "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
-            "precision in forward)"
-        )
-    if segment.model.spec != model.spec:
-        params = {name: value.to(model.spec.dtype) for name, value in segment.params(segment.w).items()}
-        with torch.no_grad():
-            lost = float((model(params, X).double() - segment.outputs(0.0)).abs().max()) / size
-        if lost > _LOST_PRECISION:
-            return (
-                f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
-                "their size (autocast, or a cast in forward)"
-            )
-    jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps * size)
-    if jump is not None:
-        return (
-            f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
-            "rounding, or a training that diverges)"
-        )
-    return None
-
-
-def _in_float64(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> _Segment | None:
-    """Return the step in float64, or None where the network, or its derivative, needs its own dtype."""
-    start, end, statistics = (value.double() for value in path)
-    spec = TensorSpec(torch.float64, start.device)
-    try:
-        wide = model if model.spec == spec else model.converted(spec)
-        segment = _Segment(wide, start, end - start, spec.cast(X), statistics)
-        f = segment.outputs(0.0)
-        _slopes(segment, torch.ones_like(f)[None], 0.0)
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    return segment if f.dtype == torch.float64 else None
-
-
-def _size(segment: _Segment) -> float:
-    """Return the size of the outputs, and of what they are the difference of where terms cancel.
-
-    A network less its initial self has outputs near 0, whose rounding is that of its terms. It is measured: by how much
-    outputs change where weights are moved by one eps, in units of eps.
-    """
-    eps, f = torch.finfo(segment.w.dtype).eps, segment.outputs(0.0)
-    moved = replace(segment, w=move_by_rounding(segment.w, eps)).outputs(0.0)
-    return float(f.abs().max() + (moved - f).abs().max() / eps)
-
-
-def _derivative_error(segment: _Segment, size: float, own_dtype: torch.dtype) -> float | None:
-    """Return the relative difference of autograd's derivative from central differences, if it is no rounding."""
-    generator = torch.Generator().manual_seed(0)
-    f = segment.outputs(0.0)
-    V = torch.randn(_NUM_COMBINATIONS, *f.shape, generator=generator, dtype=torch.float64).to(f)
-    slopes = [_slopes(segment, V, t) for t in _POSITIONS]
-    checks = [_FINE] if own_dtype == torch.float64 else [_FINE, _MEDIUM]
-    for change, tolerance in checks if f.dtype == torch.float64 else [_COARSE]:
-        pairs = zip(_POSITIONS, slopes, strict=True)
-        errors = [_relative_error(segment, V, t, slope, change * size) for t, slope in pairs]
-        error = float(torch.tensor(errors).median())  # one of the positions may lie at a kink
-        if not error > tolerance:  # NaN is found elsewhere
-            return None
-    return error
-
-
-def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
-    """Return autograd's derivatives, along the step, of some combinations of the outputs."""
-    params = segment.params(segment.w + t * segment.d)
-    leaves = {name: params[name].detach().requires_grad_() for name in segment.model.names}
-    with torch.enable_grad():
-        f = segment.model({**params, **leaves}, segment.X)
-        if not f.requires_grad:
-            return torch.zeros_like(V[:, 0, 0])
-        pulled = [
-            torch.autograd.grad(f, [*leaves.values()], v, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for v in V
-        ]
-    return torch.stack([torch.cat([g.reshape(-1) for g in parts]) @ segment.d for parts in pulled])
-
-
-def _relative_error(
-    segment: _Segment, V: Float[Tensor, "r n C"], t: float, slope: Float[Tensor, " r"], change: float
-) -> float:
-    """Return the distance of slopes from a central difference over some change of the outputs, less its rounding."""
-    scale = float(V.norm())  # of the combinations of outputs of size 1
-    w = segment.w + t * segment.d
-    reach = (1e-3 * w.abs().max() + 1e-6) / segment.d.abs().max()  # weights may move by a thousandth of their size
-    h = min(change * scale / max(float(slope.norm()), 1e-300), float(reach))
-    if h * float(segment.d.abs().max()) < 1e3 * torch.finfo(V.dtype).eps * float(w.abs().max()):
-        return 0.0  # weights do not resolve the change: the training diverges
-    difference = (V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
-    rounding = 64 * torch.finfo(V.dtype).eps * _size(segment) * scale / h
-    error = float((difference - slope).norm()) - rounding
-    return max(error, 0.0) / max(float(slope.norm()), float(difference.norm()), 1e-300)
-
-
-def _largest_jump(segment: _Segment, rounding: float) -> float | None:
-    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
-
-    Intervals in which the outputs are farthest from linear are halved: at a kink the distance from the line falls with
-    the interval's length, at a jump it does not.
-    """
-    grid = [k / _NUM_INTERVALS for k in range(_NUM_INTERVALS + 1)]
-    F = torch.stack([segment.outputs(t) for t in grid])
-    change = F.diff(dim=0)
-    smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
-    smooth[0], smooth[-1] = change[1], change[-2]
-    distance = (change - smooth).abs().amax(dim=2)
-    largest = 0.0
-    for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
-        k, row = divmod(suspect, distance.shape[1])
-        slope, X = smooth[k, row] * _NUM_INTERVALS, segment.X[row : row + 1]
-        a, b, f_a, f_b = grid[k], grid[k + 1], F[k, row] - grid[k] * slope, F[k + 1, row] - grid[k + 1] * slope
-        jump = first = float((f_b - f_a).abs().max())
-        for _ in range(_HALVINGS[F.dtype]):
-            middle = (a + b) / 2
-            f = segment.outputs(middle, X)[0] - middle * slope
-            left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
-            a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
-            jump = max(left, right)
-            if jump < first / 4:
-                jump = 0.0
-                break
-        largest = max(largest, jump)
-    return largest if largest > rounding else None

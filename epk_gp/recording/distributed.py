@@ -85,7 +85,7 @@ class Ranks:
         if self.size > 1:
             # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        optimizers = as_optimizers(optimizer)
+        optimizers = as_optimizers(optimizer)  # without wrappers
         if is_sharded or any(_local(own) is not own for own in optimizers):
             self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
             self.net, self.optimizer = self._twin.net, self._twin.optimizers
@@ -121,15 +121,17 @@ class Ranks:
         if message:
             raise StepMismatchError(message) if is_value else RuntimeError(message)
 
-    def require_same(self, value: object, name: str) -> None:
-        """Raise on the writing rank if another one has another value.
+    def validate(self, data_digest: str) -> None:
+        """Raise on the writing rank if another one has other training data.
 
         Raises:
             ValueError: It has.
         """
-        values = self.gather(value)
-        if other := [rank for rank, own in enumerate(values) if own != values[0]]:
-            raise ValueError(f"{name} must be the same on all ranks: those of rank {other[0]} are not those of rank 0.")
+        digests = self.gather(data_digest)
+        if other := [rank for rank, own in enumerate(digests) if own != digests[0]]:
+            raise ValueError(
+                f"X and y must be the same on all ranks: those of rank {other[0]} are not those of rank 0."
+            )
 
     def whole_step(
         self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]
@@ -165,6 +167,7 @@ class Ranks:
             made.unseen = made.unseen or (unseen and f"on rank {rank} {unseen}")
         if own is None or not self.is_writer:
             return None
+        made.announced = ()  # what one rank saw says nothing of the whole step
         divides_by_all = getattr(self._wrapper, "_divide_by_initial_world_size", True)  # set by net.join()
         factor = 1 / (self.size if divides_by_all else len(active))
         _, before, after = own
@@ -234,17 +237,23 @@ class Ranks:
             raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
         self._loaded = state["states"]
 
-    def send_state(self, state: TrainingState) -> None:
-        """Send what this rank goes on from to the writing rank: random numbers, objects and buffers."""
-        if self._sends_states:
-            self.gather(state.state_dict())
+    def complete_iteration(self, own: TrainingState, setup: TrainingSetup) -> None:
+        """Note options that a scheduler changed, and send what this rank goes on from to the writing rank."""
+        if self._twin is not None:
+            self._twin.pull_options()
+        if self._sends_states and not self.is_writer:
+            statistics = setup.statistics()
+            self.gather(own.state_dict() | ({} if statistics is None else {"statistics": statistics.cpu()}))
 
-    def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
+    def restore(
+        self, optimizers: Sequence[Optimizer], own: TrainingState, setup: TrainingSetup, steps: Sequence[Step]
+    ) -> list[Step]:
         """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
 
         Args:
             optimizers: The optimizers, whose state is that of the writing rank.
             own: What this rank goes on from beside them, which becomes what it was on this rank.
+            setup: The training.
             steps: The recorded steps, on the writing rank.
 
         Returns:
@@ -263,7 +272,13 @@ class Ranks:
         if not self.is_writer:
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
-            buffers = own.load_state_dict(loaded[self.rank], f"rank {self.rank}") if loaded else {}
+        if not self.is_writer and loaded:
+            mine, model = loaded[self.rank], setup.model
+            buffers = own.load_state_dict(mine, f"rank {self.rank}")
+            if model.statistics:  # torch moves them without counting that, so that they are not among the buffers
+                parts = mine["statistics"].split([shape.numel() for shape in model.statistic_shapes])
+                shaped = zip(parts, model.statistic_shapes, strict=True)
+                buffers |= dict(zip(model.statistics, (part.view(shape) for part, shape in shaped), strict=True))
             for name, buffer in buffers.items():
                 self.net.get_buffer(name).copy_(buffer)
         if self._twin is not None:
@@ -336,15 +351,19 @@ class WholeTwin:
                 dist.all_gather_object(parts, states, group=self._ranks.group)
                 states = {n: own for part in parts for n, own in part.items()}
             twin.state = defaultdict(dict, {self._twins.get(held[n], held[n]): own for n, own in states.items()})
-            _copy_options(optimizer, twin)
+        self.pull_options()
 
     @torch.no_grad()
     def pull_gradients(self) -> None:
         """Gather gradients and options."""
+        for p in [p for optimizer in self._originals for p in _held(optimizer)]:
+            if self._twins.get(p, p) is not p:
+                self._twins[p].grad = None if p.grad is None else _whole(p.grad)
+        self.pull_options()
+
+    def pull_options(self) -> None:
+        """Have the optimizers' options."""
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            for p in _held(optimizer):
-                if self._twins.get(p, p) is not p:
-                    self._twins[p].grad = None if p.grad is None else _whole(p.grad)
             _copy_options(optimizer, twin)
 
     @torch.no_grad()

@@ -52,6 +52,11 @@ class TensorArena:
         self._blocks[key] = (block, end)
         return block[used:end].view(value.shape).copy_(value.detach())
 
+    def take_in(self, value: Tensor) -> Tensor:
+        """Keep a tensor that nobody else writes to: a large one as it is, for it would have a block of its own."""
+        is_whole = value.untyped_storage().nbytes() == value.nbytes >= _BLOCK_BYTES
+        return value if is_whole else self.copy_in(value)
+
 
 # Bytes of a step from which on it is hashed in a thread of its own, beside the next step of the training: 1 ms for each
 # MB. Fewer are not worth the change of threads.
@@ -130,7 +135,7 @@ class RunHistory:
         update: UpdateCoefficients,
         statistics: Float[Tensor, " Q"] | None = None,
     ) -> None:
-        """Add copies of a step and of its results.
+        """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
 
         Raises:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
@@ -141,8 +146,8 @@ class RunHistory:
             validate_pass(forward)
         copy_in, index = self._arena.copy_in, self.num_steps
         after = None if statistics is None else copy_in(statistics)
-        update = update.map(copy_in)
-        end = copy_in(end)
+        update = update.map(copy_in if update.has_matrices else self._arena.take_in)
+        end = self._arena.take_in(end)
         on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
         step = replace(step, passes=on_cpu).map(copy_in)
         hashing = partial(fingerprint_step, before, step, update, end, after)

@@ -393,7 +393,8 @@ class StepObserver:
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
-        zeros = model.unflatten(torch.zeros_like(self._weights()))
+        named = model.unflatten(self._weights()).items()
+        zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
         made = MadeStep(
             lr=self._lr,

@@ -25,11 +25,12 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, DerivativeProbe, check_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
@@ -141,10 +142,11 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
+        called = called if self._ranks.net is net else self._ranks.net  # a wrapper moves buffers before it calls it
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
-            output=output, folder=folder,
+            output=output, folder=folder if self._ranks.is_writer else None,
         )  # fmt: skip
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
@@ -174,11 +176,11 @@ class Recorder:
             header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
         with self._ranks.together():
             if self._ranks.size > 1:
-                self._ranks.require_same(self._data_digest, "X and y")
+                self._ranks.validate(self._data_digest)
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None:
-            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
+        if folder is not None and self._ranks.is_divided:
+            steps = self._ranks.restore(self._optimizers, self._training, self._setup, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
@@ -486,7 +488,8 @@ class Recorder:
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)
-        self._probe.look_at(setup, observed, self._schedule)
+        if index >= self._probe.next:
+            self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
@@ -510,10 +513,10 @@ class Recorder:
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
+        if self._ranks.is_divided:
+            self._ranks.complete_iteration(self._training, self._setup)
         if self._commits is not None:
             self._commits.complete_iteration(commits=commits)
-        if not self._ranks.is_writer:
-            self._ranks.send_state(self._training)
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""

@@ -1,5 +1,10 @@
 """Trainings of several processes are recorded as one run, which is the run of the same loop in one process."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +18,7 @@ from ranks import (
     on_rank,
     on_ranks,
     on_whole_batches,
+    resumable,
     unwrapped_when_recorded,
     with_fault,
     with_uneven_ends,
@@ -64,6 +70,7 @@ def test_any_number_of_ranks_gives_the_contributions_of_one_process_on_whole_bat
 FAULTS = {
     "shuffled": "2 step 2: rank 1: recorder.batch() must get the indices of the rows that the network saw: row 0 was",
     "silent": "2 step 2: rank 1: optimizer.step() must be preceded by recorder.batch(indices): it was not",
+    "broken": "2 step 2: rank 1: RuntimeError: inconsistent tensor size",
     "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
     "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
@@ -122,3 +129,54 @@ def test_influence_and_retraining_follow_the_statistics_of_each_rank(tmp_path):
             assert float((again - ends[-1]).abs().max()) < 1e-10
         expected = (ends[0] - ends[1]) / (2 * h)
         assert float((found.values[:, :, sample] - expected).abs().max()) < 1e-7 * float(expected.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "zero"])
+def test_a_run_whose_rank_died_is_resumed_to_the_same_end(name, tmp_path):
+    """With each rank's own random numbers, rows, and buffers; from the last step on disk."""
+    whole, _ = on_ranks(SIZE, resumable, tmp_path / "whole", name, tmp_path / "whole" / "run")
+    assert whole[0] == 0
+    broken = tmp_path / "broken"
+    assert on_ranks(SIZE, resumable, broken, name, broken / "run", 3, dies=True) == []
+    (first, digest), (_, count) = on_ranks(SIZE, resumable, broken, name, broken / "run")
+    assert 3 <= first <= 4
+    assert (digest, count) == (whole[1], 6)
+
+
+PROGRAMS = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
+LAUNCHERS = {
+    "ddp": ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"),
+    "fsdp": ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    "accelerate_ddp": ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"),
+    "lightning_ddp": (),
+}
+DIES = """
+import os
+
+if rank == 1 and step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "steps"), [("ddp", 6), ("fsdp", 3), ("accelerate_ddp", 6), ("lightning_ddp", 6)])
+def test_a_page_s_program_records_two_processes_that_its_launcher_starts(program, steps, tmp_path):
+    """Under torchrun a rank dies at its fifth step; the second attempt goes on."""
+    for module in {"accelerate_ddp": ["accelerate"], "lightning_ddp": ["pytorch_lightning"]}.get(program, []):
+        pytest.importorskip(module)
+    source = (PROGRAMS / f"{program}.py").read_text()
+    if program == "ddp":
+        step = "        optimizer.step()\n"
+        assert step in source
+        source = source.replace(step, step + DIES.replace("\n", "\n        ") + "\n")
+    (tmp_path / "program.py").write_text(source)
+    launcher = LAUNCHERS[program]
+    command = [sys.executable, *(("-m", *launcher) if launcher else ()), "program.py"]
+    # torch 2.13 with gloo cannot restart processes that meet in the launcher's store, whatever they do
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["PYTHONPATH"] = str(Path(epk.__file__).parents[1])
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert f"certified True, {steps} steps" in done.stdout
+    assert ("exitcode: 1" in done.stderr) == (program == "ddp"), "the first attempt fails, and no other one"

@@ -126,7 +126,7 @@ def test_a_compiled_network_is_recorded_as_it_was_written(compile_network, optio
 @pytest.mark.parametrize("compile_network", [whole, in_part])
 def test_random_numbers_of_a_compiled_network_are_the_one_cause_that_is_named(compile_network):
     train_compiled(compile_network, dropout=0.0, batch_norm=True)
-    with pytest.raises(epk.StepMismatchError, match=r"Set torch\._inductor\.config\.fallback_random = True"):
+    with pytest.raises(epk.StepMismatchError, match=r"set torch\._inductor\.config\.fallback_random = True"):
         train_compiled(compile_network, dropout=0.3)
     with torch._inductor.config.patch(fallback_random=True):
         train_compiled(compile_network, dropout=0.3)

@@ -64,7 +64,10 @@ def test_a_slow_first_step_is_not_paid_for_by_others_and_other_checks_are():
     before = len(quick.checked)
     with quick.schedule.recording(), quick.schedule.checking():
         quick.time += 2.0
-    assert quick.schedule.steps_that_pay() == pytest.approx(1000, rel=0.05)  # 15 % of 20 ms are 3, of which 1 is taken
+    cost = quick.schedule.cost
+    assert quick.schedule.steps_that_pay(cost) == pytest.approx(
+        1000, rel=0.05
+    )  # 15 % of 20 ms are 3, of which 1 is taken
     quick.run(500, 20 * MS, own=1 * MS, check=25 * MS)
     assert len(quick.checked) - before < 10
 
@@ -73,7 +76,7 @@ def test_a_fixed_number_is_kept_whatever_the_time():
     clock = Clock(every=10)
     clock.run(100, 20 * MS, own=1 * MS, check=900 * MS)
     assert [index // 10 for index in clock.checked] == list(range(10))
-    assert clock.schedule.steps_that_pay() == 0
+    assert clock.schedule.steps_that_pay(1.0) == 0
 
 
 @pytest.fixture

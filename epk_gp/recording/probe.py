@@ -1,0 +1,326 @@
+"""The probe of a step: is autograd's derivative the derivative of the outputs?
+
+A path integral of gradients is the change of the outputs only where it is. It is not for straight-through estimators,
+stop-gradients and gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed
+in less precision than the weights have.
+
+A first look takes a few rows, one position on the step and one combination of the outputs, and the jumps are looked for
+in the run's own precision. Only what looks suspicious there is looked at as a whole.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding
+from epk_gp.recording.check import CheckSchedule
+from epk_gp.recording.observer import ObservedStep
+from epk_gp.recording.setup import TrainingSetup, evenly_spread
+
+_LEAST_WAIT = 12  # steps
+_NUM_ROWS, _FEW_ROWS = 16, 4  # rows of the batch that are looked at; those of the first looks at derivatives
+_NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
+_POSITIONS = (0.0, -0.29, 0.33)  # from the middle of the step; at its ends a kink is likelier than elsewhere
+_NUM_INTERVALS = 4  # of the step, in which jumps are looked for
+_NUM_SUSPECTS = 4  # of the intervals and rows, those that are farthest from linear
+
+# Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
+# some 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the cases measured (docs/reliability.md). A
+# network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
+# difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
+# coarse one.
+_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a right derivative
+_FIRST_TOLERANCE, _STRICTER = 1e-6, 8.0  # of looks at less: what they pass is not looked at again
+
+# Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
+_HALVINGS = {torch.float64: 40, torch.float32: 8}
+
+_FALL = 0.15  # after three halvings: a continuous change falls to an eighth, a jump stays
+
+# Outputs in float32 that differ from those in float64 by more than this share of their size were computed in less than
+# float32: bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
+_LOST_PRECISION = 2e-4
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """The network along a step, t from -0.5 to 0.5, at some rows and with the moving statistics at the step's start."""
+
+    model: FunctionalModel
+    middle: Float[Tensor, " P"]
+    d: Float[Tensor, " P"]
+    X: Shaped[Tensor, "n ..."]
+    statistics: Float[Tensor, " Q"]
+
+    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+        with torch.no_grad():
+            return self.model(self.params(self.weights(t)), self.X if rows is None else rows)
+
+    def with_graph(self, w: Float[Tensor, " P"]) -> tuple[Float[Tensor, "n C"], list[Tensor]]:
+        """Return outputs that can be differentiated, and the weights by which they are."""
+        params = {name: value.detach() for name, value in self.params(w).items()}
+        leaves = [params[name].requires_grad_() for name in self.model.names]
+        with torch.enable_grad():
+            return self.model(params, self.X), leaves
+
+    def weights(self, t: float) -> Float[Tensor, " P"]:
+        return torch.add(self.middle, self.d, alpha=t, out=self._moved) if t else self.middle
+
+    @cached_property
+    def _moved(self) -> Float[Tensor, " P"]:  # written anew each time: new memory costs more than the sum
+        return torch.empty_like(self.middle)
+
+    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
+
+    def in_float64(self) -> "_Segment":
+        spec = TensorSpec(torch.float64, self.middle.device)
+        model = self.model if self.model.spec == spec else self.model.converted(spec)
+        return _Segment(model, self.middle.double(), self.d.double(), spec.cast(self.X), self.statistics)
+
+
+class DerivativeProbe:
+    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once.
+
+    Attributes:
+        next: The step at which the next look is due.
+    """
+
+    next, _cost = 0, 0.0  # and seconds of the last one
+    _has_seen_all = False  # whether each parameter had a gradient in the first step
+
+    def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
+        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
+
+        Args:
+            setup: The training.
+            observed: The step.
+            schedule: The account of the checks; the looks take at most half of their time.
+        """
+        index = observed.step.index
+        if torch.equal(observed.start, observed.end):
+            return
+        batch = observed.step.batch
+        rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
+        path = (observed.start, observed.end, observed.start_statistics)
+        if index == 3 and self._has_seen_all:  # by now it is known how many steps pay for the first look
+            self.next = index + max(_LEAST_WAIT, 2 * schedule.steps_that_pay(self._cost))
+            return
+        with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
+            cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
+        self._cost, gradients = schedule.cost, setup.model.unflatten(observed.made.gradient).values()
+        if not index:  # layers that begin at zero hide others, which have no gradient
+            self._has_seen_all = all(bool(g.any()) for g in gradients)
+        wait = 2 * schedule.steps_that_pay(self._cost) if index else 0
+        self.next = max(4 * (index + 1) - 1, index + 1 + wait)
+        if cause is None:
+            return
+        self.next = 1 << 62
+        warn_uncertified(
+            f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
+            "contributions may not sum to the prediction, and results that do not will not be certified."
+        )
+
+
+def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
+    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may.
+
+    Args:
+        model: The recorded network.
+        path: The weights before and after the step, and the moving statistics before it.
+        X: Some rows of the batch.
+    """
+    start, end, statistics = path
+    d = end - start
+    segment = own = _Segment(model, torch.add(start, d, alpha=0.5), d, X, statistics)
+    grid = [k / _NUM_INTERVALS - 0.5 for k in range(_NUM_INTERVALS + 1)]
+    F = torch.stack([own.outputs(t) for t in grid])
+    few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, len(X))).indices  # where a derivative has most to say
+    try:
+        segment = own.in_float64()
+        look = _Look.at(segment, 0.0, few, 1)
+        is_wide = look.f.dtype == torch.float64
+    except (RuntimeError, TypeError, ValueError):  # the network, or its derivative, needs its own dtype
+        is_wide = False
+    if not is_wide:
+        segment, few = own, torch.arange(len(X), device=X.device)
+        look = _Look.at(own, 0.0, few, _NUM_COMBINATIONS)
+    if not 0 < look.size < math.inf:  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
+        return None
+    wrong = _derivative_error(look, segment, few, model.spec.dtype)
+    if wrong is not None:
+        return (
+            f"the network's derivative is not the derivative of its outputs: along the step they differ by {wrong:.1%} "
+            "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
+            "precision in forward)"
+        )
+    lost = _lost_precision(own, segment, F[_NUM_INTERVALS // 2][few], look)
+    if lost > _LOST_PRECISION:
+        return (
+            f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
+            "their size (autocast, or a cast in forward)"
+        )
+    jump = _largest_jump((own, segment), grid, F, 64 * torch.finfo(model.spec.dtype).eps * look.size)
+    if jump is not None:
+        return (
+            f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
+            "rounding, or a training that diverges)"
+        )
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """Autograd's derivatives along a step, at one position of it, of some combinations of the outputs at some rows."""
+
+    segment: _Segment
+    t: float
+    V: Float[Tensor, "r n C"]
+    f: Float[Tensor, "n C"]
+    slopes: Float[Tensor, " r"]
+
+    @classmethod
+    def at(cls, segment: _Segment, t: float, rows: Int64[Tensor, " n"], combinations: int) -> "_Look":
+        segment, generator = replace(segment, X=segment.X[rows]), torch.Generator().manual_seed(0)
+        f, leaves = segment.with_graph(segment.weights(t))
+        with torch.enable_grad():
+            V = torch.randn(combinations, *f.shape, generator=generator, dtype=torch.float64).to(f)
+            slopes = torch.zeros_like(V[:, 0, 0])
+            for number in range(combinations if f.requires_grad else 0):
+                pulled = torch.autograd.grad(
+                    f, leaves, V[number], retain_graph=number + 1 < combinations, allow_unused=True
+                )
+                along = segment.model.unflatten(segment.d)
+                pairs = zip(along.values(), pulled, strict=True)
+                slopes[number] = sum(torch.vdot(d.reshape(-1), g.reshape(-1)) for d, g in pairs if g is not None)
+        return cls(segment, t, V, f.detach(), slopes)
+
+    @cached_property
+    def size(self) -> float:
+        """The size of the outputs, and of what they are the difference of where terms cancel.
+
+        A network less its initial self has outputs near 0, whose rounding is that of its terms. It is measured: by how
+        much outputs change where weights are moved by one eps, in units of eps.
+        """
+        eps = torch.finfo(self.V.dtype).eps
+        moved, _ = self.segment.with_graph(move_by_rounding(self.segment.weights(self.t), eps))  # by the same kernels
+        return float(self.f.abs().max() + (moved.detach() - self.f).abs().max() / eps)
+
+    def error(self, change: float, *, allowed: float = 64.0) -> float:
+        """Return the distance of slopes from a central difference over some change of the outputs, less its rounding.
+
+        Args:
+            change: Share of the outputs' size.
+            allowed: The rounding, in units of that of the outputs.
+        """
+        segment, t, scale = self.segment, self.t, float(self.V.norm())  # of the combinations of outputs of size 1
+        eps, slope = torch.finfo(self.V.dtype).eps, float(self.slopes.norm())
+        reach, largest = float(largest_entry(segment.d)), float(largest_entry(segment.middle))
+        h = min(change * self.size * scale / max(slope, 1e-300), (1e-3 * largest + 1e-6) / reach)
+        if h * reach < 1e3 * eps * largest:
+            return 0.0  # weights do not resolve the change: the training diverges
+        difference = (self.V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
+        error = float((difference - self.slopes).norm()) - allowed * eps * self.size * scale / h
+        return max(error, 0.0) / max(slope, float(difference.norm()), 1e-300)
+
+
+def _derivative_error(
+    first: _Look, segment: _Segment, few: Int64[Tensor, " n"], own_dtype: torch.dtype
+) -> float | None:
+    """Return the relative difference of autograd's derivative from central differences, if it is no rounding.
+
+    Args:
+        first: The first look; further ones are taken as long as something looks wrong.
+        segment: The step.
+        few: The rows of the first look.
+        own_dtype: That of the run.
+    """
+    is_wide, every = first.f.dtype == torch.float64, torch.arange(len(segment.X), device=few.device)
+    checks = [_COARSE] if not is_wide else [_FINE] if own_dtype == torch.float64 else [_FINE, _MEDIUM]
+    if not first.error(checks[0][0], allowed=0.0 if is_wide else 64.0) > (_FIRST_TOLERANCE if is_wide else _COARSE[1]):
+        return None
+    if is_wide and len(checks) > 1:  # float32 inside: a closer look at the same rows
+        look, (change, tolerance) = _Look.at(segment, 0.0, few, _NUM_COMBINATIONS), _MEDIUM
+        if not look.error(change, allowed=0.0) > tolerance / _STRICTER:
+            return None
+    looks = [_Look.at(segment, t, every, _NUM_COMBINATIONS) for t in _POSITIONS]
+    for change, tolerance in checks:
+        error = float(torch.tensor([look.error(change) for look in looks]).median())  # one may lie at a kink
+        if not error > tolerance:  # NaN is found elsewhere
+            return None
+    return error
+
+
+def _lost_precision(own: _Segment, wide: _Segment, outputs: Float[Tensor, "n C"], look: _Look) -> float:
+    """Return the share of their size by which outputs in the run's own dtype are off."""
+    if wide.model.spec == own.model.spec:
+        return 0.0
+    lost = float((outputs.double() - look.f).abs().max()) / look.size
+    if lost <= _LOST_PRECISION / 4:
+        return lost
+    return float((own.outputs(0.0).double() - wide.outputs(0.0)).abs().max()) / look.size
+
+
+def _largest_jump(
+    segments: tuple[_Segment, _Segment], grid: list[float], F: Float[Tensor, "k n C"], rounding: float
+) -> float | None:
+    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
+
+    Args:
+        segments: The step in the run's dtype, and in float64: where the first shows a jump, the second must too.
+        grid: Positions on it.
+        F: The outputs there.
+        rounding: That of the outputs.
+    """
+    change, own, wide = F.diff(dim=0), *segments
+    smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
+    smooth[0], smooth[-1] = change[1], change[-2]
+    distance = (change - smooth).abs().amax(dim=2)
+    distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # else a polynomial is as near as that
+    largest = 0.0
+    for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
+        k, row = divmod(suspect, distance.shape[1])
+        if float(distance[k, row]) <= rounding / 2:
+            break
+        slope, ends = smooth[k, row] * _NUM_INTERVALS, F[k : k + 2, row]
+        jump = _jump(own, row, grid[k : k + 2], slope, ends, rounding)
+        if jump > rounding and wide.model is not own.model:
+            ends = torch.cat([wide.outputs(t, wide.X[row : row + 1]) for t in grid[k : k + 2]])
+            jump = _jump(wide, row, grid[k : k + 2], slope, ends, rounding)
+        largest = max(largest, jump)
+    return largest if largest > rounding else None
+
+
+def _jump(
+    segment: _Segment,
+    row: int,
+    interval: list[float],
+    slope: Float[Tensor, " C"],
+    ends: Float[Tensor, "2 C"],
+    rounding: float,
+) -> float:
+    """Return the size of a jump of one row's outputs in an interval; 0 if they are continuous up to rounding.
+
+    The interval is halved: at a kink the distance from the line falls with its length, at a jump it does not.
+    """
+    a, b = interval
+    slope = slope.to(ends)
+    f_a, f_b = ends[0] - a * slope, ends[1] - b * slope
+    jumps = [float((f_b - f_a).abs().max())]
+    for _ in range(_HALVINGS[ends.dtype]):
+        middle = (a + b) / 2
+        f = segment.outputs(middle, segment.X[row : row + 1])[0] - middle * slope
+        left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
+        a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
+        jumps.append(max(left, right))
+        if jumps[-1] <= max(rounding, _FALL * jumps[-1 - min(3, len(jumps) - 1)]):
+            return 0.0
+    return jumps[-1]
