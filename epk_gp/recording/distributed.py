@@ -304,7 +304,7 @@ def _joined(steps: Sequence[Step], factor: float, setup: TrainingSetup, before: 
     return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
 
 
-def _wrapper_of(net: Any) -> DistributedDataParallel | None:
+def _wrapper_of(net: Any) -> Any:
     """Return the wrapper that trains a network in several processes; None if there is none."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
