@@ -384,10 +384,8 @@ class StoredUpdates(_Stored):
         row, where = step - chunk.first_step, chunk_file(self.path, chunk)[1]
         with opened_chunk(self.path, chunk) as tensors:
             stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
-            values = [
-                read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
-                for number, name in enumerate(FIELDS)
-            ]
+            named = zip((f"update.{name}" for name in FIELDS), numbers, strict=True)
+            values = [read_row(tensors, name, row) if name in stored else number for name, number in named]
             has_matrices = MATRICES_NAME in stored
             matrices: Mapping[str, Any] = _read_matrices(tensors, self.schema, row, where) if has_matrices else {}
         return UpdateCoefficients(*values, **matrices)
