@@ -516,15 +516,26 @@ class StepObserver:
             forward.watch_original(source.grad_fn)
         return None
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # torch's hook signature
+        """Read what an optimizer holds before its step, and again when its closure has made the gradient."""
         self._inside.append(optimizer)
         if sum(each is optimizer for each in self._inside) > 1:
-            return  # a class that calls its parent's step()
+            return None  # a class that calls its parent's step()
         if any(stepped is optimizer for stepped in self._stepped):
             self.complete()
         held = [p for group in optimizer.param_groups for p in group["params"]]
         own = {self._names[id(p)]: p for p in held if id(p) in self._names}
         self._before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or GRADIENT not in self.setup.update_rule.needs_before:
+            return None
+
+        def watched() -> Any:
+            value = closure()
+            self._before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+            return value
+
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         """Read gradients and coefficients from an optimizer, right after it has stepped.
