@@ -16,7 +16,8 @@ schedules are common factors and drop out.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from epk_gp.optimizers.library_rules import (
     TEMPLATE,
     NoOptimizer,
     lookahead,
+    momentum_coefficients,
     of_class,
     orthogonalising_matrix,
 )
@@ -68,16 +70,6 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
     return {"beta": beta1 if before else 0.0, "one_minus_dampening": 1 - beta1}
 
 
-def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
-    if mu == 0:
-        return _step(group, lr=lr, beta=1.0)
-    # torch starts the buffer with the gradient itself, not dampened
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])} if before else {}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
-    return _step(group, **{"one_minus_dampening": 1.0, **rates, **buffer})
-
-
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     (beta1, beta2), count = (_as_computed(group, beta) for beta in group["betas"]), _count(group, after)
     v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
@@ -87,10 +79,6 @@ def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     else:
         momentum_lr = v.sqrt().div_(float(root)).add_(float(group["eps"])).reciprocal_().mul_(float(rate))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
-
-
-def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    return _adam(p, {**group, "decoupled_weight_decay": True}, before, after)
 
 
 def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -218,9 +206,9 @@ GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearSte
 RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
     for rule in (
-        UpdateRule("SGD", _sgd),
+        UpdateRule("SGD", lambda p, o, before, _: _step(o, **momentum_coefficients(o, is_first=not before))),
         UpdateRule("Adam", _adam),
-        UpdateRule("AdamW", _adamw),
+        UpdateRule("AdamW", lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states)),
         UpdateRule("RMSprop", _rmsprop),
         UpdateRule("Adagrad", _adagrad),
         UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
@@ -237,6 +225,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
 }
 
 
+_SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
 _OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
 
 
@@ -325,15 +314,10 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
     "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
 }
+# The options that scales and their fields depend on; of the betas it is the second.
+_OF_SCALES = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
 # Their coefficients do not depend on the gradients.
 LINEAR_RULES = frozenset({"SGD", "ASGD", GRADIENT_DESCENT.name, "SGDW", "SGDScheduleFree", "ScheduleFreeSGD"})
-
-
-def _scale_options(rule: str, options: Options) -> dict[str, Any]:
-    """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
-    names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
-    present = [name for name in names if name in options and rule in PRECONDITIONERS]
-    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in present}
 
 
 def fits_scale(rule: str, options: Options) -> bool:
@@ -375,7 +359,9 @@ class OptimizerGroup:
 
     def of_scale(self) -> "OptimizerGroup":
         """Return the group with those options alone that its preconditioner depends on."""
-        return OptimizerGroup(self.rule, self.names, _scale_options(self.rule, self.options))
+        present = [name for name in _OF_SCALES if name in self.options and self.rule in PRECONDITIONERS]
+        held = {name: [0.0, self.options[name][1]] if name == "betas" else self.options[name] for name in present}
+        return OptimizerGroup(self.rule, self.names, held)
 
     @classmethod
     def from_json(cls, group: Mapping[str, Any]) -> "OptimizerGroup":
@@ -403,18 +389,15 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
     return list(zip(given, several, strict=True))
 
 
-def groups_of(
-    optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
-) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of one optimizer as they are now, or those options that preconditioners depend on.
+def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str]) -> tuple[OptimizerGroup, ...]:
+    """Return the parameter groups of one optimizer as they are now.
 
     The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
     """
     rule = _known_rule(optimizer).name if given is None else ""
     groups = []
     for group in optimizer.param_groups:
-        options = _scale_options(rule, group) if of_scale else group
-        plain = {key: _plain(value) for key, value in options.items() if key != "params"}
+        plain = {key: _plain(value) for key, value in group.items() if key != "params"}
         groups.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
     return tuple(groups)
 
@@ -492,11 +475,15 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         coefficients=coefficients,
         needs_before=tuple(dict.fromkeys(name for rule, _ in rules for name in rule.needs_before)),
         unexplained=max(rule.unexplained for rule, _ in rules),
+        refusal=next((rule.refusal for rule, _ in rules if rule.refusal), ""),
     )
 
 
 def _known_rule(optimizer: Optimizer) -> UpdateRule:
-    """Return the rule of a class, of the nearest of its bases that is torch's, or of a library's class of its name."""
+    """Return the rule of a class, of the nearest of its bases that is torch's, or of a library's class of its name.
+
+    A class that is not known but has no other options than SGD gets SGD's, which its first steps verify.
+    """
     inner = getattr(optimizer, "optimizer", None)
     for kind in type(optimizer).__mro__:
         if kind in RULES:
@@ -511,11 +498,15 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
             "its step is not linear in the gradients. Use another optimizer for the steps that are recorded."
         )
     known = ", ".join(sorted({*_OF_LIBRARIES, "Lookahead", *(kind.__name__ for kind in RULES)} - {"NoOptimizer"}))
-    kind = type(optimizer)
-    raise ValueError(
-        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Known are "
-        f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
+    may_be_sgd = all("lr" in group and group.keys() <= _SGD_OPTIONS for group in optimizer.param_groups)
+    kind, other = type(optimizer), ", nor is it that of SGD, whose options it has" if may_be_sgd else ""
+    refusal = (
+        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not{other}. Known "
+        f"are {known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
     )
+    if may_be_sgd:
+        return replace(RULES[optim.SGD], refusal=refusal)
+    raise ValueError(refusal)
 
 
 def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
@@ -588,9 +579,12 @@ def learning_rate(optimizers: Optimizers) -> float:
     """Return the learning rate of the first group of the first optimizer, the kernel's weight eps_s of the step.
 
     Raises:
-        ValueError: The learning rate of a group is negative or not finite.
+        ValueError: The learning rate of a group is missing, negative or not finite.
     """
-    rates = [float(group["lr"]) for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    if any("lr" not in group for group in groups):
+        raise ValueError("each parameter group of an optimizer must have its learning rate as the option 'lr': add it.")
+    rates = [float(group["lr"]) for group in groups]
     for rate in rates:
         if not 0 <= rate < float("inf"):
             raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")

@@ -112,6 +112,7 @@ class UpdateRule:
             precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
         buffers: Function of parameter, options and state that returns m, and n if there is one, of an optimizer that
             has made steps before the recording: its "momentum_buffer" or "exp_avg" by default.
+        refusal: The error if one of the first two steps is another one, of a rule that is a guess.
     """
 
     name: str
@@ -119,6 +120,7 @@ class UpdateRule:
     needs_before: tuple[str, ...] = ()
     unexplained: float = 0.0
     buffers: Callable[[nn.Parameter, Options, Options], tuple[Tensor, ...]] = _momentum_buffer
+    refusal: str = ""
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
@@ -178,8 +180,9 @@ class UpdateCoefficients:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        held = ((name, getattr(self, name).items()) for name in BY_PARAMETER)
-        others: dict[str, Any] = {name: {k: function(Q) for k, Q in items} for name, items in held}
+        others: dict[str, Any] = {
+            name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER
+        }
         return UpdateCoefficients(*map(function, self), **others, places=self.places)
 
 
@@ -206,15 +209,14 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
         if like is None:
             joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        else:
-            dtype = like.dtype if like.is_floating_point() else torch.float64
-            numbers = [
-                value.detach().reshape(-1)
-                if isinstance(value, Tensor) and value.ndim
-                else like.new_full((size,), float(value), dtype=dtype)
-                for value, size in zip(values, sizes, strict=True)
-            ]
-            joined[name] = torch.cat(numbers)  # which promotes their types
+            continue
+        dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
+        for value, size in zip(values, sizes, strict=True):
+            is_whole = isinstance(value, Tensor) and value.ndim
+            numbers.append(
+                value.detach().reshape(-1) if is_whole else like.new_full((size,), float(value), dtype=dtype)
+            )
+        joined[name] = torch.cat(numbers)  # which promotes their types
     return UpdateCoefficients(**joined | matrices)
 
 
@@ -231,8 +233,8 @@ def second_coefficients(
 ) -> tuple[Float[Tensor, " P"], ...]:
     """Return the numbers of `SecondBuffer` per weight; those of parameters that have none leave the buffer as it is."""
     numbers = [update.second.get(k, reference.new_tensor(_UNTOUCHED)[:, None]) for k in range(len(sizes))]
-    parts = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
-    return torch.cat(parts, dim=1).unbind()
+    whole = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
+    return torch.cat(whole, dim=1).unbind()
 
 
 def predict_step(
@@ -565,11 +567,9 @@ class WeightPenalty:
         if not clear:
             return None
         middle = sorted(fits[k] for k in clear)[len(clear) // 2]
-        same = [k for k in clear if abs(fits[k] - middle) <= 0.1 * abs(middle)]
-        common = sum(float(pairs[k][0] @ pairs[k][1]) for k in same) / sum(
-            float(pairs[k][1].square().sum()) for k in same
-        )
-        rates, common = torch.zeros(len(sizes), dtype=torch.float64), _rounded(common, [pairs[k] for k in same])
+        chosen = [pairs[k] for k in clear if abs(fits[k] - middle) <= 0.1 * abs(middle)]
+        common = sum(float(d @ v) for d, v in chosen) / sum(float(v.square().sum()) for _, v in chosen)
+        rates, common = torch.zeros(len(sizes), dtype=torch.float64), _rounded(common, chosen)
         for k, (d, v) in enumerate(pairs):
             choices = (common, 0.0, _rounded(fits[k], [pairs[k]])) if is_fit[k] else (common, 0.0)
             left = [float((d - r * v).norm()) for r in choices]

@@ -204,6 +204,16 @@ def test_schedule_free_training_with_evaluations_and_its_average():
         assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
 
 
+def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refused():
+    def two(p):
+        return schedulefree.SGDScheduleFree([{"params": p[:2]}, {"params": p[2:], "momentum": 0.5}], lr=0.1)
+
+    for make, rule in ((lambda p: torch.optim.SGD(p, lr=0.1), "SGD"), (two, "SGDScheduleFree")):
+        run, _ = recorded(make)
+        with pytest.raises(ValueError, match=rf"must be of a schedule-free optimizer, with one beta .*: got {rule}\."):
+            schedule_free_coefficients(run)
+
+
 def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
     net, X, y, (batch, *_) = problem()
     optimizer = train(schedulefree.SGDScheduleFree(net.parameters(), lr=0.1))
@@ -347,6 +357,50 @@ def test_the_lines_that_the_refusal_shows_record_a_home_made_optimizer():
     parts = epk.attribute(recorder.trajectory, X[:2], head="logits")
     assert parts.certified
     assert parts.max_error <= 1e-10
+
+
+class HomeMade(torch.optim.Optimizer):
+    """SGD as people write it: `sign` makes of it another rule, and so does decay apart from the gradient."""
+
+    def __init__(self, parameters, sign=False, decoupled=False, **options):
+        super().__init__(parameters, options)
+        self.sign, self.decoupled = sign, decoupled
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr, mu, decay = group["lr"], group.get("momentum", 0.0), group.get("weight_decay", 0.0)
+            for p in group["params"]:
+                g = p.grad.sign() if self.sign else p.grad + (0.0 if self.decoupled else decay) * p
+                p *= 1 - lr * decay * self.decoupled
+                if mu:
+                    g = self.state[p]["momentum_buffer"] = mu * self.state[p].get("momentum_buffer", 0.0) + g
+                p -= lr * g
+
+
+HOME_MADE = [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("options", HOME_MADE)
+def test_a_home_made_class_whose_steps_are_those_of_sgd_needs_no_rule(options):
+    run, X = recorded(lambda p: HomeMade(p, **options))
+    same, _ = recorded(lambda p: torch.optim.SGD(p, **options))
+    parts, expected = (epk.attribute(each, X, head="logits") for each in (run, same))
+    assert run.update_rule == "SGD"
+    assert parts.certified
+    torch.testing.assert_close(parts.samples, expected.samples, rtol=0, atol=1e-12)
+    found, by_torch = (epk.influence(each, X, head="logits").values for each in (run, same))
+    torch.testing.assert_close(found, by_torch, rtol=0, atol=1e-12)
+    loaded, _ = continued(lambda p: HomeMade(p, **options))
+    assert (loaded.momentum is not None) == ("momentum" in options)
+    assert epk.attribute(loaded, X).certified
+
+
+@pytest.mark.parametrize(("fault", "step"), [({"sign": True}, 0), ({"decoupled": True}, 1), ({"dampening": 0.5}, 1)])
+def test_a_home_made_class_with_the_options_of_sgd_and_other_steps_is_shown_how_to_state_its_own(fault, step):
+    says = rf"step {step}: .*HomeMade is not, nor is it that of SGD, whose options it has(.|\n)*rule = UpdateRule\("
+    with pytest.raises(StepMismatchError, match=says):
+        recorded(lambda p: HomeMade(p, **HOME_MADE[1], **fault))
 
 
 class Renamed(torch.optim.AdamW):
