@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -380,10 +381,13 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
     """Return each optimizer with the update rule that the user gave for it.
 
     Raises:
+        TypeError: An entry is no update rule.
         ValueError: There is not one entry for each optimizer.
     """
     several = as_optimizers(optimizers)
-    given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
+    given: tuple[Any, ...] = tuple(rules) if isinstance(rules, list | tuple) else (rules,) * len(several)
+    if strange := [type(rule).__name__ for rule in given if not isinstance(rule, UpdateRule | None)]:
+        raise TypeError(f"update_rule must be an UpdateRule, or one or None for each optimizer: got {strange[0]}.")
     if len(given) != len(several):
         raise ValueError(f"update_rule must have one entry per optimizer: got {len(given)} for {len(several)}.")
     return list(zip(given, several, strict=True))
@@ -441,8 +445,10 @@ def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper without a state of its own, such as Accelerate's, Lightning's or SAM."""
     for name in ("optimizer", "base_optimizer"):
         inner, state = getattr(optimizer, name, None), getattr(optimizer, "state", None)
-        shares_groups = isinstance(inner, Optimizer) and optimizer.param_groups is inner.param_groups
-        if isinstance(inner, Optimizer) and shares_groups and (not state or state is inner.state):
+        if not isinstance(inner, Optimizer) or optimizer.param_groups is not inner.param_groups:
+            continue
+        # SAM keeps the weights from which it has climbed
+        if not state or state is inner.state or {*chain(*state.values())} <= {"old_p", "e_w"}:
             return _unwrapped(inner)
     return optimizer
 

@@ -204,6 +204,20 @@ def test_one_of_several_rules_may_be_one_s_own():
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_what_are_no_rules_and_no_steps_is_refused():
+    net, _, _ = problem("SGD")
+    for strange in (lambda *_: None, "SGD", ["SGD"]):
+        with pytest.raises(
+            TypeError, match="update_rule must be an UpdateRule, or one or None for each .*: got (func|str)"
+        ):
+            rule_for(several(net)[0], strange)
+    with pytest.raises(TypeError, match="coefficients must be a LinearStep: got NoneType"):
+        stack_coefficients([None], (4,))
+    with pytest.raises(ValueError, match=r"lr must be one number or one per weight, 4: got \(2,\)"):
+        stack_coefficients([LinearStep(lr=torch.ones(2))], (4,))
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_what_are_no_optimizers_is_refused():
     net, _, _ = problem("SGD")
     with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer: got str"):

@@ -438,6 +438,12 @@ def test_wrappers_are_taken_off():
     sam = po.SAM(problem()[0].parameters(), torch.optim.SGD, lr=0.1)
     assert as_optimizers(sam) == (sam.base_optimizer,)
     assert rule_for(sam).name == "SGD"
+    begun = Wrapper(inner)
+    begun.state = {p: {"old_p": p.detach().clone()} for p in inner.param_groups[0]["params"]}
+    assert as_optimizers(begun) == (inner,), "the weights from which SAM has climbed are no state"
+    begun.state = {p: {"slow": p.detach().clone()} for p in inner.param_groups[0]["params"]}
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+        as_optimizers(begun)
     ahead = po.Lookahead(inner)
     assert as_optimizers(ahead) == (ahead,), "it has weights of its own"
 
