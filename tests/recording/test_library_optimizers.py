@@ -156,6 +156,23 @@ def test_second_buffers_and_matrices_are_stored_and_computed_again(tmp_path, nam
     torch.testing.assert_close(again.samples, expected, rtol=0, atol=1e-7 if name == "SOAP" else 1e-9)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_second_buffer_that_first_and_last_steps_do_not_have_is_stored_and_computed_again(tmp_path, every):
+    net, X, y, steps = problem()
+    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9), po.Adan(net[2].parameters(), lr=0.01)]
+    storage = epk.Storage(keep_every=every)
+    with epk.Recorder(net, optimizers, X, y, folder=tmp_path / "run", storage=storage) as recorder:
+        for s, batch in enumerate(steps):
+            net[2].requires_grad_(0 < s < len(steps) - 1)
+            net.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not any(recorder.trajectory.updates[s].second for s in (0, len(steps) - 1))
+    assert epk.attribute(recorder.trajectory, X[:2]).certified
+
+
 @pytest.mark.parametrize("name", ["Lion", "schedulefree AdamW", "Adan", "Lookahead"])
 def test_planted_faults_are_found(name):
     kind, options, _ = CASES[name]
