@@ -69,18 +69,14 @@ def _rate_of_mean(group: Options) -> float:
     return float(group["lr"]) / bias
 
 
-def momentum_coefficients(group: Options, *, is_first: bool) -> dict[str, float]:
-    """Return the coefficients of gradient descent with momentum, whose buffer starts with the undampened gradient."""
-    lr, mu = float(group["lr"]), float(group.get("momentum", 0.0))
-    if mu == 0:
-        return {"lr": lr, "beta": 1.0}
-    buffer = {"beta": 0.0 if is_first else mu}
-    buffer["one_minus_dampening"] = 1.0 if is_first else 1.0 - float(group.get("dampening", 0.0))
-    return buffer | ({"lr": lr, "momentum_lr": lr * mu} if group.get("nesterov") else {"momentum_lr": lr})
-
-
 def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    return _step(group, group["lr"], **momentum_coefficients(group, is_first="momentum_buffer" not in before))
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    if mu == 0:
+        return _step(group, lr, lr=lr, beta=1.0)
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
+    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
+    return _step(group, lr, **rates, **buffer)
 
 
 def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:

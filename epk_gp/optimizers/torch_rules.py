@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +31,13 @@ from epk_gp.optimizers.library_rules import (
     TEMPLATE,
     NoOptimizer,
     lookahead,
-    momentum_coefficients,
     of_class,
     orthogonalising_matrix,
 )
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
+_UNDAMPENED = {"one_minus_dampening": 1.0}  # torch starts the buffer with the gradient itself
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
@@ -69,6 +68,14 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
     """Return the coefficients of a moving average of gradients."""
     beta1 = float(group["betas"][0])
     return {"beta": beta1 if before else 0.0, "one_minus_dampening": 1 - beta1}
+
+
+def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
+    if mu == 0:
+        return _step(group, lr=lr, beta=1.0)
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group.get("dampening", 0.0))} if before else _UNDAMPENED
+    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -207,7 +214,7 @@ GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearSte
 RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
     for rule in (
-        UpdateRule("SGD", lambda p, o, before, _: _step(o, **momentum_coefficients(o, is_first=not before))),
+        UpdateRule("SGD", _sgd),
         UpdateRule("Adam", _adam),
         UpdateRule("AdamW", lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states)),
         UpdateRule("RMSprop", _rmsprop),
@@ -224,8 +231,6 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     )
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
-
-
 _SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
 _OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
 
@@ -448,7 +453,7 @@ def _unwrapped(optimizer: Any) -> Any:
         if not isinstance(inner, Optimizer) or optimizer.param_groups is not inner.param_groups:
             continue
         # SAM keeps the weights from which it has climbed
-        if not state or state is inner.state or {*chain(*state.values())} <= {"old_p", "e_w"}:
+        if not state or state is inner.state or {key for held in state.values() for key in held} <= {"old_p", "e_w"}:
             return _unwrapped(inner)
     return optimizer
 
@@ -486,10 +491,7 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
 
 
 def _known_rule(optimizer: Optimizer) -> UpdateRule:
-    """Return the rule of a class, of the nearest of its bases that is torch's, or of a library's class of its name.
-
-    A class that is not known but has no other options than SGD gets SGD's, which its first steps verify.
-    """
+    """Return the rule of a class, of a base, of a library's class of its name; SGD's for one without other options."""
     inner = getattr(optimizer, "optimizer", None)
     for kind in type(optimizer).__mro__:
         if kind in RULES:
