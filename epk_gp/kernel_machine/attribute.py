@@ -333,7 +333,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     )
     totals, rest = TermSums(trajectory, work.groupings, work.as_rows(initial)), Sums()
     ways = ["progress=True shows how far it is"]
-    if not whole.is_layerwise:
+    if not whole.is_layerwise and whole.net.plan.supports_interpolation:
         ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
     if whole.num_outputs > 1:
         ways.insert(0, "classes= explains one output of each point")
