@@ -256,9 +256,9 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
             return changed
         if _draws_otherwise(replay, p):
             return (
-                f"{what}: it draws other random numbers than torch's default generator gives to its layers. Under torch.compile "
-                "set torch._inductor.config.fallback_random = True before the first call; else draw "
-                "from that generator"
+                f"{what}: it draws other random numbers than torch's default generator gives to its layers. Under "
+                "torch.compile set torch._inductor.config.fallback_random = True before the first call; else draw from "
+                "that generator"
             )
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
