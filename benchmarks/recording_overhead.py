@@ -98,7 +98,7 @@ def network(name: str, steps: Annotated[int, typer.Option(help="Later steps.")] 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    head = ["training", "step, ms", "first steps, in training steps", "later step", "their mean", "of them checked"]
+    head = ["training", "step, ms", "first, steps", "later step, median", "mean", "checked"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row.get("failure", "") + " |" * (len(head) - 2)]

@@ -149,7 +149,8 @@ def test_a_float32_network_keeps_its_layers_where_rounding_switches_its_units(mo
         optimizer.step()
     run = recorder.trajectory
     plan = verification.plan_for(run, run.model_for(X)).plan
-    assert plan.supports_interpolation and plan.bias_of.keys() == {"inner.weight", "outer.weight"}
+    assert plan.supports_interpolation
+    assert plan.bias_of.keys() == {"inner.weight", "outer.weight"}
     assert epk.attribute(run, X[:2], path=epk.layerwise()).max_error < 1e-6
     run.model_for(X).cache.plans.clear()
     monkeypatch.setattr(verification, "_num_dropped", lambda _: (0, 0))  # the control: float32 alone
