@@ -5,6 +5,7 @@ One row of a batch must be one sample; of a flat tensor with offsets, a nested t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,10 +67,10 @@ def as_ragged(X: Any, call: RaggedCall | None = None, longest: int = 0) -> Ragge
         return Ragged([row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)], "packed", longest)
     if isinstance(X, Tensor) and X.layout == torch.jagged:
         return Ragged(list(X.unbind()), "nested", longest)
-    if call == "offsets":
-        values, offsets = X
-        lengths = torch.diff(offsets, append=offsets.new_tensor([len(values)]))
-        return Ragged(values.split(lengths.tolist()), "offsets", longest)
+    if call == "offsets" and isinstance(X, list | tuple) and all(isinstance(v, Tensor) and v.ndim for v in X):
+        ends = [0] if len(X) != 2 or X[1].is_floating_point() else [*X[1].flatten().tolist(), len(X[0])]
+        if ends[0] == 0 < len(ends) - 1 and ends == sorted(ends):
+            return Ragged(X[0].split([end - start for start, end in pairwise(ends)]), "offsets", longest)
     return Ragged(list(X), "list", longest) if call == "list" and isinstance(X, list | tuple) else None
 
 

@@ -566,12 +566,10 @@ class WeightPenalty:
             return None
         middle = sorted(fits[k] for k in clear)[len(clear) // 2]
         same = [k for k in clear if abs(fits[k] - middle) <= 0.1 * abs(middle)]
-        common = sum(float(pairs[k][0] @ pairs[k][1]) for k in same) / sum(
-            float(pairs[k][1].square().sum()) for k in same
-        )
-        rates, common = torch.zeros(len(sizes), dtype=torch.float64), _rounded(common, [pairs[k] for k in same])
+        together = (torch.cat(parts) for parts in zip(*(pairs[k] for k in same), strict=True))
+        rates, common = torch.zeros(len(sizes), dtype=torch.float64), _rounded(*together)
         for k, (d, v) in enumerate(pairs):
-            choices = (common, 0.0, _rounded(fits[k], [pairs[k]])) if is_fit[k] else (common, 0.0)
+            choices = (common, 0.0, _rounded(d, v)) if is_fit[k] else (common, 0.0)
             left = [float((d - r * v).norm()) for r in choices]
             best = next(place for place, value in enumerate(left) if value <= 2 * min(left))
             rates[k] = choices[best] if is_seen[k] else common
@@ -590,11 +588,8 @@ def _is_like(difference: Tensor, penalty: Tensor) -> bool:
     return bool((difference - penalty).norm() <= _LEFT * difference.norm())
 
 
-def _rounded(rate: float, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return a rate in three digits, or twice one, where that fits as well: people choose such numbers."""
-
-    def left(r: float) -> float:
-        return sum(float((d - r * v).square().sum()) for d, v in pairs)
-
-    short = (2 * rounded_bound(rate / 2), rounded_bound(rate))
-    return next((r for r in short if left(r) <= 4 * left(rate)), rate)
+def _rounded(d: Tensor, v: Tensor) -> float:
+    """Return by which rate v comes nearest to d, in three digits, or twice such a number, where that fits as well."""
+    rate = float(d @ v / (v @ v))
+    left = {r: float((d - r * v).norm()) for r in (2 * rounded_bound(rate / 2), rounded_bound(rate), rate)}
+    return next(r for r, size in left.items() if size <= 2 * left[rate])

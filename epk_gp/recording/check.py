@@ -211,18 +211,18 @@ def check_step(
                 "work, or the weights were changed."
             )
         return observed.penalty.added_to(made.update), momentum
-    check = _recompute(setup, observed)
-    if not check.statistics_error <= 1:
-        cause = changed_setting(setup.net, setup.model) or (
-            "running means or variances were edited, or other rows passed the network"
-        )
+    gradient, error = _gradient_of(setup, observed)
+    if not error <= 1:
+        edited = "running means or variances were edited, or other rows passed the network"
+        cause = changed_setting(setup.net, setup.model) or edited
         raise StepMismatchError(
             "the moving statistics after a forward pass must be those that its rows give: they differ by "
-            f"{check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
+            f"{error:.2g} times what rounding explains. Likely cause: {cause}."
         )
+    check = _with_penalty(setup, StepCheck(observed, gradient, gradient), observed.penalty.gradient(start))
     is_consistent = _is_consistent(setup, check)
     penalty, rates = observed.penalty, observed.penalty.rates
-    if not is_consistent and (inferred := _with_inferred(setup, observed, check)) is not None:
+    if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
         (check, rates), is_consistent = inferred, True
     if is_consistent:
         penalty.learn(rates, start, check.used)
@@ -231,12 +231,10 @@ def check_step(
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
         residual = observed.end - start - predicted
         if not _is_accepted(setup, observed, residual):
-            cause = explain_mismatch(setup, observed, check, follows_rule=follows_rule)
+            cause = explain_mismatch(setup, check, follows_rule=follows_rule)
             if not _is_repeatable(setup, check):
-                cause = (
-                    "the network draws random numbers from another source than torch (NumPy, Python), which cannot be "
-                    "drawn again: draw them with torch"
-                )
+                source = "from another source than torch (NumPy, Python), which cannot be drawn again"
+                cause = f"the network draws random numbers {source}: draw them with torch"
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
                 f"{expected} of {setup.loss} on the given batch: it differs by "
@@ -279,11 +277,10 @@ def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
         first, place = last, place + size
 
 
-def _with_inferred(
-    setup: TrainingSetup, observed: ObservedStep, check: StepCheck
-) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
+def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
     """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
-    penalty, w, used = observed.penalty, observed.start, check.used
+    observed, used = check.observed, check.used
+    penalty, w = observed.penalty, observed.start
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
@@ -312,7 +309,7 @@ def _with_penalty(
     """Return the check with the gradient of a penalty, and a clipping of the sum: the stated one if there is one."""
     expected = check.gradient
     if penalty is not None:
-        for name in check.without_gradient:
+        for name in check.observed.made.without_gradient:
             setup.model.unflatten(penalty)[name].zero_()
         expected = expected + penalty
     clip = setup.clip or clip
@@ -327,59 +324,37 @@ def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[T
     return bool(residual.norm() <= setup.unexplained * (observed.end - observed.start).norm())
 
 
-def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
-    """Recompute the gradient of a step, and the factor by which the stated clipping multiplies it."""
-    step = observed.step
-    passes = passes_of(step, setup.X, setup.y, setup.loss)
-    passes = passes if len({data.X.shape[1:] for data in passes}) == 1 else passes[:1]
-    check = StepCheck(
-        state=torch.cat([observed.start, observed.start_statistics]),
-        step=step,
-        used=observed.made.gradient,
-        gradient=observed.made.gradient,
-        expected=observed.made.gradient,
-        clip_factor=1.0,
-        X=torch.cat([data.X for data in passes]),
-        y=torch.cat([data.y for data in passes]),
-        c=torch.cat([data.c for data in passes]),
-        without_gradient=observed.made.without_gradient,
-    )
-    gradient, error = _gradient_of(setup, check, check.state, end_statistics=observed.end_statistics)
-    check = replace(check, gradient=gradient, statistics_error=error)
-    return _with_penalty(setup, check, observed.penalty.gradient(observed.start))
-
-
 def _gradient_of(
     setup: TrainingSetup,
-    check: StepCheck,
-    state: Float[Tensor, " PQ"],
+    observed: ObservedStep,
+    state: Float[Tensor, " PQ"] | None = None,
     dtype: torch.dtype | None = None,
     *,
-    end_statistics: Float[Tensor, " Q"] | None = None,
     reverse: bool = False,
 ) -> tuple[Float[Tensor, " P"], float]:
-    """Return the gradient of a step's loss at some state, and the error of its moving statistics.
+    """Return the gradient of a step's loss before it, or at another state, and the error of its moving statistics.
 
     It is zero for parameters that have none. Steps without recorded passes may be computed in another dtype, and with
     their rows in reverse order.
     """
-    model, error, step = setup.model, 0.0, check.step
-    spec = TensorSpec(dtype or state.dtype, state.device)
-    if check.step.passes:
+    model, error, step = setup.model, 0.0, observed.step
+    state = torch.cat([observed.start, observed.start_statistics]) if state is None else state
+    spec, passes = TensorSpec(dtype or state.dtype, state.device), passes_of(step, setup.X, setup.y, setup.loss)
+    if step.passes:
         replay, gradient = TrainingReplay(model, setup.loss, spec), torch.zeros_like(state[: model.num_weights])
-        for data in passes_of(step, setup.X, setup.y, setup.loss):
-            replayed = replay.gradient(state, data)
+        for data in passes:
+            replayed, after = replay.gradient(state, data), data.forward.statistics_after
             gradient += replayed.gradient
-            after = end_statistics if data.forward.statistics_after is None else data.forward.statistics_after
-            if after is not None:
-                error = max(error, statistics_error(replayed.statistics, after, model.spec.dtype))
+            after = observed.end_statistics if after is None else after
+            error = max(error, statistics_error(replayed.statistics, after, model.spec.dtype))
     else:
-        X, y, c = ((v.flip(0) if reverse else v) for v in (check.X, check.y, check.c))
+        (data,) = passes
+        X, y, c = ((v.flip(0) if reverse else v) for v in (data.X, data.y, data.c))
         with disable_fused_attention():
             wide = model if spec == model.spec else model.converted(spec)
             gradient = batch_gradient(wide, state.to(spec.dtype), spec.cast(X), y, setup.loss, c)
     parts = model.unflatten(gradient)
-    for name in check.without_gradient:
+    for name in observed.made.without_gradient:
         parts[name].zero_()
     return gradient, error
 
@@ -392,21 +367,22 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     are moved by their own rounding. Recorded forward passes keep their order.
     """
     difference, state, P = (check.used - check.expected).abs().max(), check.state, setup.model.num_weights
+    observed = check.observed
     if difference <= relative_rounding(state.dtype) * check.expected.abs().max():
         return True
     if not _is_repeatable(setup, check):
         return False
-    if state.dtype != torch.float64 and not check.step.passes:
-        other, _ = _gradient_of(setup, check, state, torch.float64)
+    if state.dtype != torch.float64 and not observed.step.passes:
+        other, _ = _gradient_of(setup, observed, state, torch.float64)
     else:
         moved = torch.cat([move_by_rounding(state[:P], torch.finfo(state.dtype).eps), state[P:]])
-        other, _ = _gradient_of(setup, check, moved, reverse=True)
+        other, _ = _gradient_of(setup, observed, moved, reverse=True)
     return bool(difference <= CANCELLATION_FACTOR * (check.gradient - other).abs().max())
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     """Return whether a replayed gradient comes out the same again; random numbers from elsewhere than torch do not."""
-    if not check.step.passes:
+    if not check.observed.step.passes:
         return True
-    again, _ = _gradient_of(setup, check, check.state)
+    again, _ = _gradient_of(setup, check.observed)
     return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())

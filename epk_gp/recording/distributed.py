@@ -9,7 +9,7 @@ before those of rank 0, whose last one leaves the statistics of the run.
 import copy
 import gc
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -56,21 +56,19 @@ class Ranks:
             ValueError: The network normalises by the rows of all ranks, or it is divided in several dimensions.
         """
         self.net: Any = net.module if isinstance(net, DistributedDataParallel) else net
-        self.rank, self.size, self._first, self._group, self.is_writer = 0, 1, 0, None, True
+        self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
         self.is_divided, self.warning = False, cast("str | None", None)
         self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
         self._sends_states, self._loaded = False, cast("list[dict[str, Tensor]] | None", None)
         self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_sharded = _is_sharded(self.net)
-        if (
-            self._wrapper is None and not is_sharded and count > 1
-        ):  # each may train a network of its own, or it may be wrapped later
-            self.warning = (
-                f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
-                "network that DistributedDataParallel has wrapped"
-            )
         if self._wrapper is None and not is_sharded:
+            if count > 1:  # each may train a network of its own, or it may be wrapped later
+                self.warning = (
+                    f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
+                    "network that DistributedDataParallel has wrapped"
+                )
             return
         mesh = next(self.net.parameters()).device_mesh if is_sharded else None
         if mesh is not None and mesh.ndim > 1:
@@ -86,7 +84,7 @@ class Ranks:
             )
         if self.size > 1:
             # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         optimizers = as_optimizers(optimizer)  # without wrappers
         if is_sharded or any(_local(own) is not own for own in optimizers):
             self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
@@ -95,21 +93,14 @@ class Ranks:
     def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on the writing rank, and none on the others."""
         values: list[Any] | None = [None] * self.size if self.is_writer else None
-        dist.gather_object(value, values, dst=self._first, group=self._group)
+        dist.gather_object(value, values, dst=self._first, group=self.group)
         return values or []
-
-    def exchange(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks on all of them."""
-        values: list[Any] = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def share(self, value: _Value) -> _Value:
         """Return the writing rank's value on all ranks."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=self._first, group=self._group)
+            dist.broadcast_object_list(values, src=self._first, group=self.group)
         return values[0]
 
     @contextmanager
@@ -159,8 +150,8 @@ class Ranks:
         own, error = None, None
         try:
             own = record()
-        except ValueError as raised:
-            error = str(raised)
+        except Exception as raised:  # of any kind: the other ranks wait for this one
+            error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
         bits = end.view(torch.int64 if end.dtype == torch.float64 else torch.int32).sum().item()
         parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, made.unseen, bits))
         active = [(rank, *part) for rank, part in enumerate(parts) if part is not None]
@@ -276,7 +267,7 @@ class Ranks:
             return list(steps)
         for tensor in (*self.net.parameters(), *self.net.buffers()) if self.size > 1 else ():
             on_cpu = tensor.detach().cpu()
-            dist.broadcast(on_cpu, self._first, self._group)
+            dist.broadcast(on_cpu, self._first, self.group)
             tensor.data.copy_(on_cpu)
         if not self.is_writer:
             with torch.random.fork_rng(devices=[]):
@@ -313,7 +304,7 @@ def _joined(steps: Sequence[Step], factor: float, setup: TrainingSetup, before: 
     return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
 
 
-def _wrapper_of(net: Any) -> DistributedDataParallel | None:
+def _wrapper_of(net: Any) -> Any:
     """Return the wrapper that trains a network in several processes; None if there is none."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -341,9 +332,8 @@ class WholeTwin:
             p.grad = torch.zeros_like(p)  # until there are others: where all are None, a step was skipped
         self.optimizers = [copy.copy(_local(optimizer)) for optimizer in optimizers]
         for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
-            twin.param_groups = [
-                {**g, "params": [self._twins.get(p, p) for p in g["params"]]} for g in optimizer.param_groups
-            ]
+            groups = optimizer.param_groups
+            twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
         self.pull()
 
     @torch.no_grad()
@@ -354,11 +344,12 @@ class WholeTwin:
             for p in held:
                 if self._twins.get(p, p) is not p:
                     self._twins[p].copy_(_whole(p.detach()))
-            states = {
-                n: {k: _whole(v) for k, v in local.state[p].items()} for n, p in enumerate(held) if p in local.state
-            }
+            stored = [(n, local.state[p]) for n, p in enumerate(held) if p in local.state]
+            states = {n: {key: _whole(value) for key, value in state.items()} for n, state in stored}
             if local is not optimizer:
-                states = {n: own for part in self._ranks.exchange(states) for n, own in part.items()}
+                parts: list[Any] = [states] * self._ranks.size
+                dist.all_gather_object(parts, states, group=self._ranks.group)
+                states = {n: own for part in parts for n, own in part.items()}
             twin.state = defaultdict(dict, {self._twins.get(held[n], held[n]): own for n, own in states.items()})
         self.pull_options()
 
@@ -407,19 +398,21 @@ class WholeTwin:
             self._hooks.append(self._original.register_forward_pre_hook(before_forward, with_kwargs=True))
             self._hooks.append(self._original.register_forward_hook(after_forward, with_kwargs=True))
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
+            before = self._call_hooks(twin, twin._optimizer_step_pre_hooks, self.pull_gradients)
+            after = self._call_hooks(twin, twin._optimizer_step_post_hooks, self.pull)
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_post_hook(after))
 
-            def before_step(_: Optimizer, args: Any, kwargs: Any, twin: Optimizer = twin) -> None:
-                self.pull_gradients()
-                for hook in [*twin._optimizer_step_pre_hooks.values()]:
-                    hook(twin, args, kwargs)
+    @staticmethod
+    def _call_hooks(twin: Optimizer, hooks: Mapping[int, Any], gather: Callable[[], None]) -> Callable[..., None]:
+        """Return a hook that gathers what the twin needs, and calls the twin's hooks."""
 
-            def after_step(_: Optimizer, args: Any, kwargs: Any, twin: Optimizer = twin) -> None:
-                self.pull()
-                for hook in [*twin._optimizer_step_post_hooks.values()]:
-                    hook(twin, args, kwargs)
+        def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            gather()
+            for hook in [*hooks.values()]:
+                hook(twin, args, kwargs)
 
-            self._hooks.append(optimizer.register_step_pre_hook(before_step))
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+        return call
 
     def stop(self) -> None:
         """Remove the hooks."""

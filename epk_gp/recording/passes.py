@@ -207,16 +207,16 @@ class PassRecords:
             inputs = SeenRows(other, forward.inputs[other])
         y = setup.y[rows.to(setup.y.device)]
         cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
-        if is_read:
-            c = c * _read_factor(setup.loss, forward, cuts, c)
-        if self._reads_targets and forward.outputs is not None and forward.output_gradient is not None:
-            z, delta = forward.outputs, forward.output_gradient
+        z, delta = forward.outputs, forward.output_gradient
+        if isinstance(setup.loss, UnstatedLoss):
+            cotangents = _cotangents(forward, setup.model.spec.dtype)
+        elif is_read:
+            c = c * _read_factor(setup.loss, forward, y, cuts, c)
+        if self._reads_targets and z is not None and delta is not None:
             if z.ndim == 2:
                 targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
             else:
-                targets, c = _used_positions(setup.loss, z, delta, y, cuts, c)
-        if isinstance(setup.loss, UnstatedLoss):
-            cotangents = _cotangents(forward, self._setup.model.spec.dtype)
+                targets, c = _used_positions(setup.loss, forward, y, cuts, c)
         is_random = forward.random_state is not None or forward.device_random_state is not None
         needs_modes = is_random or forward.autocast is not None or self._differs_in(forward.modes)
         before, after = forward.statistics, forward.statistics_after
@@ -349,50 +349,71 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
     return forward.output_gradient.to(dtype)
 
 
-def _read_factor(loss: Loss, forward: CapturedForward, cuts: list[Tensor], c: Float64[Tensor, " n"]) -> float:
-    """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
+def rounding_of(outputs: Tensor) -> float:
+    """Return which share of a gradient in outputs counts as rounding."""
+    return _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
+
+
+def common_factor(values: Tensor, expected: Tensor) -> float:
+    """Return by which number an expected tensor comes nearest to some values."""
+    return float((values * expected).sum() / expected.square().sum().clamp(min=1e-300))
+
+
+def row_factors(values: Float[Tensor, "n C"], expected: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
+    """Return the same of each row."""
+    return (values * expected).sum(dim=1) / expected.square().sum(dim=1).clamp(min=1e-300)
+
+
+def _as_stated(
+    loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Float64[Tensor, " n"], *, is_read: bool
+) -> tuple[Tensor, Tensor, float] | None:
+    """Return targets and weights that give the stated loss the gradient in the outputs, and a factor in front of it.
 
     Args:
         loss: The stated loss.
         forward: The pass.
-        cuts: The targets of its rows, or those that they may have been (`targets_like`).
+        y: The recorded targets of its rows.
+        cuts: These, or those that the rows may have had (`targets_like`).
         c: The weights that the stated loss gives to the rows.
+        is_read: Whether there may be a factor other than 1.
+    """
+    if forward.outputs is None or forward.output_gradient is None or not is_finite(forward.output_gradient):
+        return None
+    factors = c / sample_weights(loss, y).cpu()
+    is_one = bool((factors == factors[0]).all())
+    for labels in _possible_labels(loss, forward.output_gradient, cuts):
+        z, delta = forward.outputs.double(), forward.output_gradient.double()
+        if isinstance(loss, ClassLoss):
+            z, delta = classes_second(z, labels), classes_second(delta, labels)
+        weights = c if labels is y else sample_weights(loss, labels).cpu() * factors[0]
+        expected = weights.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
+        factor = common_factor(delta, expected) if is_read else 1.0
+        bound = rounding_of(forward.outputs) * abs(factor) * expected.abs().max()
+        if (is_one or labels is y) and bool(((delta - factor * expected).abs() <= bound).all()):
+            return labels, weights, factor
+    return None
+
+
+def _read_factor(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Tensor) -> float:
+    """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
 
     Raises:
         StepMismatchError: The gradient in the outputs is no multiple of the stated loss's.
     """
-    if isinstance(loss, UnstatedLoss):
-        return 1.0
-
-    def factor(cuts: list[Tensor]) -> float | None:
-        if forward.outputs is None or forward.output_gradient is None:
-            return None
-        for y in _possible_labels(loss, forward.output_gradient, cuts):
-            z, delta = forward.outputs.double(), forward.output_gradient.double()
-            if isinstance(loss, ClassLoss):
-                z, delta = classes_second(z, y), classes_second(delta, y)
-            own = c if y is cuts[0] else sample_weights(loss, y)
-            expected = own.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, y)
-            common = (delta * expected).sum() / expected.square().sum().clamp(min=1e-300)
-            bound = _TOLERANCE.get(forward.outputs.dtype, _LOW_PRECISION) * delta.abs().max()
-            if bool(((delta - common * expected).abs() <= bound).all()):
-                return float(common)
-        return None
-
-    found = factor(cuts)
+    found = _as_stated(loss, forward, y, cuts, c, is_read=True)
     if found is not None:
-        return found
-    if isinstance(loss, ClassLoss) and cuts[0].ndim == 2 and not cuts[0].is_floating_point():
-        cuts = [F.pad(y[:, 1:], (0, 1), value=ignored_class(loss)) for y in cuts]
-    if factor(cuts) is not None:
-        raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
+        return found[2]
+    if isinstance(loss, ClassLoss) and y.ndim == 2 and not y.is_floating_point():
+        shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
+        if _as_stated(loss, forward, y, shifted, c, is_read=True) is not None:
+            raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
     raise StepMismatchError(
         "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
         f"that of {loss}. State the loop's loss, or none with loss=None."
     )
 
 
-_KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
+KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
 _Used = tuple[SeenRows | None, Tensor]  # targets of rows that have others than the recorded ones, weights of all rows
 
 
@@ -409,35 +430,36 @@ def _used_targets(
         c: The weights that the stated loss gives to the rows.
         is_recorded: Which rows of the input are as recorded.
     """
-    tolerance = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
-    stated, dtype = (None, c), outputs.dtype
+    tolerance, stated = rounding_of(outputs), (None, c)
     z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
     if not is_finite(delta) or not c.any():
         return stated
     derivative = loss_derivatives(loss, z, y)
     expected = c[:, None] * derivative
     scale = c.abs()[:, None] * (1 + derivative.abs().amax(dim=1, keepdim=True))
-    is_like = _within(delta - expected, tolerance * scale)
-    if is_like.all():
+    is_like, common = _within(delta - expected, tolerance * scale), common_factor(delta, expected)
+    # one factor for all rows: the scale of a mixed-precision loop, or another weight of the batch
+    if is_like.all() or _within(delta - common * expected, tolerance * scale * max(1.0, abs(common))).all():
         return stated
-    common = float((delta * expected).sum() / expected.square().sum().clamp(min=1e-300))
-    if _within(delta - common * expected, tolerance * scale * max(1.0, abs(common))).all():
-        return stated  # one factor for all rows: the scale of a mixed-precision loop, or another weight of the batch
-    ratio = (delta * derivative).sum(dim=1) / derivative.square().sum(dim=1).clamp(min=1e-300)
+    ratio = row_factors(delta, derivative)
     is_weighted = _within(delta - ratio[:, None] * derivative, tolerance * (scale + ratio.abs()[:, None]))
     if is_weighted.all() and _are_weights(ratio, derivative, is_recorded):
         return None, torch.where(is_like, c, ratio).cpu()
-    if not isinstance(loss, _KnownLoss) or (not isinstance(loss, MeanSquaredError) and loss.class_weights is not None):
+    if not isinstance(loss, KnownLoss) or getattr(loss, "class_weights", None) is not None:
         return stated
-    values, is_valid = _targets(loss, z, delta, c, tolerance)
+    values, is_valid = read_targets(loss, z, delta, c, 10 * tolerance)
+    if not isinstance(loss, MeanSquaredError) and z.shape[1] > 2:
+        # two mixed labels leave a class out; the gradient of another loss does not
+        floor = getattr(loss, "label_smoothing", 0.0) / z.shape[1]
+        is_valid &= (values.amin(dim=1) - floor).abs() <= 10 * tolerance
     other = ~is_like
     if not is_valid[other].all() or not _is_plausible(loss, values, y, other, is_recorded):
         return stated
     index = other.nonzero().squeeze(1)
-    return SeenRows(index, values[index].to(dtype)), c.cpu()
+    return SeenRows(index, values[index].to(outputs.dtype)), c.cpu()
 
 
-def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
+def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
     """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
 
     A masked language model is trained on other positions each time. Only such targets are found that are the recorded
@@ -448,16 +470,12 @@ def _used_positions(loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, cu
     """
     if not isinstance(loss, ClassLoss) or y.is_floating_point():
         return None, c
-    tolerance, factors = _TOLERANCE.get(outputs.dtype, _LOW_PRECISION), c / sample_weights(loss, y).cpu()
-    for labels in _possible_labels(loss, gradient, cuts) if is_finite(gradient) else ():
-        z, delta = classes_second(outputs, labels).double(), classes_second(gradient, labels).double()
-        weights = c if labels is y else sample_weights(loss, labels).cpu() * factors[0]
-        expected = weights.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
-        is_one = labels is y or bool((factors == factors[0]).all())
-        if is_one and bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all()):
-            is_same = labels.shape == y.shape
-            index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
-            return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights.cpu()
+    found = _as_stated(loss, forward, y, cuts, c, is_read=False)
+    if found is not None:
+        labels, weights, _ = found
+        is_same = labels.shape == y.shape
+        index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
+        return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights
     if cuts[0].shape != y.shape:
         raise StepMismatchError(
             f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
@@ -501,26 +519,20 @@ def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded: Tensor) -> bool
     return abs(float(torch.corrcoef(ranks)[0, 1])) <= _FOLLOWS_LOSS
 
 
-def _targets(
-    loss: _KnownLoss, z: Tensor, delta: Tensor, c: Tensor, tolerance: float
-) -> tuple[Float[Tensor, "n C"], Shaped[Tensor, " n"]]:
-    """Return the targets that explain a gradient, and for which rows they are targets at all."""
-    scaled = delta / c[:, None].clamp(min=1e-300)
+def read_targets(
+    loss: KnownLoss, z: Float[Tensor, "n C"], delta: Float[Tensor, "n C"], c: Float[Tensor, " n"], room: float
+) -> tuple[Float[Tensor, "n C"], Bool[Tensor, " n"]]:
+    """Return the targets that explain a gradient, and for which rows they are targets at all, up to some rounding."""
+    scaled = delta / c.where(c != 0, 1e-300)[:, None]
     if isinstance(loss, MeanSquaredError):
         factor = z.shape[1] if loss.reduction == "mean" else 1
         return z - scaled * factor / 2, torch.ones_like(c, dtype=torch.bool)
     q = z.softmax(dim=1) - scaled if isinstance(loss, CrossEntropy) else -scaled
-    room = 10 * tolerance
-    floor = loss.label_smoothing / z.shape[1] if isinstance(loss, CrossEntropy) else 0.0
-    is_valid = (q >= -room).all(dim=1) & ((q.sum(dim=1) - 1).abs() <= room)
-    if z.shape[1] > 2:  # two mixed labels leave a class out; the gradient of another loss does not
-        is_valid &= (q.amin(dim=1) - floor).abs() <= room
-    hard = q.round()
-    is_hard = ((q - hard).abs() <= room).all(dim=1)
-    return torch.where(is_hard[:, None], hard, q), is_valid
+    is_valid, hard = (q >= -room).all(dim=1) & ((q.sum(dim=1) - 1).abs() <= room), q.round()
+    return torch.where(((q - hard).abs() <= room).all(dim=1)[:, None], hard, q), is_valid
 
 
-def _is_plausible(loss: _KnownLoss, values: Tensor, y: Tensor, other: Tensor, is_recorded: Tensor) -> bool:
+def _is_plausible(loss: KnownLoss, values: Tensor, y: Tensor, other: Tensor, is_recorded: Tensor) -> bool:
     """Return whether other targets are those of a loop that changes targets, and not of one that was stated wrongly."""
     noisy = other & is_recorded
     if not noisy.any():

@@ -22,14 +22,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import (
-    Optimizers,
-    Rules,
-    as_optimizers,
-    given_rules,
-    learning_rate,
-    optimizer_groups,
-)
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
@@ -491,10 +484,8 @@ class Recorder:
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
-            # rows of a stream are numbered by what they are
-            if setup.stream is None and (
-                is_exact or not self._identity.num_judged
-            ):  # until something is known, every step says something
+            # until something is known, every step says something; rows of a stream are numbered by what they are
+            if setup.stream is None and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(step))
         if is_exact:
             self._schedule.add(index)

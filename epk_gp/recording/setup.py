@@ -38,14 +38,7 @@ from epk_gp.core.model import (
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.library_rules import in_training_mode
-from epk_gp.optimizers.torch_rules import (
-    Optimizers,
-    Rules,
-    as_optimizers,
-    learning_rate,
-    momentum_before,
-    rule_for,
-)
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
 from epk_gp.optimizers.update_rules import (
     Clip,
     ClipNorm,
@@ -56,7 +49,7 @@ from epk_gp.optimizers.update_rules import (
     validate_unexplained,
 )
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
-from epk_gp.storage.rows import Rows, Targets, TrainingInputs, map_data
+from epk_gp.storage.rows import Rows, Stream, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
 __all__ = ["Clip", "ClipNorm", "ClipValue"]
@@ -311,6 +304,7 @@ def make_setup(
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
     rows = map_data(X, y, folder)
+    stream = rows if isinstance(X, Stream) else None
     if rows is not None:
         device = next(net.parameters(), torch.empty(0)).device
         X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
@@ -332,7 +326,6 @@ def make_setup(
     fingerprint = _validated_fingerprint(model, state, moved, X, y)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, moved, X, y)
-    stream = rows if rows is not None and rows.is_stream else None
     is_mapped = rows is not None and stream is None and X.device.type == "cpu"
     optimizers = as_optimizers(optimizer)
     momentum = momentum_before(optimizers, update_rule, [net.get_parameter(name) for name in model.names])

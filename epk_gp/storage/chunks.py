@@ -80,12 +80,9 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
     if any(step.move is not None for step in steps):
         moves = [(0, 0.0) if step.move is None else (step.move.anchor, step.move.share) for step in steps]
         tensors[MOVES] = torch.tensor(moves, dtype=torch.float64)
-    changes = [
-        {"step": k, "groups": [group.to_json() for group in step.groups]}
-        for k, step in enumerate(steps)
-        if step.groups is not None
-    ]
-    if changes:
+    changed = [(k, step.groups) for k, step in enumerate(steps) if step.groups is not None]
+    if changed:
+        changes = [{"step": k, "groups": [group.to_json() for group in groups]} for k, groups in changed]
         tensors[GROUPS] = torch.frombuffer(bytearray(json.dumps({"changes": changes}).encode()), dtype=torch.uint8)
     return tensors
 
@@ -387,10 +384,8 @@ class StoredUpdates(_Stored):
         row, where = step - chunk.first_step, chunk_file(self.path, chunk)[1]
         with opened_chunk(self.path, chunk) as tensors:
             stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
-            values = [
-                read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
-                for number, name in enumerate(FIELDS)
-            ]
+            named = zip((f"update.{name}" for name in FIELDS), numbers, strict=True)
+            values = [read_row(tensors, name, row) if name in stored else number for name, number in named]
             has_matrices = MATRICES_NAME in stored
             matrices: Mapping[str, Any] = _read_matrices(tensors, self.schema, row, where) if has_matrices else {}
         return UpdateCoefficients(*values, **matrices)
@@ -419,7 +414,7 @@ def stream_data(
     rows.append(data["inputs"], data["targets"])
     for chunk in chunks:
         with opened_chunk(path, chunk) as tensors:
-            if INPUTS in tensors.keys():  # noqa: SIM118  # not a mapping
+            if {INPUTS, TARGETS} <= {*tensors.keys()}:
                 rows.append(tensors.get_tensor(INPUTS), tensors.get_tensor(TARGETS))
     if len(rows) < num_seen(steps):
         raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")

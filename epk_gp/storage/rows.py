@@ -19,10 +19,11 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from epk_gp.core.checks import BLOCK_BYTES, as_tensor
+from epk_gp.core.checks import BLOCK_BYTES, as_tensor, validate_tensor
 from epk_gp.core.graphs import Graph, tensors_of
-from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
+from epk_gp.core.inputs import InputLayout, Inputs, parse_signature
 from epk_gp.core.model import random_state_kept
+from epk_gp.core.ragged import as_ragged
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
@@ -60,14 +61,13 @@ class Rows:
 
     Args:
         folder: Where the files are; None for the system's temporary folder (TMPDIR).
-        is_stream: Whether they are points of a stream.
 
     Attributes:
         layout: Where the tensors of several inputs lie in X; None for one.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None, *, is_stream: bool = False) -> None:
-        self._folder, self.is_stream = tempfile.mkdtemp(prefix="epk_gp-", dir=folder), is_stream
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = tempfile.mkdtemp(prefix="epk_gp-", dir=folder)
         self.layout: InputLayout | None = None
         self._kinds, self._count, self._number_of = list[tuple[Any, ...]](), 0, dict[str, int]()
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # Windows keeps a mapped file
@@ -96,11 +96,11 @@ class Rows:
     def number(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."]) -> Int64[Tensor, " n"]:
         """Return the numbers of points by their content, and add those that are new; errors as of `append`."""
         X, y = X.detach().cpu(), y.detach().cpu()
-        keys = [fingerprint_data(*row) for row in zip(X, y, strict=False)]
+        keys = [fingerprint_data(*row) for row in zip(X, y, strict=True)]
         new = {key: row for row, key in reversed([*enumerate(keys)]) if key not in self._number_of}
         rows = sorted(new.values())
-        if rows or len(X) != len(y):
-            self.append(X[rows], y[rows] if len(X) == len(y) else y)
+        if rows:
+            self.append(X[rows], y[rows])
         self._number_of |= {keys[row]: len(self._number_of) + place for place, row in enumerate(rows)}
         return torch.tensor([self._number_of[key] for key in keys])
 
@@ -137,24 +137,35 @@ def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | Non
 
     Raises:
         TypeError: A dataset is an iterable one, or its items hold something else than numbers.
-        ValueError: Rows differ in shape or dtype; an item is another one when it is read again.
+        ValueError: Rows differ in shape or dtype; there are none, or as many targets as rows are not given; an item is
+            another one when it is read again.
     """
-    dataset = _dataset_of(X)
+    is_stream = isinstance(X, Stream)
+    X, y = (X.X, X.y if y is None else y) if isinstance(X, Stream) else (X, y)
+    dataset = None if is_stream else _dataset_of(X)
     parts = list(X.values()) if isinstance(X, Mapping) else [*X] if isinstance(X, tuple | list) else [X]
-    blocks: Iterable[tuple[Any, Any]] = [(X.X, X.y)] if isinstance(X, Stream) else _items(X, dataset, y)
-    if any(isinstance(part, np.ndarray) for part in (*parts, y)) and dataset is None:
-        blocks = _slices(X, parts)
-    elif dataset is None and not isinstance(X, Stream):
+    has_arrays = any(isinstance(part, np.ndarray) for part in (*parts, y)) and not isinstance(X, Graph)
+    if not is_stream and dataset is None and not has_arrays:
         return None
+    if not isinstance(y, np.ndarray | str | None):
+        validate_tensor(y, "y")
+    counts = {part.shape[:1] for part in (*parts, y) if isinstance(part, Tensor | np.ndarray)}
+    counts |= set() if dataset is None else {(len(dataset),)}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        raise ValueError(f"X and y must have one row per point, at least one: got {sorted(map(tuple, counts))} rows.")
+    is_whole = is_stream or as_ragged(X) is not None
+    of_arrays: Iterable[tuple[Any, Any]] = [(X, None)] if is_whole else _slices(X, parts)
+    blocks = of_arrays if dataset is None else _items(X, dataset, y)
     place = None if folder is None else next(p for p in Path(folder).absolute().parents if p.is_dir())
-    rows = Rows(place, is_stream=isinstance(X, Stream))
+    rows = Rows(place)
     with random_state_kept(torch.device("cpu")):
         for x, target in blocks:
-            x, rows.layout = (x, None) if isinstance(x, Tensor) else pack_inputs(x)
+            x, signature = parse_signature(x, None)
+            rows.layout = signature.layout
             if isinstance(y, Tensor | np.ndarray):
                 target = y[len(rows) : len(rows) + len(x)]
             target = torch.empty(len(x), 0) if target is None else as_tensor(target)
-            (rows.number if rows.is_stream else rows.append)(x, target)
+            (rows.number if is_stream else rows.append)(x, target)
     return rows
 
 
@@ -163,8 +174,8 @@ def _slices(X: Any, parts: list[Any]) -> Iterator[tuple[Any, None]]:
     size = max(1, BLOCK_BYTES * len(parts[0]) // max(1, sum(part.nbytes for part in parts)))
     for start in range(0, len(parts[0]), size):
         values = [as_tensor(part[start : start + size]) for part in parts]
-        is_one = not isinstance(X, Mapping | tuple | list)
-        yield (dict(zip(X, values, strict=True)) if isinstance(X, Mapping) else values[0] if is_one else values), None
+        several = dict(zip(X, values, strict=True)) if isinstance(X, Mapping) else values
+        yield several if isinstance(X, Mapping | tuple | list) else values[0], None
 
 
 def _dataset_of(X: Any) -> Any:

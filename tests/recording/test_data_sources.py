@@ -213,7 +213,14 @@ REFUSED = {
     "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
     "no targets": (Inputs(), None, TypeError, "y must be the targets that the stated loss takes"),
     "unknown key": (Dicts(), "label", ValueError, "y must be a key of the dataset's items"),
-    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, "and a target.* got 150 rows and 149 targets"),
+    "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
+    "too many targets": (X.numpy()[:-1], Y.numpy(), ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
+    "too many targets of a dataset": (TensorDataset(X[1:]), Y, ValueError, "X and y must have one row per point"),
+    "an example with fewer targets": (epk.Stream(X, Y[1:]), None, ValueError, "X and y must have one row per point"),
+    "an empty array": (X.numpy()[:0], Y[:0], ValueError, r"at least one: got \[\(0,\)\]"),
+    "an empty dataset": (TensorDataset(X[:0], Y[:0]), None, ValueError, r"at least one: got \[\(0,\)\]"),
+    "a number": (np.array(1.0), Y, ValueError, r"at least one: got \[\(\), \(150,\)\]"),
+    "a list of targets": (X.numpy(), Y.tolist(), TypeError, "y must be a torch.Tensor: got list"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
 }
 

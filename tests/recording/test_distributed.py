@@ -70,6 +70,7 @@ def test_any_number_of_ranks_gives_the_contributions_of_one_process_on_whole_bat
 FAULTS = {
     "shuffled": "2 step 2: rank 1: recorder.batch() must get the indices of the rows that the network saw: row 0 was",
     "silent": "2 step 2: rank 1: optimizer.step() must be preceded by recorder.batch(indices): it was not",
+    "broken": "2 step 2: rank 1: RuntimeError: inconsistent tensor size",
     "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
     "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",

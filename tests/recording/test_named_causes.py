@@ -127,11 +127,6 @@ def entropy(loop):
     return F.cross_entropy(loop.z, loop.t) + 0.1 * (p * p.log()).sum(dim=1).mean()
 
 
-def with_class_weights(loop):
-    weight = torch.tensor([1.0, 2.0, 1.0, 3.0]).to(loop.z)
-    return F.cross_entropy(loop.z, loop.t, weight=weight)
-
-
 def later(loop):
     loop.net.register_forward_hook(lambda module, args, returned: returned)  # one that only looks
     [*loop.net.modules()][-1].register_forward_hook(lambda module, args, returned: 1.1 * returned)
@@ -150,6 +145,7 @@ class Fault:
 
 
 ALREADY = "is 2 times that of the stated loss: backward.. went through the pass 2 times"
+ADDED = "in '.* does not come through the outputs .*, as of another penalty than L2, noise or an edit: unexplained="
 FAULTS = {
     "indices in another order": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: rows.roll(1)),
     "indices of others": Fault(r"row 0 was X\[\d+\], the batch says X", announced=lambda rows: (rows + 5) % POINTS),
@@ -158,7 +154,8 @@ FAULTS = {
     "targets of others": Fault("loop's targets are those of other points",
         value=lambda loop: F.cross_entropy(loop.z, (loop.t + 1) % CLASSES)),
     "left over": Fault("gradient of the step before was left over: call optimizer.zero_grad", {"clear": keep}),
-    "backward of other rows": Fault("a backward.. of 3 other rows was added", {"begin": extra_backward}),
+    "backward of other rows": Fault("announced rows, and backward.. went through 3 other rows: announce them too",
+        {"begin": extra_backward}),
     "backward twice": Fault(ALREADY, {"twice": lambda loop: loop.loss.backward(retain_graph=True)}),
     "weights edited": Fault(r"the weights of '\S+' were changed between batch.. and the end", {"step": edit_weight}),
     "another optimizer": Fault("another optimizer moved the weights by 0.02 times it", {"step": another_step}),
@@ -168,16 +165,15 @@ FAULTS = {
     "sum for mean": Fault(r"CrossEntropy\(reduction='sum'\), not of the stated",
         value=lambda loop: F.cross_entropy(loop.z, loop.t, reduction="sum")),
     "squares": Fault(r"that of MeanSquaredError\(reduction='mean'\), not of the stated", value=squares),
-    "focal": Fault("is the focal loss of exponent 2", value=focal),
+    "focal": Fault(r"weights the stated losses of the rows by \S+ to \S+, as class weights and a focal", value=focal),
     "distillation": Fault("probabilities that are not y, such as a teacher's", value=teacher),
     "scaled loss": Fault("loop's loss is 1.5 times that of the stated loss: .*weight=1.5",
         value=lambda loop: 1.5 * F.cross_entropy(loop.z, loop.t)),
     "entropy": Fault("loop's loss is not CrossEntropy.*loss=None records the run without", value=entropy),
-    "L1 penalty": Fault("an L1 penalty of factor 0.01 .*unexplained=SHARE records it", value=l1),
-    "fourth powers": Fault("a penalty on each weight .*unexplained=SHARE records it", value=fourth_powers),
-    "orthogonality": Fault("does not come .*: something else than the loss of the outputs adds to it",
-        value=orthogonal),
-    "gradient edited": Fault("an edit of .grad. unexplained=SHARE", {"announced": edit_gradient}),
+    "L1 penalty": Fault(ADDED, value=l1),
+    "fourth powers": Fault(ADDED, value=fourth_powers),
+    "orthogonality": Fault(ADDED, value=orthogonal),
+    "gradient edited": Fault(ADDED, {"announced": edit_gradient}),
     "clipped in part": Fault(r"alone were clipped or scaled \(by 0.0", {"announced": clip_last}),
     "one scaled": Fault(r"alone were clipped or scaled \(by 0.5", {"announced": lambda loop: scale_last(loop, 0.5)}),
     "all scaled": Fault("is 3 times what came through the outputs, clipped or scaled .*: state batch.indices, weight=3",
@@ -187,7 +183,7 @@ FAULTS = {
         options={"clip": ClipNorm(1e-3)}),
     "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
     "frozen part": Fault("no gradient came to", {"announced": last_layer}),
-    "noise": Fault("gradient noise of deviation 0.01", {"announced": add_noise}),
+    "noise": Fault(ADDED, {"announced": add_noise}),
     "hook on gradients": Fault("a backward hook at .* changes gradients", {"begin": hook}),
     "hook on outputs": Fault("a forward hook of module .* changes them", {"begin": later}),
 }  # fmt: skip

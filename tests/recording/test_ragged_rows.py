@@ -161,6 +161,19 @@ def test_rows_of_a_stream_may_be_longer_than_its_example():
     assert epk.attribute(run, epk.Ragged(rows_of(IDS, [0, 4]), "offsets")).certified
 
 
+def test_a_call_without_offsets_is_none_with_rows_of_the_data():
+    net = Bag().double()
+
+    def call(batch):
+        net(IDS[batch], None)
+        return net(*offsets(rows_of(IDS, batch.tolist())))
+
+    runs = [record(net, epk.Ragged(rows_of(IDS), "offsets"), call).trajectory]
+    net.load_state_dict(Bag().double().state_dict())
+    alone = record(net, epk.Ragged(rows_of(IDS), "offsets"), lambda b: net(*offsets(rows_of(IDS, b.tolist()))))
+    assert runs[0].digest == alone.trajectory.digest
+
+
 def test_what_is_no_ragged_batch_is_refused():
     net, rows = Bag().double(), rows_of(IDS)
     run = record(net, epk.Ragged(rows, "offsets"), lambda b: net(*offsets(rows_of(IDS, b.tolist())))).trajectory
@@ -174,7 +187,11 @@ def test_what_is_no_ragged_batch_is_refused():
         "that differ in their length alone": lambda: epk.attribute(run, epk.Ragged(other, "offsets")),
         "a call among offsets, nested, packed, list": lambda: record(net, epk.Ragged(rows, "padded"), net),
     }
+    values, starts = offsets(rows)
+    no_offsets = [(values, starts + 1), (values, starts.double()), (values, starts.flip(0)), (values, starts, starts)]
     for message, call in calls.items():
         assert refusal((TypeError, ValueError), message, call) is None, message
+    for other in no_offsets:
+        assert refusal(ValueError, "must have one row per point", epk.attribute, run, other) is None
     with pytest.raises(epk.StepMismatchError, match=r"row 0 was X\[7\], the batch says X\[0\]"):
         record(net, epk.Ragged(rows, "offsets"), shuffled)

@@ -42,6 +42,19 @@ def test_mixed_rows_of_a_regression_are_seen_whatever_its_shape(squeeze, column)
     assert_exact(run)
 
 
+def test_mixed_targets_are_seen_under_a_negative_weight():
+    net, X, y = regression_net(squeeze=False), torch.randn(8, 4).double(), torch.rand(8, 1).double()
+
+    def value(z, t):
+        return -0.5 * F.mse_loss(z, 0.7 * t + 0.3 * t.flip(0))
+
+    run = record(net, sgd(net), X, y, BATCHES, call=mixed, value=value, weight=-0.5, loss=nn.MSELoss()).trajectory
+    batch = run.steps[0].batch
+    seen = run.steps[0].passes[0].targets
+    assert_close(seen.values, 0.7 * y[batch] + 0.3 * y[batch].flip(0))
+    assert_exact(run)
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.BCEWithLogitsLoss()], ids=["squared", "l1", "binary"])
 @pytest.mark.parametrize("squeeze", [True, False], ids=["n", "n_1"])
