@@ -227,7 +227,7 @@ def check_step(
     if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
         (check, rates), is_consistent = inferred, True
     if is_consistent:
-        penalty.learn(rates, start, check.used)
+        penalty.learn(rates, start, made.gradient)
     if not (follows_rule and is_consistent):
         clipped = check.expected
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
@@ -241,7 +241,7 @@ def check_step(
             raise StepMismatchError(
                 f"{expected} of {setup.loss} on the given batch: it differs by "
                 f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
-                f"gradient by {float((check.used - clipped).abs().max()):.2e} (largest entry "
+                f"gradient by {float((made.gradient - clipped).abs().max()):.2e} (largest entry "
                 f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
             )
     return penalty.added_to(scale_gradient(made.update, check.clip_factor, sizes)), momentum
@@ -281,7 +281,7 @@ def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
 
 def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
     """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
-    observed, used = check.observed, check.used
+    observed, used = check.observed, check.observed.made.gradient
     penalty, w = observed.penalty, observed.start
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
@@ -368,16 +368,16 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    difference, state, P = (check.used - check.expected).abs().max(), check.state, setup.model.num_weights
     observed = check.observed
+    state, difference = observed.start, (observed.made.gradient - check.expected).abs().max()
     if difference <= relative_rounding(state.dtype) * check.expected.abs().max():
         return True
     if not _is_repeatable(setup, check):
         return False
     if state.dtype != torch.float64 and not observed.step.passes:
-        other, _ = _gradient_of(setup, observed, state, torch.float64)
+        other, _ = _gradient_of(setup, observed, dtype=torch.float64)
     else:
-        moved = torch.cat([move_by_rounding(state[:P], torch.finfo(state.dtype).eps), state[P:]])
+        moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
         other, _ = _gradient_of(setup, observed, moved, reverse=True)
     return bool(difference <= CANCELLATION_FACTOR * (check.gradient - other).abs().max())
 
