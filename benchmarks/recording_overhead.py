@@ -1,26 +1,112 @@
-"""The cost of recording: an MNIST CNN trained with and without a recorder, in turns, on one thread.
+"""The cost of recording, on one thread: of the first steps and of later ones, and of an MNIST CNN's whole training.
 
-Usage: EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py --batch-size 64 --rounds 6
+Usage: EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py networks
+       EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py training --batch-size 64 --rounds 6
 The loop of a usual training (dropout, BatchNorm, augmentation): add --network random --augments
 """
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from recorded_networks import TRAININGS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset, mnist_folder
 from epk_gp.storage.verify import check_run
+
+HERE = Path(__file__).parent
+FIRST = 3  # steps: all are checked, and the derivative is probed along one of them
+app = typer.Typer(help=__doc__)
+
+
+@app.command()
+def networks(
+    rounds: Annotated[int, typer.Option(help="Processes of each network; the medians count.")] = 3,
+    steps: Annotated[int, typer.Option(help="Later steps, with and without a recorder in turns.")] = 30,
+    out: Annotated[Path, typer.Option(help="Path of the table, without a suffix.")] = HERE / "recording_overhead",
+) -> None:
+    """Measure the first steps of a recording, and later ones, on networks of several kinds, and save the table."""
+    rows = []
+    for name in TRAININGS:
+        command = [sys.executable, __file__, "network", name, "--steps", str(steps)]
+        found = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(rounds)]
+        if any(process.returncode for process in found):
+            errors = next(process.stderr for process in found if process.returncode).strip().splitlines()
+            rows.append({"training": name, "failure": errors[-1] if errors else "the process ended without a message"})
+        else:
+            numbers = [json.loads(process.stdout.splitlines()[-1]) for process in found]
+            keys = [key for key in numbers[0] if key != "training"]
+            medians = {key: statistics.median(number[key] for number in numbers) for key in keys}
+            rows.append({"training": numbers[0]["training"], **medians})
+        typer.echo(json.dumps(rows[-1]))
+    out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(rows))
+
+
+@app.command()
+def network(name: str, steps: Annotated[int, typer.Option(help="Later steps.")] = 30) -> None:
+    """Measure one of the networks in this process."""
+    torch.set_num_threads(1)
+    training, generator = TRAININGS[name](), torch.Generator().manual_seed(0)
+
+    def seconds(call: Callable[[], object]) -> float:
+        begun = time.thread_time()
+        call()
+        return time.thread_time() - begun
+
+    def batch() -> Tensor:
+        return torch.randint(len(training.y), (training.batch_size,), generator=generator)
+
+    plain, made, recorder_class = training.make(), training.make(), epk.Recorder  # imported before it is timed
+    alone = [seconds(lambda: training.step(plain, batch())) for _ in range(7)][2:]  # the first ones warm up
+    begun = time.thread_time()
+    recorder = recorder_class(*made, training.X, training.y, **training.options)
+    with recorder:
+        for _ in range(FIRST):
+            training.step(made, batch(), recorder.batch)
+        first = time.thread_time() - begun
+        recorded, checked = list[float](), recorder.num_checked
+        for _ in range(steps):
+            rows = batch()
+            alone.append(seconds(lambda rows=rows: training.step(plain, rows)))
+            recorded.append(seconds(lambda rows=rows: training.step(made, rows, recorder.batch)))
+        checked = recorder.num_checked - checked
+    step, later = statistics.median(alone), alone[-steps:]
+    numbers: dict[str, Any] = {
+        "step_ms": 1000 * step,
+        "first": first / step - FIRST,
+        "later": statistics.median(recorded) / statistics.median(later),
+        "later_mean": sum(recorded) / sum(later),
+        "checked_share": checked / steps,
+    }
+    typer.echo(json.dumps({"training": training.name, **numbers}))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    head = ["training", "step, ms", "first, steps", "later step, median", "mean", "checked"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row.get("failure", "") + " |" * (len(head) - 2)]
+        if "failure" not in row:
+            ratios = (f"{row[key]:.2f} ×" for key in ("later", "later_mean"))
+            cells = [f"{row['step_ms']:.0f}", f"{row['first']:.1f}", *ratios, f"{100 * row['checked_share']:.0f} %"]
+        lines.append("| " + " | ".join([row["training"], *cells]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -57,6 +143,7 @@ class Loop:
     augments: bool
 
 
+@app.command("training")
 def main(
     batch_size: Annotated[int, typer.Option(help="Points per step.")] = 64,
     steps: Annotated[int, typer.Option(help="Steps per turn.")] = 300,
@@ -157,4 +244,4 @@ def _cnn(network: str) -> nn.Module:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -27,6 +27,8 @@ def test_every_benchmark_can_be_imported(load):
 def test_the_committed_tables_are_those_of_the_committed_numbers(load):
     numbers = json.loads((FOLDER / "results.json").read_text())
     assert load("table").markdown(numbers) == (FOLDER / "results.md").read_text()
+    rows = json.loads((FOLDER / "recording_overhead.json").read_text())
+    assert load("recording_overhead").table(rows) == (FOLDER / "recording_overhead.md").read_text()
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from epk_gp.autodiff.interception import (
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import VMAP_ELEMENTS, DifferentiationPlan
+from epk_gp.core.plans import VMAP_ELEMENTS, DifferentiationPlan, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state
 
@@ -344,6 +344,12 @@ def _agree(pairs: Iterable[Pair]) -> bool:
     return not errors or bool(torch.stack(errors).max() <= eps**0.65 * (torch.stack(sizes).max() + eps))
 
 
+def _num_dropped(plan: DifferentiationPlan) -> tuple[int, int]:
+    """Count the parameters that are no layer's, and the ways of differentiating that did not reproduce autograd."""
+    ways = (plan.supports_interpolation, plan.supports_interpolated_jvp, plan.supports_jvp, plan.supports_batched_vjp)
+    return len(plan.dense_params), ways.count(False)
+
+
 def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
     """Return a run's network with its plan, which is made once for each dtype and device.
 
@@ -357,7 +363,15 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         if key not in cache.plans:
             X = model.spec.cast(probe_rows(trajectory.inputs))
             w = flat_state(trajectory, trajectory.num_steps, X)
-            cache.plans[key] = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
+            plan = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
+            may_have_layers = not (cache.needs_dense_plan or plan.shares_pass)
+            if may_have_layers and model.spec.dtype != torch.float64 and any(_num_dropped(plan)):
+                # rounding in float32 switches one of 1e6 ReLUs, so that two ways differ which are the same in float64
+                double = model.converted(TensorSpec(torch.float64, model.spec.device))
+                with suppress(RuntimeError, ValueError, TypeError):  # what casts to float32 within may not take it
+                    other = build_plan(double, w.double(), double.spec.cast(probe_rows(trajectory.inputs)))
+                    plan = min(plan, other, key=_num_dropped)
+            cache.plans[key] = plan
         return PlannedModel(model, cache.plans[key])
 
 

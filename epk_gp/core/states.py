@@ -325,7 +325,7 @@ class _Computation:
         # without scales no step depends on the options of the optimizer
         self.law = UpdateLaw(run, reference) if any(scaled_fields(run.optimizer_groups, self.model.names)) else None
         nothing = torch.zeros(len(self.model.sizes), dtype=torch.float64)
-        has_second = any(updates[s].second for s in {0, run.num_steps - 1} if run.num_steps)
+        has_second = any(updates[s].second for s in range(run.num_steps))
         plain = OptimizerMemory(reference.new_zeros(self.model.num_weights * (1 + has_second)), (), nothing)
         self.first = plain if self.law is None else replace(self.law.initial(), momentum=plain.momentum)
         needs_memory = self.law is not None or has_momentum(run)

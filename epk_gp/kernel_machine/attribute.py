@@ -49,7 +49,7 @@ from epk_gp.kernel_machine.terms import (
 )
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight, stretches_of
-from epk_gp.work.run import Sums, run
+from epk_gp.work.run import Advice, Sums, run
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
@@ -333,11 +333,15 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     )
     totals, rest = TermSums(trajectory, work.groupings, work.as_rows(initial)), Sums()
     ways = ["progress=True shows how far it is"]
-    if not whole.is_layerwise:
+    if not whole.is_layerwise and whole.net.plan.supports_interpolation:
         ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
     if whole.num_outputs > 1:
         ways.insert(0, "classes= explains one output of each point")
-    for piece, sums in run(work, options, "attribution", advice="; ".join(ways)):
+
+    def trainings(seconds: float) -> float:
+        return seconds / (work.residuals.seconds * whole.num_outputs * len(X))
+
+    for piece, sums in run(work, options, "attribution", advice=Advice("; ".join(ways), trainings)):
         rows = work.blocks[piece.place[0]]
         for name, total in totals.named.items():
             total[rows] += sums.added.pop(name)

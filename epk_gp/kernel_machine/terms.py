@@ -1,5 +1,6 @@
 """The terms of an attribution: the test side, averaged gradients along the path, and sums of terms along axes."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -370,9 +371,11 @@ class StepResiduals:
 
     Attributes:
         mismatches: The comparison.
+        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
     """
 
     def __init__(self, block: Predictions, *, keeps: bool) -> None:
+        begun = time.monotonic()
         trajectory, X, model, like = block.trajectory, block.X, block.net.model, block.zeros(0)
         self.mismatches = StepMismatches()
         recomputation = recomputation_of(trajectory)
@@ -394,6 +397,7 @@ class StepResiduals:
                 rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
                 rows[places[index]] = residual.to(rows)
                 self._rows[index] = rows[places[index]]
+        self.seconds = time.monotonic() - begun
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None where it is zero to rounding."""

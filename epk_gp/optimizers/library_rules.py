@@ -22,7 +22,6 @@ x, which `optimizer.eval()` puts into the network, is an average of the recorded
 so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` explain it.
 """
 
-import json
 import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -34,25 +33,15 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.update_rules import (
-    GRADIENT,
-    OPTIONS,
-    WEIGHTS,
-    LinearStep,
-    Options,
-    SecondBuffer,
-    UpdateRule,
-)
+from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, SecondBuffer, UpdateRule
 
 
 def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
     """Add the sign of the gradient, and the decay of the weights: decoupled, at a rate, unless it is coupled."""
-    decay, sign = float(group.get("weight_decay", 0.0)), _sign(group)
-    if group.get("weight_decouple", True):
-        coefficients = {"decoupled_decay": decay * (1.0 if group.get("fixed_decay") else float(rate))} | coefficients
-    else:
-        coefficients = {"weight_decay": decay} | coefficients
-    return LinearStep(**coefficients | {"grad_scale": sign})
+    decay, is_decoupled = float(group.get("weight_decay", 0.0)), group.get("weight_decouple", True)
+    factor = float(rate) if is_decoupled and not group.get("fixed_decay") else 1.0
+    added = {"decoupled_decay" if is_decoupled else "weight_decay": decay * factor}
+    return LinearStep(**added | coefficients, grad_scale=_sign(group))
 
 
 def _sign(group: Options) -> float:
@@ -68,10 +57,6 @@ def _h(group: Options, before: Options) -> Tensor:
     g: Tensor = _sign(group) * before[GRADIENT]
     is_coupled = not group.get("weight_decouple", True) and group["weight_decay"]
     return g.add(before[WEIGHTS], alpha=group["weight_decay"]) if is_coupled else g
-
-
-def _root_mean_square(value: Tensor) -> Tensor:
-    return value.square().mean().sqrt()
 
 
 def _debiased(beta: float, count: float) -> float:
@@ -164,6 +149,11 @@ def _prodigy(p: nn.Parameter, group: Options, before: Options, after: Options) -
     return _step(group, rate, momentum_lr=momentum_lr, beta=beta1, one_minus_dampening=d * (1 - beta1))
 
 
+def _share_of_average(group: Options) -> float:
+    """Return the share beta of the average in the weights of a schedule-free optimizer."""
+    return float(group["betas"][0] if "betas" in group else group["momentum"])
+
+
 def _share_of_base(group: Options) -> float:
     """Return the share c of the base sequence in the average after a schedule-free step."""
     count = group["k"] if "k" in group else group["step"]
@@ -174,7 +164,7 @@ def _share_of_base(group: Options) -> float:
 
 
 def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    beta, c = float(group["betas"][0] if "betas" in group else group["momentum"]), _share_of_base(group)
+    beta, c = _share_of_average(group), _share_of_base(group)
     count, warmup = group["k"] if "k" in group else group["step"], group["warmup_steps"]
     rate = float(group["lr"]) * (count / warmup if count < warmup else 1.0)
     scale: float | Tensor = 1.0
@@ -203,7 +193,7 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
     if not any("train_mode" in group for _, group in groups):
         return None
     for optimizer, group in groups:
-        beta = float(group["betas"][0] if "betas" in group else group["momentum"])
+        beta = _share_of_average(group)
         for p in () if group.get("train_mode", True) else group["params"]:
             if "z" in optimizer.state.get(p, {}) and id(p) in weights:
                 weights[id(p)] = weights[id(p)].lerp(optimizer.state[p]["z"].to(p), 1 - beta)
@@ -214,21 +204,21 @@ def _lead(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]
     return (state["z"] - p.detach(),)
 
 
-def _factored(row: Tensor, column: Tensor) -> Tensor:
-    return (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
+def _inverse_root(state: Options, kind: str) -> Tensor:
+    """Return the inverse root of a second moment that is kept as a product of rows and columns."""
+    row, column = (state[f"exp_avg_{kind}_{side}"] for side in ("row", "col"))
+    result: Tensor = (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
+    return result
 
 
 def _came(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     is_factored, beta1, lr = "exp_avg_sq_row" in after, float(group["betas"][0]), float(group["lr"])
-    of = [
-        _factored(after[f"exp_avg_{kind}_row"], after[f"exp_avg_{kind}_col"]) for kind in ("sq", "res") if is_factored
-    ]
-    inverse = of[0] if is_factored else after["exp_avg_sq"].rsqrt()
+    inverse = _inverse_root(after, "sq") if is_factored else after["exp_avg_sq"].rsqrt()
     if group["ams_bound"]:
         inverse = (after["exp_avg_sq_hat"] / group["betas"][1]).rsqrt()
-    clipping = max(1.0, float(_root_mean_square(inverse * _h(group, before))) / group["clip_threshold"])
+    clipping = max(1.0, float((inverse * _h(group, before)).square().mean().sqrt()) / group["clip_threshold"])
     buffer = {"beta": beta1, "one_minus_dampening": (1 - beta1) / clipping * inverse}
-    return _step(group, lr, momentum_lr=lr * of[1] if is_factored else lr, **buffer)
+    return _step(group, lr, momentum_lr=lr * _inverse_root(after, "res") if is_factored else lr, **buffer)
 
 
 def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -263,10 +253,8 @@ def _ademamix(p: nn.Parameter, group: Options, before: Options, after: Options) 
     alpha, lr = float(group["alpha"]), float(group["lr"])
     if until is not None:
         share, (log1, log3) = count / until, map(math.log, (beta1, beta3))
-        alpha, beta3 = (
-            min(share * alpha, alpha),
-            min(math.exp(log1 * log3 / ((1 - share) * log3 + share * log1)), beta3),
-        )
+        alpha = min(share * alpha, alpha)
+        beta3 = min(math.exp(log1 * log3 / ((1 - share) * log3 + share * log1)), beta3)
     scale = lr / (after["exp_avg_sq"].sqrt() / math.sqrt(_debiased(beta2, count)) + float(group["eps"]))
     second = SecondBuffer(alpha * scale, beta3, 1 - beta3)
     return _step(group, lr, momentum_lr=scale / _debiased(beta1, count), second=second, **_mean(beta1))
@@ -288,14 +276,14 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     turned = h if left is None else left.T @ h
     turned = turned if right is None else turned @ right
     v = before["exp_avg_sq"].lerp(turned.square(), 1 - beta2)
-    is_debiased = group["correct_bias"]
-    rate = lr * (math.sqrt(_debiased(beta2, count)) / _debiased(beta1, count) if is_debiased else 1.0)
+    rate = lr * (math.sqrt(_debiased(beta2, count)) / _debiased(beta1, count) if group["correct_bias"] else 1.0)
     decay = lr * float(group["weight_decay"])  # after the step
     scale = rate * (1 - decay) / (v.sqrt() + float(group["eps"]))
     inner = {"inner_left": None if left is None else left.T, "inner_right": right}
     outer = {"left": left, "right": None if right is None else right.T}
-    group = {**group, "weight_decay": 0.0}
-    return _step(group, lr, momentum_lr=scale, **_mean(beta1), **inner, **outer, decoupled_decay=decay)
+    return _step(
+        group, lr, momentum_lr=scale, **_mean(beta1), **inner, **outer, weight_decay=0.0, decoupled_decay=decay
+    )
 
 
 def lookahead(inner: UpdateRule) -> UpdateRule:
@@ -331,11 +319,7 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
     if group["relative_step"]:
         rate = min(1e-6 * count if group["warmup_init"] else 1e-2, count**-0.5)
     rate = float(rate * max(group["eps"][1], after["RMS"]) if group["scale_parameter"] else rate)
-    if p.ndim > 1:
-        row, column = after["exp_avg_sq_row"], after["exp_avg_sq_col"]
-        inverse = (row / row.mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1) * column.unsqueeze(-2).rsqrt()
-    else:
-        inverse = after["exp_avg_sq"].rsqrt()
+    inverse = _inverse_root(after, "sq") if p.ndim > 1 else after["exp_avg_sq"].rsqrt()
     size = float((inverse * gradient).norm(2)) / p.numel() ** 0.5
     scale, beta = rate / max(1.0, size / float(group["clip_threshold"])) * inverse, group["beta1"]
     if beta is None:
@@ -343,32 +327,27 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
     return _step(group, rate, momentum_lr=1.0, beta=beta, one_minus_dampening=(1 - beta) * scale)
 
 
+_TABLE: tuple[tuple[Any, ...], ...] = (  # coefficients, names of classes, what is needed of the state before, buffers
+    (_sgdw, "SGDW", ()),
+    (_lion, "Lion", ()),
+    (_tiger, "Tiger", ()),
+    (_adabelief, "AdaBelief", ()),
+    (_qhadam, "QHAdam", ()),
+    (_stable_adamw, "StableAdamW", ()),
+    (_lamb, "Lamb LAMB", ()),
+    (_prodigy, "Prodigy", (OPTIONS,)),
+    (_schedule_free, "AdamWScheduleFree SGDScheduleFree ScheduleFreeAdamW ScheduleFreeSGD", (), _lead),
+    (_came, "CAME", ()),
+    (_adan, "Adan", (), _adan_buffers),
+    (_ademamix, "AdEMAMix", (), lambda p, group, state: (state["exp_avg"], state["exp_avg_slow"])),
+    (_soap, "SOAP", ("Q", "exp_avg_sq")),
+    (_adafactor, "Adafactor", ()),
+)
 LIBRARY_RULES = {
-    name: UpdateRule(name, coefficients, (GRADIENT, WEIGHTS, *needs))
-    for coefficients, names, needs in (
-        (_sgdw, "SGDW", ()),
-        (_lion, "Lion", ()),
-        (_tiger, "Tiger", ()),
-        (_adabelief, "AdaBelief", ()),
-        (_qhadam, "QHAdam", ()),
-        (_stable_adamw, "StableAdamW", ()),
-        (_lamb, "Lamb LAMB", ()),
-        (_prodigy, "Prodigy", (OPTIONS,)),
-        (_schedule_free, "AdamWScheduleFree SGDScheduleFree ScheduleFreeAdamW ScheduleFreeSGD", ()),
-        (_came, "CAME", ()),
-        (_adan, "Adan", ()),
-        (_ademamix, "AdEMAMix", ()),
-        (_soap, "SOAP", ("Q", "exp_avg_sq")),
-        (_adafactor, "Adafactor", ()),
-    )
+    name: UpdateRule(name, coefficients, (GRADIENT, WEIGHTS, *needs), 0.0, *buffers)
+    for coefficients, names, needs, *buffers in _TABLE
     for name in names.split()
 }
-_BUFFERS = {
-    "Adan": _adan_buffers,
-    "AdEMAMix": lambda p, group, state: (state["exp_avg"], state["exp_avg_slow"]),
-    **{name: _lead for name in LIBRARY_RULES if "ScheduleFree" in name},
-}
-LIBRARY_RULES |= {name: replace(LIBRARY_RULES[name], buffers=buffers) for name, buffers in _BUFFERS.items()}
 # Options with which such a class makes other steps than its rule's.
 _OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
 
@@ -453,9 +432,15 @@ def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:
 
     Args:
         trajectory: The run, `epk_gp.Trajectory`; the weights of all parameters move at the same rate of averaging.
+
+    Raises:
+        ValueError: The optimizer is not schedule-free, or its groups have different betas.
     """
-    (group,) = {json.dumps([g.options.get("betas"), g.options.get("momentum")]) for g in trajectory.optimizer_groups}
-    betas, momentum = json.loads(group)
-    beta = momentum if betas is None else betas[0]
+    groups = trajectory.optimizer_groups
+    betas = [_share_of_average(group.options) for group in groups if "ScheduleFree" in group.rule]
+    if not betas or len(betas) < len(groups) or len({*betas}) > 1:
+        rule = trajectory.update_rule
+        raise ValueError(f"the run must be of a schedule-free optimizer, with one beta for all groups: got {rule}.")
+    beta = betas[0]
     shares = [1 - float(trajectory.updates[s].beta.min()) for s in range(trajectory.num_steps)]
     return torch.tensor([c / (1 - beta * (1 - c)) for c in shares], dtype=torch.float64)

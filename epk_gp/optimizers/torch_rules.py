@@ -16,7 +16,8 @@ schedules are common factors and drop out.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ from epk_gp.optimizers.library_rules import (
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
+_UNDAMPENED = {"one_minus_dampening": 1.0}  # torch starts the buffer with the gradient itself
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
@@ -69,13 +71,11 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
+    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
     if mu == 0:
         return _step(group, lr=lr, beta=1.0)
-    # torch starts the buffer with the gradient itself, not dampened
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])} if before else {}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
-    return _step(group, **{"one_minus_dampening": 1.0, **rates, **buffer})
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group.get("dampening", 0.0))} if before else _UNDAMPENED
+    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -87,10 +87,6 @@ def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     else:
         momentum_lr = v.sqrt().div_(float(root)).add_(float(group["eps"])).reciprocal_().mul_(float(rate))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
-
-
-def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    return _adam(p, {**group, "decoupled_weight_decay": True}, before, after)
 
 
 def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -220,7 +216,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     for rule in (
         UpdateRule("SGD", _sgd),
         UpdateRule("Adam", _adam),
-        UpdateRule("AdamW", _adamw),
+        UpdateRule("AdamW", lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states)),
         UpdateRule("RMSprop", _rmsprop),
         UpdateRule("Adagrad", _adagrad),
         UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
@@ -235,8 +231,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     )
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
-
-
+_SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
 _OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
 
 
@@ -325,15 +320,10 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
     "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
 }
+# The options that scales and their fields depend on; of the betas it is the second.
+_OF_SCALES = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
 # Their coefficients do not depend on the gradients.
 LINEAR_RULES = frozenset({"SGD", "ASGD", GRADIENT_DESCENT.name, "SGDW", "SGDScheduleFree", "ScheduleFreeSGD"})
-
-
-def _scale_options(rule: str, options: Options) -> dict[str, Any]:
-    """Return the options that a rule's scale or its fields depend on; of the betas it is the second."""
-    names = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
-    present = [name for name in names if name in options and rule in PRECONDITIONERS]
-    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in present}
 
 
 def fits_scale(rule: str, options: Options) -> bool:
@@ -375,7 +365,9 @@ class OptimizerGroup:
 
     def of_scale(self) -> "OptimizerGroup":
         """Return the group with those options alone that its preconditioner depends on."""
-        return OptimizerGroup(self.rule, self.names, _scale_options(self.rule, self.options))
+        present = [name for name in _OF_SCALES if name in self.options and self.rule in PRECONDITIONERS]
+        held = {name: [0.0, self.options[name][1]] if name == "betas" else self.options[name] for name in present}
+        return OptimizerGroup(self.rule, self.names, held)
 
     @classmethod
     def from_json(cls, group: Mapping[str, Any]) -> "OptimizerGroup":
@@ -394,27 +386,27 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
     """Return each optimizer with the update rule that the user gave for it.
 
     Raises:
+        TypeError: An entry is no update rule.
         ValueError: There is not one entry for each optimizer.
     """
     several = as_optimizers(optimizers)
-    given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
+    given: tuple[Any, ...] = tuple(rules) if isinstance(rules, list | tuple) else (rules,) * len(several)
+    if strange := [type(rule).__name__ for rule in given if not isinstance(rule, UpdateRule | None)]:
+        raise TypeError(f"update_rule must be an UpdateRule, or one or None for each optimizer: got {strange[0]}.")
     if len(given) != len(several):
         raise ValueError(f"update_rule must have one entry per optimizer: got {len(given)} for {len(several)}.")
     return list(zip(given, several, strict=True))
 
 
-def groups_of(
-    optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
-) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of one optimizer as they are now, or those options that preconditioners depend on.
+def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str]) -> tuple[OptimizerGroup, ...]:
+    """Return the parameter groups of one optimizer as they are now.
 
     The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
     """
     rule = _known_rule(optimizer).name if given is None else ""
     groups = []
     for group in optimizer.param_groups:
-        options = _scale_options(rule, group) if of_scale else group
-        plain = {key: _plain(value) for key, value in options.items() if key != "params"}
+        plain = {key: _plain(value) for key, value in group.items() if key != "params"}
         groups.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
     return tuple(groups)
 
@@ -458,8 +450,10 @@ def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper without a state of its own, such as Accelerate's, Lightning's or SAM."""
     for name in ("optimizer", "base_optimizer"):
         inner, state = getattr(optimizer, name, None), getattr(optimizer, "state", None)
-        shares_groups = isinstance(inner, Optimizer) and optimizer.param_groups is inner.param_groups
-        if isinstance(inner, Optimizer) and shares_groups and (not state or state is inner.state):
+        if not isinstance(inner, Optimizer) or optimizer.param_groups is not inner.param_groups:
+            continue
+        # SAM keeps the weights from which it has climbed
+        if not state or state is inner.state or {key for held in state.values() for key in held} <= {"old_p", "e_w"}:
             return _unwrapped(inner)
     return optimizer
 
@@ -492,11 +486,12 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         coefficients=coefficients,
         needs_before=tuple(dict.fromkeys(name for rule, _ in rules for name in rule.needs_before)),
         unexplained=max(rule.unexplained for rule, _ in rules),
+        refusal=next((rule.refusal for rule, _ in rules if rule.refusal), ""),
     )
 
 
 def _known_rule(optimizer: Optimizer) -> UpdateRule:
-    """Return the rule of a class, of the nearest of its bases that is torch's, or of a library's class of its name."""
+    """Return the rule of a class, of a base, of a library's class of its name; SGD's for one without other options."""
     inner = getattr(optimizer, "optimizer", None)
     for kind in type(optimizer).__mro__:
         if kind in RULES:
@@ -511,11 +506,15 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
             "its step is not linear in the gradients. Use another optimizer for the steps that are recorded."
         )
     known = ", ".join(sorted({*_OF_LIBRARIES, "Lookahead", *(kind.__name__ for kind in RULES)} - {"NoOptimizer"}))
-    kind = type(optimizer)
-    raise ValueError(
-        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not. Known are "
-        f"{known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
+    may_be_sgd = all("lr" in group and group.keys() <= _SGD_OPTIONS for group in optimizer.param_groups)
+    kind, other = type(optimizer), ", nor is it that of SGD, whose options it has" if may_be_sgd else ""
+    refusal = (
+        f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not{other}. Known "
+        f"are {known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
     )
+    if may_be_sgd:
+        return replace(RULES[optim.SGD], refusal=refusal)
+    raise ValueError(refusal)
 
 
 def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
@@ -588,9 +587,12 @@ def learning_rate(optimizers: Optimizers) -> float:
     """Return the learning rate of the first group of the first optimizer, the kernel's weight eps_s of the step.
 
     Raises:
-        ValueError: The learning rate of a group is negative or not finite.
+        ValueError: The learning rate of a group is missing, negative or not finite.
     """
-    rates = [float(group["lr"]) for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    if any("lr" not in group for group in groups):
+        raise ValueError("each parameter group of an optimizer must have its learning rate as the option 'lr': add it.")
+    rates = [float(group["lr"]) for group in groups]
     for rate in rates:
         if not 0 <= rate < float("inf"):
             raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")

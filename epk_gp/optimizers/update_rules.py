@@ -45,9 +45,6 @@ class SecondBuffer(NamedTuple):
     of_w: Number = 0.0
 
 
-_UNTOUCHED = SecondBuffer(rate=0.0, beta=1.0)
-
-
 @dataclass(frozen=True)
 class LinearStep:
     """The coefficients of one step of one parameter; each is a float, or a tensor of the parameter's shape.
@@ -112,6 +109,7 @@ class UpdateRule:
             precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
         buffers: Function of parameter, options and state that returns m, and n if there is one, of an optimizer that
             has made steps before the recording: its "momentum_buffer" or "exp_avg" by default.
+        refusal: The error if one of the first two steps is another one, of a rule that is a guess.
     """
 
     name: str
@@ -119,6 +117,7 @@ class UpdateRule:
     needs_before: tuple[str, ...] = ()
     unexplained: float = 0.0
     buffers: Callable[[nn.Parameter, Options, Options], tuple[Tensor, ...]] = _momentum_buffer
+    refusal: str = ""
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
@@ -178,8 +177,9 @@ class UpdateCoefficients:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        held = ((name, getattr(self, name).items()) for name in BY_PARAMETER)
-        others: dict[str, Any] = {name: {k: function(Q) for k, Q in items} for name, items in held}
+        others: dict[str, Any] = {
+            name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER
+        }
         return UpdateCoefficients(*map(function, self), **others, places=self.places)
 
 
@@ -187,10 +187,13 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight.
 
     Raises:
-        ValueError: A matrix is not square, or its side does not divide the parameter's number of weights.
+        TypeError: A step is no `LinearStep`.
+        ValueError: A coefficient has another shape than the parameter, or a matrix's sides do not fit its size.
     """
     matrices: dict[str, dict[int, Tensor]] = {name: {} for name in BY_PARAMETER}
     for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+        if not isinstance(step, LinearStep):
+            raise TypeError(f"an update rule's coefficients must be a LinearStep: got {type(step).__name__}.")
         held = {name: Q.detach() for name in MATRICES if (Q := getattr(step, name)) is not None}
         for name, Q in held.items():
             matrices[name][k] = Q
@@ -206,15 +209,16 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
         if like is None:
             joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        else:
-            dtype = like.dtype if like.is_floating_point() else torch.float64
-            numbers = [
-                value.detach().reshape(-1)
-                if isinstance(value, Tensor) and value.ndim
-                else like.new_full((size,), float(value), dtype=dtype)
-                for value, size in zip(values, sizes, strict=True)
-            ]
-            joined[name] = torch.cat(numbers)  # which promotes their types
+            continue
+        dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
+        for value, size in zip(values, sizes, strict=True):
+            is_whole = isinstance(value, Tensor) and value.ndim
+            if is_whole and value.numel() != size:
+                raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
+            numbers.append(
+                value.detach().reshape(-1) if is_whole else like.new_full((size,), float(value), dtype=dtype)
+            )
+        joined[name] = torch.cat(numbers)  # which promotes their types
     return UpdateCoefficients(**joined | matrices)
 
 
@@ -230,9 +234,10 @@ def second_coefficients(
     update: UpdateCoefficients, sizes: Sequence[int], reference: Tensor
 ) -> tuple[Float[Tensor, " P"], ...]:
     """Return the numbers of `SecondBuffer` per weight; those of parameters that have none leave the buffer as it is."""
-    numbers = [update.second.get(k, reference.new_tensor(_UNTOUCHED)[:, None]) for k in range(len(sizes))]
-    parts = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
-    return torch.cat(parts, dim=1).unbind()
+    untouched = reference.new_tensor(SecondBuffer(rate=0.0, beta=1.0))[:, None]
+    numbers = [update.second.get(k, untouched) for k in range(len(sizes))]
+    whole = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
+    return torch.cat(whole, dim=1).unbind()
 
 
 def predict_step(
@@ -526,15 +531,14 @@ class WeightPenalty:
         self._is_guess = ~is_seen & (self._is_guess | is_new) & bool(rates.any())
 
     def _is_seen(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> Tensor:
-        pairs = _pairs(w, used, self._sizes)
-        return torch.tensor([bool(v.any()) and bool(g.any()) for v, g in pairs], dtype=torch.bool)
+        seen = [bool(v.any()) and bool(g.any()) for v, g in _pairs(w, used, self._sizes)]
+        return torch.tensor(seen, dtype=torch.bool)
 
     def added_to(self, update: UpdateCoefficients) -> UpdateCoefficients:
         """Return the coefficients of a step with the penalty as weight decay; clipping scales both."""
-        rates = self.rates
+        rates, scale, decay = self.rates, update.grad_scale, update.weight_decay
         if not bool(rates.any()):
             return update
-        scale, decay = update.grad_scale, update.weight_decay
         if len(scale) != len(rates) or len(decay) != len(rates):
             like = scale if len(scale) != len(rates) else decay
             scale, decay, rates = (broadcast_to_params(value, self._sizes, like) for value in (scale, decay, rates))
@@ -551,10 +555,12 @@ class WeightPenalty:
             w: The weights.
             is_scaled: Whether the sum of both was multiplied by one factor, as clipping of the norm does.
         """
-        used, own, w = (value.double() for value in (used, own, w))
-        sizes = self._sizes
+        (used, own, w), sizes = (value.double() for value in (used, own, w)), self._sizes
         if is_scaled:  # the factor is that of what stands at right angles to the weights
-            upright = [torch.cat([_without(u, v) for u, v in _pairs(vector, w, sizes)]) for vector in (used, own)]
+            upright = [
+                torch.cat([u - (u @ v) / v.square().sum().clamp(min=1e-300) * v for u, v in _pairs(vector, w, sizes)])
+                for vector in (used, own)
+            ]
             used = used / (upright[0] @ upright[1] / upright[1].square().sum().clamp(min=1e-300))
         difference = used - own
         pairs = _pairs(difference, w, sizes)
@@ -580,10 +586,6 @@ class WeightPenalty:
 
 def _pairs(a: Tensor, b: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(a.split(list(sizes)), b.split(list(sizes)), strict=True))
-
-
-def _without(u: Tensor, v: Tensor) -> Tensor:
-    return u - (u @ v) / v.square().sum().clamp(min=1e-300) * v
 
 
 def _is_like(difference: Tensor, penalty: Tensor) -> bool:

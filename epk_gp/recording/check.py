@@ -226,6 +226,8 @@ def check_step(
             f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
             "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
         )
+    if not follows_rule and setup.update_rule.refusal and observed.step.index < 2:
+        raise StepMismatchError(setup.update_rule.refusal)
     if not exact:
         if residual is not None and not follows_rule and not _is_accepted(setup, observed, residual):
             raise StepMismatchError(

@@ -446,7 +446,7 @@ class StepObserver:
 
     def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
         rule = next(own for own, other in self._rules if other is optimizer)
-        return groups_of(optimizer, rule, self._names, of_scale=True)
+        return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():

@@ -40,6 +40,30 @@ from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
 
 _MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
+_TRAININGS = 2.0  # for each output: a long call that takes more says so however little is still to come
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a call says that will be long.
+
+    Attributes:
+        ways: How it is made faster.
+        trainings: Maps its seconds to how many replays of the training it takes for each output.
+    """
+
+    ways: str
+    trainings: Callable[[float], float] | None = None
+
+    def sentence(self, words: str, seconds: float, rest: float) -> str:
+        """Return what a call says of its length; "" if it is not long, or nearly done."""
+        if not rest or seconds <= _LONG:
+            return ""
+        trainings = 0.0 if self.trainings is None else self.trainings(seconds)
+        if rest < _REST and trainings <= _TRAININGS:
+            return ""
+        cost = f", {float(f'{trainings:.2g}'):g} times a replay of the training for each output" if trainings else ""
+        return f"the {words} will take about {seconds / 60:.1f} minutes{cost}: {self.ways}."
 
 
 class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
@@ -48,13 +72,14 @@ class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
     Args:
         total: Number of items that are to be done.
         desc: What is counted.
-        advice: How the call is made faster.
+        advice: What it says.
         clock: Gives the time in seconds.
     """
 
-    def __init__(self, total: int, desc: str, advice: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total: int, desc: str, advice: Advice, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(disable=True)
         self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
+        self._has_spoken = False
         self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
 
     def update(self, n: int | float | None = 1) -> bool | None:
@@ -63,17 +88,16 @@ class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
         seconds, (items, begun) = self._clock() - self._begun, self._first
         if not items:
             self._first = self.n, seconds
-        elif self._advice and seconds >= _MEASURED:
+        elif not self._has_spoken and seconds >= _MEASURED:
             rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
-            if rest >= _REST and seconds + rest > _LONG:
-                advice, self._advice = self._advice, ""
-                minutes = f"{(seconds + rest) / 60:.1f} minutes"
-                warn_caller(f"the {self._words} will take about {minutes}: {advice}.", SlowCallWarning)
+            if sentence := self._advice.sentence(self._words, seconds + rest, rest):
+                self._has_spoken = True
+                warn_caller(sentence, SlowCallWarning)
         return None
 
 
 def progress_bar(
-    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: str | None = None
+    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: Advice | None = None
 ) -> std_tqdm:  # type: ignore[type-arg]
     """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
 
@@ -83,7 +107,7 @@ def progress_bar(
         unit: Name of an item.
         initial: Number of items that were done before.
         shown: Whether there is any output.
-        advice: How the call is made faster: of a call without output, it stands in the warning that it will be long.
+        advice: What a call without output says if it will be long.
     """
     if not shown and advice is not None:
         return SlowCallNotice(total - initial, desc, advice)
@@ -204,7 +228,7 @@ def _save_begun(stored: PartialSums | None, name: str, sums: Sums) -> None:
 
 
 def run(
-    work: Work, options: ComputeOptions, what: str, *, advice: str | None = None
+    work: Work, options: ComputeOptions, what: str, *, advice: Advice | None = None
 ) -> Generator[tuple[Piece, Sums], None, None]:
     """Compute all pieces, here or by workers, and give every total with its last piece, in their order.
 
@@ -216,7 +240,7 @@ def run(
         work: What is computed.
         options: Whose workers compute, where sums are kept, and whether progress is shown.
         what: What a progress bar says.
-        advice: How the call is made faster, for one that finds out that it will be long.
+        advice: What it says if it finds out that it will be long.
 
     Raises:
         BlockingIOError: Another job computes into the checkpoint.
@@ -286,7 +310,7 @@ def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     return 0 if stored is None or not pieces[0].total else stored.count(pieces[0].total)
 
 
-def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: str | None) -> std_tqdm:  # type: ignore[type-arg]
+def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: Advice | None) -> std_tqdm:  # type: ignore[type-arg]
     """Return a progress bar: of steps, or of the pieces of workers."""
     is_here, size, done = options.executor is None, 0, 0
     for pieces in _totals(work):

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff import verification
@@ -121,3 +123,35 @@ def test_the_cheaper_representation_follows_the_shape() -> None:
     assert cost.factored_is_cheaper(1, 784, 128, is_averaged=True)
     assert not cost.factored_is_cheaper(196, 72, 16, is_averaged=True)
     assert cost.factored_last_layer_is_cheaper(torch.Size([10, 128]), "logits")
+
+
+class AtKinks(nn.Module):
+    """A network whose units are all within rounding of ReLU's kink for the inputs and weights of the check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(128, 64, bias=False), nn.Linear(192, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.cat([F.relu(self.inner(x)), x], dim=1))
+
+
+def test_a_float32_network_keeps_its_layers_where_rounding_switches_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two computations of a gradient differ by more than rounding then, which says nothing about the network."""
+    torch.manual_seed(0)
+    net = AtKinks()
+    tried = net.inner.weight.detach().double() + 0.02 * torch.arange(64 * 128).sin().view(64, 128).double()
+    X, y = (torch.randn(8, 64).double() @ torch.linalg.svd(tried)[2][64:]).float(), torch.arange(8) % 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        F.cross_entropy(net(X), y).backward()
+        recorder.batch(torch.arange(8))
+        optimizer.step()
+    run = recorder.trajectory
+    plan = verification.plan_for(run, run.model_for(X)).plan
+    assert plan.supports_interpolation
+    assert plan.bias_of.keys() == {"inner.weight", "outer.weight"}
+    assert epk.attribute(run, X[:2], path=epk.layerwise()).max_error < 1e-6
+    run.model_for(X).cache.plans.clear()
+    monkeypatch.setattr(verification, "_num_dropped", lambda _: (0, 0))  # the control: float32 alone
+    assert "inner.weight" in verification.plan_for(run, run.model_for(X)).plan.dense_params

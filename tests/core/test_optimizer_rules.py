@@ -141,19 +141,26 @@ def test_the_states_before_are_copies_of_what_is_needed():
 
 
 def test_optimizers_without_a_rule_are_refused_in_words():
-    class Adafactor(torch.optim.Optimizer):
+    class Unknown(torch.optim.Optimizer):
         pass
 
     net, _, _ = problem("SGD")
     for optimizer, says in (
         (torch.optim.LBFGS(net.parameters()), "must take one gradient a step: LBFGS evaluates the loss several times"),
         (
-            Adafactor(net.parameters(), {"lr": 0.1}),
-            rf"must be known: that of {__name__}.Adafactor is not. Known are ASGD, AdEMAMix, .* state it",
+            Unknown(net.parameters(), {"lr": 0.1, "rho": 0.5}),
+            rf"must be known: that of {__name__}.Unknown is not. Known are ASGD, AdEMAMix, .* state it",
         ),
     ):
         with pytest.raises(ValueError, match=says):
             rule_for(optimizer)
+
+
+def test_a_group_without_a_learning_rate_is_refused():
+    net, _, _ = problem("SGD")
+    optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), {"eta": 0.1})
+    with pytest.raises(ValueError, match="must have its learning rate as the option 'lr'"):
+        learning_rate(optimizer)
 
 
 def several(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -194,6 +201,20 @@ def test_one_of_several_rules_may_be_one_s_own():
         rule_for(several(net), [own])
     with pytest.raises(ValueError, match="must be one of the optimizers' that are recorded"):
         rule_for(several(net)).coefficients(net[0].weight, {}, {}, {})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_are_no_rules_and_no_steps_is_refused():
+    net, _, _ = problem("SGD")
+    for strange in (lambda *_: None, "SGD", ["SGD"]):
+        with pytest.raises(
+            TypeError, match="update_rule must be an UpdateRule, or one or None for each .*: got (func|str)"
+        ):
+            rule_for(several(net)[0], strange)
+    with pytest.raises(TypeError, match="coefficients must be a LinearStep: got NoneType"):
+        stack_coefficients([None], (4,))
+    with pytest.raises(ValueError, match=r"lr must be one number or one per weight, 4: got \(2,\)"):
+        stack_coefficients([LinearStep(lr=torch.ones(2))], (4,))
 
 
 @pytest.mark.usefixtures("unchecked")

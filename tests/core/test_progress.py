@@ -8,7 +8,7 @@ import pytest
 
 import epk_gp
 from epk_gp.core.show import SlowCallWarning, tracked
-from epk_gp.work.run import SlowCallNotice, progress_bar
+from epk_gp.work.run import Advice, SlowCallNotice, progress_bar
 
 ROOT = Path(epk_gp.__file__).parent
 
@@ -36,10 +36,10 @@ def test_every_bar_of_the_package_is_made_here():
     assert users == {"core/show.py", "work/run.py", "cli/gram.py"}  # the last takes the format of sizes alone
 
 
-def said_of(total, seconds_each, *, first=0.0):
+def said_of(total, seconds_each, *, first=0.0, trainings=None):
     """What a call without a bar says, with the number of the item after which it says so."""
     now, said = [0.0], []
-    bar = SlowCallNotice(total, "attribution", "do less", clock=lambda: now[0])
+    bar = SlowCallNotice(total, "attribution", Advice("do less", trainings), clock=lambda: now[0])
     for done in range(1, total + 1):
         now[0] += seconds_each + (first if done == 1 else 0)
         with warnings.catch_warnings(record=True) as caught:
@@ -56,6 +56,17 @@ def test_a_quiet_call_that_will_be_long_says_so_once_after_three_seconds():
     assert said_of(10, 5, first=30)[0][2] == "the attribution will take about 1.3 minutes: do less."
 
 
+def test_a_long_call_says_how_many_trainings_an_output_costs_and_above_two_also_when_it_is_nearly_done():
+    costs = "minutes, {} times a replay of the training for each output: do less."
+    for replay, trainings in ((0.5, "480"), (33.0, "7.3"), (480.0, "0.5")):
+        ((place, _, message),) = said_of(400, 0.6, trainings=lambda seconds, one=replay: seconds / one)
+        assert (place, message) == (5, f"the attribution will take about 4.0 {costs.format(trainings)}")
+    for replay, places in ((18.9, [2]), (19.0, []), (40.0, [])):  # 38 seconds, of which 4 are still to come
+        said = said_of(3, 4, first=26, trainings=lambda seconds, one=replay: seconds / one)
+        assert [place for place, *_ in said] == places
+    assert said_of(3, 4, first=2, trainings=lambda _: 9.0) == []
+
+
 @pytest.mark.parametrize(
     ("total", "seconds_each", "first"),
     [(400, 0.07, 0), (1, 300, 0), (3, 4, 30), (100_000, 2e-5, 0), (100, 0.02, 2.9)],
@@ -66,6 +77,6 @@ def test_a_call_that_is_not_long_or_is_nearly_done_says_nothing(total, seconds_e
 
 
 def test_a_call_says_nothing_of_its_length_where_it_shows_a_bar_or_has_no_advice():
-    shown = [(False, "do less"), (True, "do less"), (False, None)]
+    shown = [(False, Advice("do less")), (True, Advice("do less")), (False, None)]
     bars = [progress_bar(9, "attribution", shown=is_shown, advice=advice) for is_shown, advice in shown]
     assert [isinstance(bar, SlowCallNotice) for bar in bars] == [True, False, False]

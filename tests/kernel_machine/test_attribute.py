@@ -155,7 +155,9 @@ def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow
     with pytest.warns(SlowCallWarning) as caught:
         epk.attribute(trajectory, X, **options)
     (warning,) = caught
-    (ways,) = re.findall(r"^the attribution will take about [\d.]+ minutes: (.*)\.$", str(warning.message))
+    cost = r"[\d.]+ minutes, ([\d.e+]+) times a replay of the training for each output"
+    ((trainings, ways),) = re.findall(rf"^the attribution will take about {cost}: (.*)\.$", str(warning.message))
+    assert float(trainings) > 2  # ten seconds a step of the clock, less than one of the replay
     assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
 
 

@@ -156,6 +156,23 @@ def test_second_buffers_and_matrices_are_stored_and_computed_again(tmp_path, nam
     torch.testing.assert_close(again.samples, expected, rtol=0, atol=1e-7 if name == "SOAP" else 1e-9)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_second_buffer_that_first_and_last_steps_do_not_have_is_stored_and_computed_again(tmp_path, every):
+    net, X, y, steps = problem()
+    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9), po.Adan(net[2].parameters(), lr=0.01)]
+    storage = epk.Storage(keep_every=every)
+    with epk.Recorder(net, optimizers, X, y, folder=tmp_path / "run", storage=storage) as recorder:
+        for s, batch in enumerate(steps):
+            net[2].requires_grad_(0 < s < len(steps) - 1)
+            net.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not any(recorder.trajectory.updates[s].second for s in (0, len(steps) - 1))
+    assert epk.attribute(recorder.trajectory, X[:2]).certified
+
+
 @pytest.mark.parametrize("name", ["Lion", "schedulefree AdamW", "Adan", "Lookahead"])
 def test_planted_faults_are_found(name):
     kind, options, _ = CASES[name]
@@ -202,6 +219,16 @@ def test_schedule_free_training_with_evaluations_and_its_average():
     assert (parts.total - net(X[:2])).abs().max() <= 1e-10
     with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_coefficients"):
         assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
+
+
+def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refused():
+    def two(p):
+        return schedulefree.SGDScheduleFree([{"params": p[:2]}, {"params": p[2:], "momentum": 0.5}], lr=0.1)
+
+    for make, rule in ((lambda p: torch.optim.SGD(p, lr=0.1), "SGD"), (two, "SGDScheduleFree")):
+        run, _ = recorded(make)
+        with pytest.raises(ValueError, match=rf"must be of a schedule-free optimizer, with one beta .*: got {rule}\."):
+            schedule_free_coefficients(run)
 
 
 def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
@@ -349,6 +376,50 @@ def test_the_lines_that_the_refusal_shows_record_a_home_made_optimizer():
     assert parts.max_error <= 1e-10
 
 
+class HomeMade(torch.optim.Optimizer):
+    """SGD as people write it: `sign` makes of it another rule, and so does decay apart from the gradient."""
+
+    def __init__(self, parameters, sign=False, decoupled=False, **options):
+        super().__init__(parameters, options)
+        self.sign, self.decoupled = sign, decoupled
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr, mu, decay = group["lr"], group.get("momentum", 0.0), group.get("weight_decay", 0.0)
+            for p in group["params"]:
+                g = p.grad.sign() if self.sign else p.grad + (0.0 if self.decoupled else decay) * p
+                p *= 1 - lr * decay * self.decoupled
+                if mu:
+                    g = self.state[p]["momentum_buffer"] = mu * self.state[p].get("momentum_buffer", 0.0) + g
+                p -= lr * g
+
+
+HOME_MADE = [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("options", HOME_MADE)
+def test_a_home_made_class_whose_steps_are_those_of_sgd_needs_no_rule(options):
+    run, X = recorded(lambda p: HomeMade(p, **options))
+    same, _ = recorded(lambda p: torch.optim.SGD(p, **options))
+    parts, expected = (epk.attribute(each, X, head="logits") for each in (run, same))
+    assert run.update_rule == "SGD"
+    assert parts.certified
+    torch.testing.assert_close(parts.samples, expected.samples, rtol=0, atol=1e-12)
+    found, by_torch = (epk.influence(each, X, head="logits").values for each in (run, same))
+    torch.testing.assert_close(found, by_torch, rtol=0, atol=1e-12)
+    loaded, _ = continued(lambda p: HomeMade(p, **options))
+    assert (loaded.momentum is not None) == ("momentum" in options)
+    assert epk.attribute(loaded, X).certified
+
+
+@pytest.mark.parametrize(("fault", "step"), [({"sign": True}, 0), ({"decoupled": True}, 1), ({"dampening": 0.5}, 1)])
+def test_a_home_made_class_with_the_options_of_sgd_and_other_steps_is_shown_how_to_state_its_own(fault, step):
+    says = rf"step {step}: .*HomeMade is not, nor is it that of SGD, whose options it has(.|\n)*rule = UpdateRule\("
+    with pytest.raises(StepMismatchError, match=says):
+        recorded(lambda p: HomeMade(p, **HOME_MADE[1], **fault))
+
+
 class Renamed(torch.optim.AdamW):
     """Changes nothing in its steps."""
 
@@ -384,6 +455,12 @@ def test_wrappers_are_taken_off():
     sam = po.SAM(problem()[0].parameters(), torch.optim.SGD, lr=0.1)
     assert as_optimizers(sam) == (sam.base_optimizer,)
     assert rule_for(sam).name == "SGD"
+    begun = Wrapper(inner)
+    begun.state = {p: {"old_p": p.detach().clone()} for p in inner.param_groups[0]["params"]}
+    assert as_optimizers(begun) == (inner,), "the weights from which SAM has climbed are no state"
+    begun.state = {p: {"slow": p.detach().clone()} for p in inner.param_groups[0]["params"]}
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+        as_optimizers(begun)
     ahead = po.Lookahead(inner)
     assert as_optimizers(ahead) == (ahead,), "it has weights of its own"
 
