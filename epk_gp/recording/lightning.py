@@ -7,6 +7,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from epk_gp.core.losses import UnstatedLoss
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 from epk_gp.recording.recorder import Recorder
@@ -94,7 +95,7 @@ class RecorderCallback(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Announce the batch whose gradient was just computed."""
         weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
-        if weight is None:
+        if weight is None and not isinstance(self._recorder.loss, UnstatedLoss):  # whose gradient has the factor
             weight = 1 / trainer.accumulate_grad_batches
         self._recorder.batch(self._indices(self._batch), weight=weight)
         self._is_announced = True

@@ -397,7 +397,10 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     if setup.clip is not None and _is_same(used, whole):
         return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
     if _is_same(used, ratio * whole):
-        stated = f"clip=ClipNorm({float(used.norm()):.6g})" if ratio < 1 else f"batch(indices, weight={ratio:.6g})"
+        is_scaled = ratio >= 1 or float(torch.tensor(ratio).log2()).is_integer()  # as by a GradScaler
+        stated = f"batch(indices, weight={ratio:.6g})" if is_scaled else f"clip=ClipNorm({float(used.norm()):.6g})"
+        if isinstance(setup.loss, UnstatedLoss) and any(batch.weight not in (None, 1.0) for batch in made.announced):
+            stated = "no weight= with loss=None, for what came through the outputs has the loop's factors already"
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"

@@ -449,7 +449,9 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if (
+            not torch.is_grad_enabled() or not self.setup.has_all_weights()
+        ):  # functional_call puts others in their place
             self._begun.append(None)
             return
         self.complete()
