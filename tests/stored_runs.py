@@ -226,6 +226,7 @@ def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(to
         autocast=torch.bfloat16 if draw[7] < 0.3 else None,
         cotangents=torch.randn(num_rows, 3, generator=generator).double() if draw[7] > 0.8 else None,
         weights=torch.randn(NUM_WEIGHTS, generator=generator).double() if draw[6] > 0.8 else None,
+        settings=torch.randn(5, generator=generator).double() if draw[5] > 0.8 else None,
     )
 
 

@@ -31,7 +31,14 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept
+from epk_gp.core.model import (
+    FunctionalModel,
+    leaves_of,
+    random_state_kept,
+    set_settings,
+    setting_places,
+    settings_of,
+)
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
@@ -131,6 +138,8 @@ class TrainingReplay:
     def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec) -> None:
         self.model, self.loss, self.spec = model, loss, spec
         self._modules: dict[torch.dtype, nn.Module] = {}
+        self._places = setting_places(model.module)
+        self._settings, self._has_other_settings = settings_of(model.module, self._places), False
 
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
@@ -170,7 +179,7 @@ class TrainingReplay:
     def module_in_modes(self, data: PassData) -> nn.Module:
         """Return the network that replays a pass, in the pass's modes."""
         module = self._module(data)
-        _set_modes(module, data.forward)
+        self._set_modes(module, data.forward)
         return module
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
@@ -248,11 +257,22 @@ class TrainingReplay:
 
     @contextmanager
     def _conditions(self, module: nn.Module, data: PassData, *, exact: bool) -> Iterator[None]:
-        _set_modes(module, data.forward)
+        self._set_modes(module, data.forward)
         autocast = None if exact else data.forward.autocast
         mixed = nullcontext() if autocast is None else torch.autocast(self.spec.device.type, dtype=autocast)
         with self.random_numbers(data), quiet_checkpoints(), mixed:
             yield
+
+    def _set_modes(self, module: nn.Module, forward: ForwardPass) -> None:
+        if forward.settings is not None or self._has_other_settings:
+            settings = self._settings if forward.settings is None else forward.settings
+            set_settings(module, self._places, settings)
+            self._has_other_settings = True
+        if forward.modes is None:
+            module.eval()
+            return
+        for part, mode in zip(module.modules(), forward.modes.tolist(), strict=True):
+            part.training = mode
 
 
 def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
@@ -276,14 +296,6 @@ def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> 
     is_seen = torch.zeros(len(y), dtype=torch.bool, device=outputs.device).index_fill(0, index, True)
     log_p = outputs.log_softmax(dim=1) if isinstance(loss, CrossEntropy) else outputs
     return torch.where(is_seen, -(q * log_p).sum(dim=1), per_sample_losses(loss, outputs, y))
-
-
-def _set_modes(module: nn.Module, forward: ForwardPass) -> None:
-    if forward.modes is None:
-        module.eval()
-        return
-    for part, mode in zip(module.modules(), forward.modes.tolist(), strict=True):
-        part.training = mode
 
 
 @dataclass(frozen=True, eq=False)

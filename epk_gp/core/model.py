@@ -1,13 +1,14 @@
 """The network as a function of its trained weights, and a fingerprint of that function."""
 
 import copy
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -419,6 +420,27 @@ def fingerprint_outputs(
         state = torch.cat([state, statistics.to(state)])
     with torch.no_grad():
         return model(model.unflatten(state), inputs[:NUM_FINGERPRINT_POINTS])
+
+
+def setting_places(module: nn.Module) -> list[tuple[int, str]]:
+    """Return the places, module and name, of a network's numbers that are no tensors, such as rates of dropout."""
+    parts = enumerate(module.modules())
+    return [(k, name) for k, part in parts for name, value in vars(part).items() if type(value) in (int, float)]
+
+
+def settings_of(module: nn.Module, places: Sequence[tuple[int, str]]) -> Float64[Tensor, " K"]:
+    """Return the numbers at some places of a network; NaN where it holds none any more."""
+    parts = list(module.modules())
+    values: list[Any] = [vars(parts[k]).get(name) if k < len(parts) else None for k, name in places]
+    return torch.tensor([v if type(v) in (int, float) else math.nan for v in values], dtype=torch.float64)
+
+
+def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: Float64[Tensor, " K"]) -> None:
+    """Write numbers to some places of a network, of the types that stand there."""
+    parts = list(module.modules())
+    for (k, name), value in zip(places, values.tolist(), strict=True):
+        kind = type(vars(parts[k])[name])
+        setattr(parts[k], name, kind(value) if value == int(value) else value)
 
 
 def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:

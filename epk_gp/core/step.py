@@ -65,6 +65,8 @@ class ForwardPass:
         cotangents: The gradient of the loop's loss in all that the network returned for each row, (n, D), where no loss
             is stated: the loss of a row is then their product. None where a stated loss gives it.
         weights: The weights at which the pass was computed, (P,); None if they are those at the start of the step.
+        settings: The network's numbers that are neither weights nor buffers (`model.setting_places`), such as rates of
+            dropout; None if they are those when recording began.
     """
 
     num_rows: int
@@ -79,6 +81,7 @@ class ForwardPass:
     memory_order: Int64[Tensor, " dimensions"] | None = None
     cotangents: Float[Tensor, "n D"] | None = None
     weights: Float[Tensor, " P"] | None = None
+    settings: Float64[Tensor, " K"] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -247,10 +250,7 @@ def fingerprint_step(
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for name, value in vars(forward).items():
-        if value is None and name in (
-            "cotangents",
-            "weights",
-        ):  # digests of runs without are as before there were these
+        if value is None and name in ("cotangents", "weights", "settings"):  # as before there were these
             continue
         for tensor in (value.index, value.values) if isinstance(value, SeenRows) else (value,):
             if isinstance(tensor, Tensor):

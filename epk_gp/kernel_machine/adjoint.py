@@ -363,8 +363,9 @@ class LossProducts:
 
     def _kind_of(self, data: PassData) -> tuple[bytes, torch.dtype]:
         """Return what tells networks apart that replay passes."""
-        modes = data.forward.modes
-        return b"" if modes is None else bytes(tensor_bytes(modes)), self.run.passes.dtype_of(data)
+        kinds = (data.forward.modes, data.forward.settings)
+        key = b"".join(b"-" if kind is None else bytes(tensor_bytes(kind)) for kind in kinds)
+        return key, self.run.passes.dtype_of(data)
 
     def _from_gradients(
         self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]

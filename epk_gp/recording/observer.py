@@ -57,6 +57,7 @@ class CapturedForward:
         num_backwards: Number of backward passes that brought a gradient to the outputs.
         num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
+        settings: The network's numbers that are no tensors; None if they are those when recording began.
         stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
             gradient; None if there is none.
     """
@@ -77,6 +78,7 @@ class CapturedForward:
     num_backwards: int = 0
     num_arguments: int = 1
     weights: Tensor | None = None
+    settings: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
     def watch(self, returned: Any, num_rows: int) -> Any:
@@ -486,6 +488,7 @@ class StepObserver:
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),
             weights=weights,
+            settings=setup.changed_settings(),
         )
         self._begun.append(forward)
 

@@ -173,7 +173,8 @@ class PassRecords:
     def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
         """Leave out the random state of a pass in whose modes the network has drawn nothing: another thread drew."""
         key = forward.modes.numpy().tobytes()
-        if (forward.random_state is None and forward.device_random_state is None) or key in self._drawing:
+        has_none = forward.random_state is None and forward.device_random_state is None
+        if has_none or key in self._drawing or forward.settings is not None:
             return forward
         model, state = self._setup.model, torch.cat([start, forward.statistics.to(start)])
         call, _ = self._call_in(forward.modes, state)
@@ -218,7 +219,8 @@ class PassRecords:
             else:
                 targets, c = _used_positions(setup.loss, forward, y, cuts, c)
         is_random = forward.random_state is not None or forward.device_random_state is not None
-        needs_modes = is_random or forward.autocast is not None or self._differs_in(forward.modes)
+        is_special = forward.autocast is not None or forward.settings is not None
+        needs_modes = is_random or is_special or self._differs_in(forward.modes)
         before, after = forward.statistics, forward.statistics_after
         record = ForwardPass(
             num_rows=len(rows),
@@ -233,6 +235,7 @@ class PassRecords:
             memory_order=forward.memory_order if is_random else None,
             cotangents=cotangents,
             weights=forward.weights,
+            settings=forward.settings,
         )
         return record, c.cpu().double()
 

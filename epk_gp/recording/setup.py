@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -33,6 +33,8 @@ from epk_gp.core.model import (
     functionalize,
     perturbed_initial,
     random_state_kept,
+    setting_places,
+    settings_of,
     with_kept_activations,
 )
 from epk_gp.core.step import fingerprint_data, fingerprint_start
@@ -111,6 +113,17 @@ class TrainingSetup:
         """Buffers and frozen parameters as recorded, but those by which torch's normalisations count batches."""
         state = self.model.frozen_state().items()
         return {name: value for name, value in state if not name.endswith("num_batches_tracked")}
+
+    @cached_property
+    def _settings(self) -> tuple[list[tuple[int, str]], Float64[Tensor, " K"]]:
+        places = setting_places(self.model.module)
+        return places, settings_of(self.model.module, places)
+
+    def changed_settings(self) -> Float64[Tensor, " K"] | None:
+        """Return the network's numbers that are no tensors; None if they are those when recording began."""
+        places, recorded = self._settings
+        present = settings_of(self.net, places)
+        return None if torch.equal(present, recorded) or not present.isfinite().all() else present
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""

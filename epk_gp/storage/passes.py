@@ -26,6 +26,7 @@ _VECTORS = {
     "statistics_after": (torch.float32, torch.float64),
     "memory_order": (torch.int64,),
     "weights": (torch.float32, torch.float64),
+    "settings": (torch.float64,),
     "cotangents": (torch.float32, torch.float64, torch.float16, torch.bfloat16),  # the one that is no vector: (n, D)
 }
 _SEEN = ("inputs", "targets")

@@ -263,3 +263,43 @@ def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
     with pytest.raises(RuntimeError, match="mine"):
         loop()
     assert recorder.trajectory.num_steps == recorder.num_steps == 2
+
+
+class Annealed(nn.Module):
+    """Numbers that a loop changes: a rate of dropout, the momentum of a normalisation, a factor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.norm = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)
+        self.drop, self.head = nn.Dropout(0), nn.Linear(6, 3)
+        self.scale, self.calls = 1, 0
+        self.double()
+
+    def forward(self, x):
+        self.calls += 1
+        z = self.head(self.drop(torch.tanh(self.norm(self.body(x)))))
+        return z * self.scale if self.training else z
+
+    def anneal(self, step):
+        self.drop.p, self.norm.momentum, self.scale = 0.1 * step, 0.2 / (1 + step), 1 + 0.5 * step
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pass(tmp_path, is_on_disk):
+    net, (X, y) = Annealed(), data()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    folder = tmp_path / "run" if is_on_disk else None
+    with epk.Recorder(net, optimizer, X, y, folder=folder) as recorder:
+        for step in range(5):
+            net.anneal(step)
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch(None)
+            optimizer.step()
+    run = epk.load_trajectory(folder, Annealed()) if is_on_disk else recorder.trajectory
+    parts = epk.attribute(run, X[:3], head="logits")
+    assert parts.certified
+    assert (parts.total - net.eval()(X[:3])).abs().max() < 1e-10
+    assert epk.influence(run, X[:2]).certified
+    assert any(forward.settings is not None for step in run.steps for forward in step.passes)

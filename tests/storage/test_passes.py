@@ -175,6 +175,7 @@ CHANGED = {
     "autocast": torch.float16,
     "cotangents": torch.ones(4, 3, dtype=torch.float64),
     "weights": torch.arange(3.0),
+    "settings": torch.arange(2.0).double(),
 }
 
 
