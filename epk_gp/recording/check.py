@@ -188,7 +188,7 @@ def clipped_apart(
     factors = torch.where(is_clipped, bound / (norm + EPSILON), 1.0).double()
     predicted = gradient * broadcast_to_params(factors, sizes, gradient)
     is_same = bool(((predicted - used).abs() <= rounding * used.abs().max()).all())
-    return factors if is_same and abs(float(clipped) - bound) <= EPSILON + rounding * bound else None
+    return factors if is_same and bound > 0 and abs(float(clipped) - bound) <= EPSILON + rounding * bound else None
 
 
 def check_step(

@@ -337,11 +337,6 @@ REFUSED = {
     "statistics_edited_before_the_step": (NORM, "step", edit(mean), "in another way"),
     "statistics_switched_on": (("late_batch_norm",), "begin", lambda loop: loop.net.train(),
         "'1.running_mean' changed. If training moves it"),
-    "another_momentum": (("batch_norm",), "begin", option("momentum", 0.3), "has momentum=0.3 and had momentum=0.1"),
-    "another_eps": (("batch_norm",), "begin", option("eps", 1e-2), OTHER_GRADIENT),
-    "another_dropout": (("dropout",), "begin", option("p", 0.4), r"'1' \(Dropout\) has p=0.4 and had p=0.5"),
-    "another_dropout_for_a_pass": (("dropout",), "begin", other_dropout_for_a_pass, OTHER_GRADIENT),
-    "noise_that_an_attribute_scales": (("odd_attribute",), "begin", id, "has count=2 and had count="),
     "noise_that_an_integer_scales": (("odd_integer",), "begin", id, "has number=2 and had number="),
     "noise_of_another_generator": (("odd_generator",), "begin", id, "a torch.Generator of its own"),
     "layer_by_layer": (("dropout", "batch_norm"), "begin", layer_by_layer, "call the network itself, net"),
@@ -375,6 +370,10 @@ SOUND = {
     "nothing": (("plain", "regression", "no_dropout", *ODD), "begin", id),
     "rate_changed_before_the_step": (PLAIN, "step", options(lr=0.1)),
     "momentum_changed": (PLAIN, "begin", options(momentum=0.9)),
+    "another_momentum_of_statistics": (("batch_norm",), "begin", option("momentum", 0.3)),
+    "another_dropout": (("dropout",), "begin", option("p", 0.4)),
+    "another_dropout_for_a_pass": (("dropout",), "begin", other_dropout_for_a_pass),
+    "noise_that_an_attribute_scales": (("odd_attribute",), "begin", id),
     "decay_changed": (PLAIN, "begin", options(weight_decay=0.1)),
     "maximize_changed": (PLAIN, "begin", options(maximize=True)),
     "momentum_forgotten": (PLAIN, "begin", lambda loop: loop.optimizers[0].state.clear()),
@@ -413,6 +412,12 @@ SOUND = {
     "other_order_of_optimizers": (("two_optimizers",), "step", lambda loop: loop.optimizers.reverse()),
     "one_optimizer_alone": (("two_optimizers",), "step", lambda loop: loop.optimizers.pop()),
 }  # fmt: skip
+
+
+def test_a_number_that_changes_the_network_in_evaluation_mode_too_is_refused_at_the_end():
+    loop = CapturedLoop("batch_norm", {"begin": option("eps", 1e-2)})
+    with pytest.raises(epk.StepMismatchError, match="forward function must stay as it was"):
+        loop.run()
 
 
 @pytest.mark.parametrize(("name", "feature"), cases(SOUND))
