@@ -5,7 +5,7 @@
 `IndexedDataset` gives either the indices of a batch's rows.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ class IndexedDataset(Dataset[Any]):
 
     gives_indices = True  # the recorder reads the dataset inside
 
-    def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
+    def __init__(self, dataset: Dataset[Item] | Sequence[Item], *, key: str | None = None) -> None:
         """Wrap a dataset.
 
         Args:

@@ -59,7 +59,7 @@ def _h(group: Options, before: Options) -> Tensor:
     return g.add(before[WEIGHTS], alpha=group["weight_decay"]) if is_coupled else g
 
 
-def _debiased(beta: float, count: float) -> float:
+def _debiased(beta: float, count: float | int) -> float:
     return float(1 - beta**count)
 
 

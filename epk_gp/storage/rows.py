@@ -27,7 +27,9 @@ from epk_gp.core.ragged import as_ragged
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
-Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, Any] | str | None  # a text: the key of an item that holds it
+Targets = (
+    Shaped[Tensor, "M ..."] | np.ndarray[Any, np.dtype[Any]] | str | None
+)  # a text: the key of an item that holds it
 
 _ITEMS = 64  # of a dataset that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
@@ -53,7 +55,7 @@ class Stream:
     """
 
     X: Inputs
-    y: Shaped[Tensor, "n ..."] | None = None
+    y: Shaped[Tensor, "M ..."] | None = None
 
 
 class Rows:
