@@ -67,8 +67,9 @@ from epk_gp.autodiff.representations import (
     concat_rows,
     sum_outer_products,
 )
-from epk_gp.autodiff.secants import SecantDerivatives, mean_of_rows
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.losses import Head, apply_head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
 from epk_gp.core.torch_overrides import disable_fused_attention
 
@@ -85,8 +86,7 @@ class WeightLocation:
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
-        secant_head: Rows come in pairs, at t = 0 and t = 1, and every operation, this head included, has the mean of
-            its derivative between both (`autodiff.secants`): cotangents are those of the head's outputs.
+        secant_head: As of `secant_jacobians`: rows come in pairs, at t = 0 and t = 1.
     """
 
     w: Float[Tensor, " PQ"]
@@ -129,12 +129,39 @@ def layer_jacobians(
         jacobians = recorded.jacobians(cost)
     if plan.dense_params:
         names, values = plan.dense_params, recorded.values
-        jacobians.append(
-            dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)
-            if at.secant_head is None
-            else _dense_secants(net, at, X, values)
-        )
+        jacobians.append(dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph))
     return jacobians
+
+
+def secant_jacobians(
+    net: PlannedModel,
+    segment: tuple[Float[Tensor, " PQ"], Float[Tensor, " PQ"]],
+    X: Shaped[Tensor, "n ..."],
+    cotangents: Cotangents,
+    cost: ContractionCost,
+    head: Head,
+) -> tuple[Float[Tensor, "n 2 C"], list[LayerJacobian], Float[Tensor, "K n Q"]]:
+    """Average the derivative of every operation, the head included, between two states (`autodiff.secants`).
+
+    Args:
+        net: The network; its plan supports interpolation.
+        segment: The first state, w, and the way to the second.
+        X: n inputs.
+        cotangents: Which gradients are wanted, of 2n rows: each input at both states. They are the head's outputs'.
+        cost: Decides the representations.
+        head: The head.
+
+    Returns:
+        The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
+    """
+    at = WeightLocation(*segment, segment[0].new_tensor([0.0, 1.0]).repeat(len(X)), secant_head=head)
+    rows = X.repeat_interleave(2, dim=0)
+    with torch.enable_grad(), disable_fused_attention():
+        recorded = _RecordedPass(net, at, rows, cotangents, False)
+        jacobians = recorded.jacobians(cost)
+    if net.plan.dense_params:
+        jacobians.append(_dense_secants(net, at, rows, recorded.values))
+    return recorded.z.detach().unflatten(0, (-1, 2)), jacobians, torch.cat(recorded.of_statistics)
 
 
 def _evaluate(
@@ -183,14 +210,14 @@ def _logits(net: PlannedModel, at: WeightLocation, X: Tensor) -> Float[Tensor, "
 
 
 def _dense_secants(net: PlannedModel, at: WeightLocation, X: Tensor, values: Tensor) -> DenseJacobian:
-    """Differentiate the outputs of each pair of rows with respect to the dense parameters, pair by pair."""
+    """Average the derivatives in the dense parameters over each pair of rows, pair by pair."""
     parts = []
     for rows in torch.arange(len(X), device=X.device).split(2):
         params, here = net.leaves(at.w), replace(at, t=None if at.t is None else at.t[rows])
         with torch.enable_grad(), disable_fused_attention():
             z, _ = _evaluate(net, params, here, X[rows])
             parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, rows]) / 2)
-    return DenseJacobian(torch.stack(parts, dim=1).repeat_interleave(2, dim=1))
+    return DenseJacobian(torch.stack(parts, dim=1))
 
 
 def layer_jacobians_blocked(
@@ -251,19 +278,25 @@ def statistics_jacobian(
         with torch.no_grad(), disable_fused_attention():
             values = cotangents.of_logits(_logits(net, at, X))
         return dense_jacobian(net, model.statistics, at.w, X, values, d=at.d, t=at.t).values
-    w = at.w.detach()
-    t = w.new_zeros(len(X)) if at.t is None else at.t
-    d = torch.zeros_like(w) if at.d is None else at.d.detach()
+    if at.t is None:
+        at = replace(at, d=torch.zeros_like(at.w), t=at.w.new_zeros(len(X)))
     with torch.enable_grad(), disable_fused_attention():
-        rows = (w[model.num_weights :] + t[:, None] * d[model.num_weights :]).requires_grad_()
-        pieces = rows.split([shape.numel() for shape in model.statistic_shapes], dim=1)
-        named = zip(model.statistics, pieces, model.statistic_shapes, strict=True)
-        own = {name: piece.reshape(len(X), *shape) for name, piece, shape in named}
-        z, _ = _evaluate(net, model.unflatten(w), replace(at, d=d, t=t), X, statistics=own)
+        rows, own = _statistics_of_rows(model, at)
+        z, _ = _evaluate(net, model.unflatten(at.w.detach()), at, X, statistics=own)
         values = cotangents.of_logits(z.detach())
         if not z.requires_grad:  # no statistic is used
             return values.new_zeros(len(values), *rows.shape)
         return pulled_back(z, [rows], values).view(len(values), *rows.shape)
+
+
+def _statistics_of_rows(model: FunctionalModel, at: WeightLocation) -> tuple[Float[Tensor, "E Q"], dict[str, Tensor]]:
+    """Return the moving statistics of every row, to be differentiated, and the same by name."""
+    w, d = (torch.zeros_like(at.w) if value is None else value.detach() for value in (at.w, at.d))
+    t = w.new_zeros(1) if at.t is None else at.t
+    rows = (w[model.num_weights :] + t[:, None] * d[model.num_weights :]).requires_grad_()
+    pieces = rows.split([shape.numel() for shape in model.statistic_shapes], dim=1)
+    named = zip(model.statistics, pieces, model.statistic_shapes, strict=True)
+    return rows, {name: piece.reshape(len(t), *shape) for name, piece, shape in named}
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,8 +350,11 @@ class _RecordedPass:
         self.bias_of, self.num_rows = net.plan.bias_of, len(X)
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
         self.calls = list[_LayerCall]()
-        self.params = net.leaves(at.w)
-        self.z, self.mode = _evaluate(net, self.params, at, X, self)
+        self.params, self.statistics, own = net.leaves(at.w), None, None
+        self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
+        if at.secant_head is not None:
+            self.statistics, own = _statistics_of_rows(net.model, at)
+        self.z, self.mode = _evaluate(net, self.params, at, X, self, own)
         self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
 
     def watch(self, call: FunctionCall | None, result: Any) -> None:
@@ -413,20 +449,23 @@ class _RecordedPass:
             rows = W[:, None].expand(-1, self.num_rows, -1)
             values, known = rows - self.z.detach().softmax(dim=1) @ W if head == "log_softmax" else rows, [values]
             calls, outputs = calls[:-1], last.call.input
-        plan = self.net.plan
+        plan, places = self.net.plan, [(call.edge, call.shape) for call in calls]
+        if self.statistics is not None:
+            places.append((get_gradient_edge(self.statistics), self.statistics.shape))
         size = cotangents_per_pass(plan, self.net.itemsize, self.num_rows, len(values))
         for start in range(0, len(values), size):
             part = slice(start, start + size)
             grads = propagate_cotangents(
                 outputs,
-                [(call.edge, call.shape) for call in calls],
+                places,
                 values[part],
                 batched=plan.supports_batched_vjp and not has_secants,
                 frees_graph=part.stop >= len(values),
                 create_graph=self.create_graph,
             )
             if has_secants:  # gradients are captured before the hooks of the calls' outputs
-                grads = [mean_of_rows(grad.transpose(0, 1)).transpose(0, 1) for grad in grads]
+                *grads, of_statistics = (grad.unflatten(1, (-1, 2)).mean(2) for grad in grads)
+                self.of_statistics.append(of_statistics)
             yield [*grads, *(grad[part] for grad in known)]
 
 
@@ -473,6 +512,7 @@ class LayerJacobianBuilder:
     def __init__(
         self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, _LayerCall]], cost: ContractionCost
     ) -> None:
+        self.has_secants = recorded.at.secant_head is not None
         self.calls, self.has_bias, is_last = calls, recorded.bias_of[name] is not None, recorded.are_last(calls)
         self.cotangent_is_constant = is_last and recorded.cotangents.are_constant
         first, shape = calls[0][1], recorded.params[name].shape
@@ -496,6 +536,8 @@ class LayerJacobianBuilder:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
         function, appends = layer.call.function, self.has_bias and not self.is_factored
         x = layer.normalised(mode) if function in NORMALISATIONS else layer.input
+        if self.has_secants:
+            x = x.unflatten(0, (-1, 2)).mean(1)
         if function in CHANNELS_LAST:
             x = x.reshape(len(x), -1, self.num_groups, self.n_in)
             return append_bias_column(x) if appends else x

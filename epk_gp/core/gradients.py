@@ -52,7 +52,7 @@ from epk_gp.core.trajectory import (
     step_coefficients,
 )
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import move_by_rounding, predict_step, relative_rounding
+from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, predict_step, relative_rounding
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
@@ -464,7 +464,7 @@ def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
     """
     eps = torch.finfo(dtype).eps
     share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
-    return float(4 * eps * replayed.w.abs().max() + share * replayed.d.abs().max())
+    return float(4 * eps * largest_entry(replayed.w) + share * largest_entry(replayed.d))
 
 
 def mismatch_ratio(
@@ -518,8 +518,8 @@ def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
 
 
 def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
-    parts = values.abs().split([size for size in model.sizes if size])
-    return torch.stack([part.max() for part in parts]) if parts else values.new_zeros(1)
+    parts = values.split([size for size in model.sizes if size])
+    return torch.stack([largest_entry(part) for part in parts]) if parts else values.new_zeros(1)
 
 
 def batch_gradient(

@@ -140,7 +140,7 @@ def restore_update(
         numbers = getattr(compact, name).to(scales[0])
         if len(numbers) != len(sizes):  # held per weight beside steps that need it
             numbers = numbers[firsts[:-1].clamp(max=len(numbers) - 1)]
-        restored[name] = broadcast_to_params(numbers, sizes, scales[0])
+        restored[name] = broadcast_to_params(numbers, sizes, scales[0]).clone()
         for part, scale in zip(parts, scales, strict=True):
             at, repeats = places[part.parameters], part.sizes.to(scale.device)
             if name not in part.fields or not bool((at >= 0).any()):

@@ -12,6 +12,7 @@ It holds also where a term depends on the whole batch. Where every term depends 
 the samples can be written out instead; the cheaper of the two is taken by counted cost.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -22,17 +23,17 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
+from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import BEFORE, Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, initial_momentum, step_coefficients
+from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
-    IntegratedLine,
     Predictions,
     TermSums,
     grouped_products,
@@ -119,16 +120,16 @@ def propagate(
         M = own_m if M is None else M.add_(own_m)
         H = (one_minus_dampening * M).add_(own_h)
     else:
-        if momentum_lr.any():
+        if u.momentum_lr.any():
             M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
         if M is None:
             return lr * Phi, None, None
         H = one_minus_dampening * M
-        if lr.any():
+        if u.lr.any():
             H.addcmul_(Phi, lr)
     if N is not None:
         return H.addcmul_(N, of_h), N, torch.cat([M.mul_(beta), second_beta * N], dim=-1)
-    return H, None, M.mul_(beta) if beta.any() else None
+    return H, None, M.mul_(beta) if u.beta.any() else None
 
 
 def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
@@ -198,41 +199,67 @@ def average_over(block: Predictions, steps: range, max_nodes: int, *, splits_sta
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
+    if block.is_layerwise:
+        return _layerwise_average(block, steps, max_nodes)
     line = integrate_stretch(block, steps, max_nodes)
-    of_statistics = None
-    # a layerwise integral is not known without; that of one step is, but for how it is split
-    wants_statistics = block.is_layerwise or splits_statistics or len(steps) > 1
-    if wants_statistics and block.trajectory.statistics is not None:
-        of_statistics = line.averaged_statistics_jacobian()
+    wants_statistics = (splits_statistics or len(steps) > 1) and block.trajectory.statistics is not None
+    of_statistics = line.averaged_statistics_jacobian() if wants_statistics else None
     Phi = averaged_jacobian(line.node_batches(), block.columns)
-    integral = _measured(line, Phi, of_statistics) if block.is_layerwise else line.integral
-    return StretchAverage(steps, Phi, of_statistics, integral)
+    return StretchAverage(steps, Phi, of_statistics, line.integral)
 
 
-def _measured(
-    line: IntegratedLine, Phi: Float[Tensor, "K N P"], of_statistics: Float[Tensor, "K N Q"] | None
-) -> Integral:
-    """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
-    block, integral, P = line.block, line.integral, line.block.net.model.num_weights
-    d, eps = line.segment.d, torch.finfo(Phi.dtype).eps
-    change, size = (Phi @ d[:P]).T, (Phi.abs() @ d[:P].abs()).T
-    if of_statistics is not None:
-        change = change + (of_statistics @ d[P:]).T
-        size = size + (of_statistics.abs() @ d[P:].abs()).T
+def _layerwise_average(block: Predictions, steps: range, max_nodes: int) -> StretchAverage:
+    """Average the derivative of every operation over a stretch.
+
+    The averages give the integral: what they say of the change of the outputs is compared with it.
+    """
+    if not block.net.plan.supports_interpolation:
+        raise ValueError(
+            "layerwise() needs a network whose weights are used by functions that are linear in them, row by row: this "
+            "one's are not. Take chords(every=k)."
+        )
+    X, net, P, Q = block.X, block.net, block.net.model.num_weights, block.net.model.num_statistics
+    w, end = block.state(steps.start), block.state(steps.stop)
+    d, eps = end - w, torch.finfo(w.dtype).eps
+    rows = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
+    rows, found = min(rows, block.memory.statistics_rows(block.num_outputs, Q)), list[tuple[Tensor, ...]]()
+    for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2)):
+        cotangents = block.cotangents(points.repeat_interleave(2))
+        z, layers, part = secant_jacobians(net, (w, d), X[points], cotangents, block.cost, block.kernel.head)
+        found.append((z.transpose(0, 1), to_flat_order(layers, block.columns), part))
+    (start, end), Phi, of_statistics = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*found, strict=True)
+    )
+    change = (Phi @ d[:P] + of_statistics @ d[P:]).T
+    size = (Phi.abs() @ d[:P].abs() + of_statistics.abs() @ d[P:].abs()).T
     rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
-    true = block.select_outputs(integral.end - integral.start)
-    error = (true - change).abs().amax(dim=1)
-    total = change if block.classes is None else integral.total.scatter(1, block.classes[:, None], change)
-    rule = block.kernel.rule
-    if isinstance(rule, AdaptiveRule):
+    error = (block.select_outputs(end - start) - change).abs().amax(dim=1)
+    total = change if block.classes is None else (end - start).scatter(1, block.classes[:, None], change)
+    if isinstance(rule := block.kernel.rule, AdaptiveRule):
         share = len(stretches_of(block.kernel.path, block.trajectory.num_steps))
-        of_outputs = rounding_of(integral.start, integral.end)
-        status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
+        status = residual_status(error, torch.maximum(rounding_of(start, end), rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
         status = torch.where(error.isfinite(), status, QuadratureStatus.NOT_FINITE)
     else:
         status = fixed_status(error)
-    return replace(integral, total=total, residual=error, status=status, rounding=rounding)
+    zeros, twos = torch.zeros_like(error), torch.full_like(status, 2)
+    integral = Integral(
+        total=total,
+        start=start,
+        end=end,
+        residual=error,
+        evaluations=zeros + 2,
+        point=torch.arange(len(X), device=X.device).repeat_interleave(2),
+        t=w.new_tensor([0.0, 1.0]).repeat(len(X)),
+        weight=w.new_full((2 * len(X),), 0.5),
+        breakpoints=zeros,
+        ends=zeros + 1,
+        orders=twos,
+        num_intervals=twos // 2,
+        status=status,
+        rounding=rounding,
+    )
+    return StretchAverage(steps, Phi, of_statistics if Q else None, integral)
 
 
 # What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
@@ -246,6 +273,10 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 # that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
 _DOUBTS = 16.0
 
+# A way of taking products is compared with plain autograd in every so many passes of a kind: a choice. What it misses
+# in the others is seen by the certificate of the sum.
+_COMPARED_EVERY = 16
+
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
@@ -257,6 +288,9 @@ class LossProducts:
 
     Products are those of the samples' gradients where writing these out is cheaper, else of forward mode. Where torch
     has none, or it gives something else than plain autograd, each sample has a backward pass of its own.
+
+    Both are compared with plain autograd in the first pass of a kind and in every 16th one after it; forward mode in
+    all, where a preconditioner may amplify rounding.
 
     Attributes:
         block: The predictions.
@@ -272,6 +306,8 @@ class LossProducts:
     _rows: MappedRows = field(default_factory=lambda: MappedRows(least=(1.0, 0.0)))
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
+    _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # of passes of a kind
+    _is_compared: bool = True  # the present one
 
     def __call__(
         self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
@@ -285,18 +321,25 @@ class LossProducts:
             groups: Group of each of the L parameters.
 
         Returns:
-            The products; and what <H, sum_i c_i grad loss_i> with the gradient of a backward pass has more than their
-            sum: rounding, which a preconditioner can make large where a gradient is nothing else (a bias in front of
-            BatchNorm under Adam). None where gradients are written out, and where it is more than rounding can be: left
-            out of every term, the certificate sees it.
+            The products; and, where they are compared, what <H, sum_i c_i grad loss_i> with the gradient of a backward
+            pass has more than their sum: rounding, which a preconditioner can make large where a gradient is nothing
+            else (a bias in front of BatchNorm under Adam). None where gradients are written out, and where it is more
+            than rounding can be: left out of every term, the certificate sees it.
         """
-        state = flat_state(self.block.trajectory.trained, step.index, self.block.X)
+        kind = self._kind_of(data)
+        self._is_compared = self._counts[kind] % _COMPARED_EVERY == 0
+        self._counts[kind] += 1
+        state = self.block.trained_state(step.index)
         if self._writes_gradients_out(data, H.shape[0] * H.shape[1], int(groups.max()) + 1):
             written = self._from_gradients(state, data, H, groups)
             if written is not None:
                 return written, None
+        u, sizes = step_coefficients(self.block.trajectory, step.index, H), self.block.net.model.sizes
+        has_preconditioner = u.has_matrices or max(map(len, (u.lr, u.momentum_lr))) > len(sizes)
+        if self._has_forward_mode and not self._is_compared and not has_preconditioner:
+            return self._along_all(state, data, H, groups), None
         replayed, dtype = self.run.passes.gradient(state, data, exact=True), self.run.passes.dtype_of(data)
-        whole = grouped_products(H, replayed.gradient[None], groups, self.block.net.model.sizes).squeeze(2)
+        whole = grouped_products(H, replayed.gradient[None], groups, sizes).squeeze(2)
         values = self._along_all(state, data, H, groups, replayed.losses)
         if self._has_forward_mode and not self._is_derivative(state, data, H, whole, values):
             self._has_forward_mode = False
@@ -306,15 +349,20 @@ class LossProducts:
         return values, rounding if bool((rounding.sum(dim=2).abs() <= allowed).all()) else None
 
     def _along_all(
-        self, state: Tensor, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"], expected: Tensor
+        self,
+        state: Tensor,
+        data: PassData,
+        H: Float[Tensor, "K N P"],
+        groups: Int64[Tensor, " L"],
+        expected: Tensor | None = None,
     ) -> Float[Tensor, "N K B G"]:
         """Return c_i <H, grad loss_i> over each group of parameters."""
         K, N = H.shape[:2]
         count = int(groups.max()) + 1
-        owner = groups.to(H.device).repeat_interleave(torch.tensor(self.block.net.model.sizes, device=H.device))
-        values = H.new_empty(N, K, len(data.X), count)
+        values, sizes = H.new_empty(N, K, len(data.X), count), self.block.net.model.sizes
         for group in range(count):
-            directions = (H if count == 1 else H * (owner == group)).flatten(0, 1)
+            is_own = broadcast_to_params((groups == group).to(H), sizes, H)
+            directions = (H if count == 1 else H * is_own).flatten(0, 1)
             products = self._along(state, data, directions, expected)
             values[..., group] = (data.c.to(H) * products).view(K, N, -1).transpose(0, 1)
         return values
@@ -352,7 +400,7 @@ class LossProducts:
             return False
         n, P = len(data.X), block.net.model.num_weights
         if self._flops_per_row is None:
-            state, replay = flat_state(block.trajectory.trained, 0, block.X), self.run.passes
+            state, replay = block.trained_state(0), self.run.passes
             with FlopCount() as counter, torch.no_grad():
                 replay.losses(replay.params(state, data), data)
             self._flops_per_row = counter.total / n
@@ -373,8 +421,8 @@ class LossProducts:
         """Write the samples' gradients out, some at a time.
 
         Those of a pass that draws random numbers are written out in its own modes, of the whole batch together, whose
-        masks are drawn together. The products with the sum of the adjoints are compared with forward mode's: None where
-        they are others, as a row's loss depends on other rows or numbers are drawn in another order.
+        masks are drawn together. Where the products with the sum of the adjoints are compared with forward mode's: None
+        if they are others, as a row's loss depends on other rows or numbers are drawn in another order.
         """
         block, every = self.block, torch.arange(len(data.X), device=data.X.device)
         blocks, sizes = every.split(block.memory.adjoint_samples()), block.net.model.sizes
@@ -399,21 +447,25 @@ class LossProducts:
         for rows in blocks:
             part = [jacobian.rows(slice(int(rows[0]), int(rows[-1]) + 1)) for jacobian in jacobians]
             values.append(grouped_products(H, to_flat_order(part, block.columns)[0].to(H), groups, sizes))
-        written, losses = torch.cat(values, dim=2), replay.gradient(state, data, exact=True).losses
-        expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
-        if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
-            return None
+        written = torch.cat(values, dim=2)
+        if self._is_compared:
+            losses = replay.gradient(state, data, exact=True).losses
+            expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
+            if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
+                return None
         self._in_modes[key] = net
         return written
 
     def _along(
-        self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"], expected: Tensor
+        self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"], expected: Tensor | None
     ) -> Float[Tensor, "R n"]:
-        """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
+        """Differentiate the losses of a pass, whose values may be known, along some directions of the weights."""
         if self._has_forward_mode:
-            size = expected.abs().max().clamp(min=1.0)
             try:
                 primals, slopes = self._forward(state, data, directions)
+                if expected is None:
+                    return slopes.to(directions)
+                size = expected.abs().max().clamp(min=1.0)
                 if self._rows.works and not _is_same(primals, expected, size):
                     self._rows.works = False
                     primals, slopes = self._forward(state, data, directions)
@@ -531,13 +583,13 @@ class AdjointTerms(AttributionWork):
                 # a pass that resumes within a chord has counted it
                 uncounted = stretch.integral if s == steps[-1] else None
             Phi, u = stretch.of_weights, step_coefficients(trajectory, s, X)
-            start, end = (flat_weights(trajectory, state, X) for state in (s, s + 1))
-            change = (Phi @ (end - start)).T  # N K
+            w, P = block.trained_state(s), Phi.shape[2]
+            w, d = w[:P], block.state(s + 1)[:P] - block.state(s)[:P]
+            change = (Phi @ d).T  # N K
             totals.add_change(change)
             if trajectory.average is not None and len(stretch.steps) > 1:
                 Phi = Phi.clone()  # it is overwritten
             E, of_optimizer, H, N, adjoint = propagate_step(trajectory, s, sizes, Phi, adjoint)
-            w = flat_weights(trajectory.trained, s, X)
             decay: Tensor | None = None
             of_second = [] if N is None else [(N, second_coefficients(u, sizes, w)[-1])]
             for of_pull, factor in ((H, u.weight_decay), (of_optimizer, u.decoupled_decay), *of_second):
@@ -575,12 +627,12 @@ class AdjointTerms(AttributionWork):
         if len(stretch.steps) == 1:
             total = block.select_outputs(stretch.integral.total) - change
         else:
-            before, after = (flat_state(block.trajectory, state, block.X) for state in (s, s + 1))
-            total = torch.einsum("knq,q->nk", Phi_b, (after - before)[block.net.model.num_weights :])
+            before, after = (block.state(state)[block.net.model.num_weights :] for state in (s, s + 1))
+            total = torch.einsum("knq,q->nk", Phi_b, after - before)
         if Phi_b is None or not self._splits(totals):
             totals.add_statistics(s, total, None)
             return
-        state, samples, added = flat_state(block.trajectory.trained, s, block.X), [], []
+        state, samples, added = block.trained_state(s), [], []
         passes = products.run.data(step)
         moves = products.run.unseen_moves(step, passes)
         for number, data in enumerate(passes):

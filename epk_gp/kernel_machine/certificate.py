@@ -16,7 +16,7 @@ from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import relative_rounding
+from epk_gp.optimizers.update_rules import largest_entry, relative_rounding
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule
 from epk_gp.work.run import Sums
@@ -85,7 +85,7 @@ class StepMismatches:
         dtype = coarsest_dtype(trajectory, model.spec.dtype)
         change, recomputation = flat_weights(trajectory, index + 1, w) - w, recomputation_of(trajectory)
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
-        mismatch = float(difference.abs().max())
+        mismatch = float(largest_entry(difference))
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
         if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
             statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
@@ -109,7 +109,9 @@ class StepMismatches:
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
-        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, dtype)
+        is_exact = recomputation is not None or replayed.as_trained is replayed.d
+        left = mismatch if is_exact else float(largest_entry(change - replayed.d))
+        return ratio <= 1 and left > replay_rounding(replayed, dtype)
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,7 +18,6 @@ from epk_gp.autodiff.dense import (
     all_outputs,
     chosen_outputs,
     flat_columns,
-    values,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
@@ -32,7 +31,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus, path_identity, stretches_of
+from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
 
 Groupings = tuple[tuple[Axis, ...], ...]
@@ -55,6 +54,7 @@ class Predictions:
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
     memory_budget: int
+    _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -90,6 +90,18 @@ class Predictions:
     def is_layerwise(self) -> bool:
         """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
         return isinstance(self.kernel.path, LayerwisePath)
+
+    def state(self, s: int) -> Float[Tensor, " PQ"]:
+        """Read a state of the path; the last two are held, as both ends of a step are read again for others."""
+        if s not in self._held:
+            while len(self._held) > 1:
+                self._held.pop(max(self._held, key=lambda held: abs(held - s)))
+            self._held[s] = flat_state(self.trajectory, s, self.X)
+        return self._held[s]
+
+    def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
+        """Read a state of the run: that of the path, but for averaged weights."""
+        return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
@@ -145,7 +157,7 @@ class IntegratedLine:
         block, K, Q = self.block, self.block.num_outputs, self.block.net.model.num_statistics
         total = block.zeros(K, len(block.X), Q)
         size = block.memory.statistics_rows(K, Q)
-        for nodes, points, at in self._nodes(size + size % 2):  # the rows of a layerwise path come in pairs
+        for nodes, points, at in self._nodes(size):
             gradients = statistics_jacobian(block.net, at, block.X[points], block.cotangents(points))
             total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
         return total
@@ -153,10 +165,8 @@ class IntegratedLine:
     def _nodes(self, size: int) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
         """Yield some nodes at a time, the points that they belong to, and their weights."""
         line, integral = self.segment, self.integral
-        head = line.head if self.block.is_layerwise else None
         for nodes in torch.arange(len(integral.point), device=integral.point.device).split(size):
-            at = WeightLocation(line.w, line.d, integral.t[nodes], secant_head=head)
-            yield nodes, integral.point[nodes], at
+            yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
 
 
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
@@ -169,44 +179,11 @@ def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> Integ
         max_nodes: Nodes evaluated at a time.
     """
     X, net, kernel = block.X, block.net, block.kernel
-    w, end = (flat_state(block.trajectory, s, X) for s in (steps.start, steps.stop))
+    w, end = block.state(steps.start), block.state(steps.stop)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
     segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
-    if block.is_layerwise:
-        return IntegratedLine(block, segment, _both_ends(segment, X), max(2, size - size % 2))
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
     return IntegratedLine(block, segment, integral, size)
-
-
-def _both_ends(segment: WeightSegment, X: Shaped[Tensor, "n ..."]) -> Integral:
-    """Evaluate points at both ends of a stretch, where every operation has its mean derivative between them.
-
-    The integral is the change of the outputs, until the averages are known (`adjoint.StretchAverage`).
-    """
-    if not segment.net.plan.supports_interpolation:
-        raise ValueError(
-            "layerwise() needs a network whose weights are used by functions that are linear in them, row by row: this "
-            "one's are not. Take chords(every=k)."
-        )
-    t = segment.w.new_tensor([0.0, 1.0]).repeat(len(X))
-    start, end = values(segment, X.repeat_interleave(2, dim=0), t).unflatten(0, (-1, 2)).unbind(1)
-    point = torch.arange(len(X), device=X.device).repeat_interleave(2)
-    zeros, ones = torch.zeros_like(start[:, 0]), torch.ones_like(point[::2])
-    return Integral(
-        total=end - start,
-        start=start,
-        end=end,
-        residual=zeros,
-        evaluations=zeros + 2,
-        point=point,
-        t=t,
-        weight=torch.full_like(t, 0.5),
-        breakpoints=zeros,
-        ends=zeros + 1,
-        orders=ones + 1,
-        num_intervals=ones,
-        status=ones * QuadratureStatus.CONVERGED,
-    )
 
 
 def grouped_products(
@@ -389,7 +366,7 @@ class StepResiduals:
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             if keeps and (is_amplified or (keeps_all and index in places)):
-                residual = flat_weights(trajectory.trained, index + 1, X) - replayed.w - replayed.d
+                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
                 if index not in places:  # a rounding that is amplified
                     self._rows[index] = residual.to(like)
                     continue
