@@ -32,7 +32,6 @@ OTHER_DOORS = {
     "cli.attribute.influence",
     "cli.report.report",
     "cli.runs.verify",
-    "cli.gram.estimate",
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
     "plots.contributions.influence_figure",

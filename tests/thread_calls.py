@@ -77,7 +77,7 @@ class Shared:
 
 
 RULE = epk.gauss_legendre(2)
-MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
+MODES: tuple[Any, ...] = ("full", "independent", "trace", 1)
 KERNELS = {f"{mode}{' normalized' if by else ''}": (mode, by) for mode in MODES for by in (None, "mean_diagonal")}
 
 
@@ -232,7 +232,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
     "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
-    "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test, block_size=2),
+    "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test),
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
     "leave_one_out": lambda s: leave_one_out(s.gp),

@@ -35,17 +35,7 @@ from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
-from epk_gp.storage.files import (
-    MAX_JSON_BYTES,
-    atomic_write,
-    checksum,
-    checksum_json,
-    checksummed_json,
-    load_tensors,
-    read_bytes,
-    read_checked,
-    read_checksummed_json,
-)
+from epk_gp.storage import files
 from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
@@ -337,9 +327,9 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "classes": None if classes is None else self.classes_.tolist(),
             "tensor_bytes": len(content),
         }
-        atomic_write(place / TENSORS, content)
-        described["tensor_blake2b"] = checksum(content, checksum_json(described))
-        atomic_write(place / DESCRIPTION, checksummed_json(described))
+        files.atomic_write(place / TENSORS, content)
+        described["tensor_blake2b"] = files.checksum(content, files.checksum_json(described))
+        files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))
 
     @classmethod
     def load(
@@ -512,7 +502,7 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
     if not file.is_file():
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
-    entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+    entries = files.read_checksummed_json(files.read_bytes(file, files.MAX_JSON_BYTES, str(file)), message)
     if entries.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
@@ -520,9 +510,9 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
         )
     description = validated(_Description, entries, message)
     del entries["tensor_blake2b"]
-    size, suffix = description.tensor_bytes, checksum_json(entries)
-    content = read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
-    return description, load_tensors(content, str(tensors))
+    size, suffix = description.tensor_bytes, files.checksum_json(entries)
+    content = files.read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
+    return description, files.load_tensors(content, str(tensors))
 
 
 def _read_nodes(

@@ -15,23 +15,3 @@ The files, from the lowest: `files` (atomic writes, checksums, tensors by name),
 generators), `writer` (locks and commits), `verify` (checks and exports), `run`. `partial_sums` stores unfinished sums
 of long computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """
-
-from epk_gp.storage.run import create_run, is_run, load_trajectory, resume_run
-from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
-from epk_gp.storage.verify import RunSummary, check_run, export_run
-from epk_gp.storage.writer import RunWriter, Storage
-
-__all__ = [
-    "RunSummary",
-    "RunWriter",
-    "Stateful",
-    "StatefulObjects",
-    "Storage",
-    "TrainingState",
-    "check_run",
-    "create_run",
-    "export_run",
-    "is_run",
-    "load_trajectory",
-    "resume_run",
-]

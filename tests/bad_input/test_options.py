@@ -63,7 +63,6 @@ def growth(radii):
 # Calls with one number, the smallest that is accepted, and the name that the message begins with.
 COUNTS = {
     "fit": (lambda f, n: gp(f).fit(steps=n), 1, "steps"),
-    "posterior_block": (lambda f, n: f.gp.logit_posterior(X[:3], block_size=n), 1, "block_size"),
     "softmax_samples": (lambda f, n: softmax(num_samples=n), 2, "num_samples"),
     "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
@@ -81,8 +80,7 @@ COUNTS = {
 @pytest.mark.parametrize(("ask", "minimum", "name"), COUNTS.values(), ids=COUNTS.keys())
 def test_a_count_is_a_whole_number_in_range(f, ask, minimum, name):
     for value in (1.5, float(minimum), True, np.True_, None, "x", [1], torch.tensor(minimum), np.array(minimum)):
-        # a text names an output structure, and None is the default of one of the two block sizes
-        if not (isinstance(value, str) and "class" in name) and not (value is None and name == "block_size"):
+        if not (isinstance(value, str) and "class" in name):  # a text names an output structure
             assert refusal(TypeError, rf"^({name})\b.* must be .*got ", ask, f, value) is None, value
     for value in (minimum - 1, -7):
         assert refusal(ValueError, rf"^({name})\b.* got .*{value}", ask, f, value) is None, value

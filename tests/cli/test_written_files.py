@@ -18,7 +18,7 @@ from written_files import PAGE, described, names, pattern
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
 OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
 UNCERTAINTY = ("uncertainty", "uncertainty --validation")
-DESCRIBED = ("info", "verify", "attribute", "influence", "gram", "estimate", *UNCERTAINTY, "audit", "report")
+DESCRIBED = ("info", "verify", "attribute", "influence", "gram", *UNCERTAINTY, "audit", "report")
 RUNS = ("record", "export")
 MADE = (*RUNS, *DESCRIBED)
 FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -78,7 +78,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
         "influence": ("--num-points", 2),
         "gram": ("--num-rows", 6, "--num-columns", 7),
-        "estimate": ("--num-rows", 6, "--num-columns", 7, "--seconds", 1),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
         "uncertainty --validation": ("--validation", "held-out"),

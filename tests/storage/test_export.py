@@ -13,7 +13,8 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import FIELDS, ClipValue, LinearStep, UpdateRule, broadcast_to_params
 from epk_gp.provenance import write_arrays
-from epk_gp.storage import export_run, files
+from epk_gp.storage import files
+from epk_gp.storage.verify import export_run
 from loops import data, mlp, sgd
 from stored_runs import adam
 

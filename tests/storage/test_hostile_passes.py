@@ -10,9 +10,9 @@ import epk_gp as epk
 import stored_runs
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.storage import export_run
 from epk_gp.storage.files import SAFETENSORS_DTYPES, pack
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import export_run
 from epk_gp.storage.writer import open_for_writing
 from loops import mlp
 from stored_runs import CHUNK, add, begin, changed, entry, finish, norm_net, opened, refused, with_tensor, without

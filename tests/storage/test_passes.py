@@ -16,11 +16,10 @@ from epk_gp.cli.runs import info
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
 from epk_gp.optimizers.update_rules import LinearStep, broadcast_to_params, stack_coefficients
 from epk_gp.recording.history import RunHistory
-from epk_gp.storage import export_run
 from epk_gp.storage import passes as passes_module
 from epk_gp.storage.passes import StoredPasses, _tensors_of
 from epk_gp.storage.schema import read_header
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.verify import check_run, export_run
 from loops import data
 from stored_runs import CHUNK, add, begin, equal_values, finish, norm_net, random_pass, same_passes, write_by_hand
 
