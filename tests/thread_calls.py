@@ -23,7 +23,7 @@ from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import tangent_trajectory
-from epk_gp.storage.verify import check_run, export_run
+from epk_gp.storage.verify import check_run
 
 
 class Remembers(nn.Module):
@@ -170,12 +170,6 @@ def _check(shared: Shared) -> object:
     return found.finished, [step.lr for step in found.steps], found.num_steps, found.files
 
 
-def _export(shared: Shared) -> object:
-    with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        size = export_run(shared.folder / "plain", Path(folder) / "run.safetensors")
-        return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
-
-
 def _report(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
         options = {"explained": 1, "outputs": 1, "rule": RULE, "kernel_points": 2}
@@ -246,7 +240,6 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "statistics": _statistics,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "fewer", s.build().double()).states),
     "check_run": _check,
-    "export_run": _export,
     "train": _train,
     "Trajectory": lambda s: (
         s.fewer.is_vanilla_gd, s.fewer.weights(2), s.fewer.dtype, s.fewer.step_sizes, repr(s.fewer),

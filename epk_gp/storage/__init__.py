@@ -4,7 +4,6 @@
     resume_run        check that a run is the same, and restore weights, optimizer and random numbers of its last commit
     load_trajectory   open a run for reading
     check_run         read every file of a run and compare it with what was committed
-    export_run        write a run to one safetensors file
     Storage           how often steps are committed, and which weight states are kept
 
 The first two return a `RunWriter`, whose `append` is one commit. The format is described in docs/format.md. Nothing is
@@ -12,6 +11,6 @@ pickled, opening a run executes nothing, and nothing that stands in a file is us
 
 The files, from the lowest: `files` (atomic writes, checksums, tensors by name), `schema` (header and data), `journal`,
 `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `writer` (locks and commits), `verify` (checks and exports), `run`. `partial_sums` stores unfinished sums
+generators), `writer` (locks and commits), `verify` (checks), `run`. `partial_sums` stores unfinished sums
 of long computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """

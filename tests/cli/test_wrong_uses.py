@@ -115,14 +115,13 @@ USES = OF_TYPER | {
     "--activation belongs to --network mlp": "record --out new --network a:b --activation tanh",
     "--out must be a new or empty folder": "OWN --out {file,full}",
     "RUN must hold a recorded run: ok.npz/run.json does not exist":
-        "{info,verify,attribute,gram,uncertainty,audit,export,report} ok.npz",
-    "must hold a recorded run": "{info,verify,export,gram} nowhere",
+        "{info,verify,attribute,gram,uncertainty,audit,report} ok.npz",
+    "must hold a recorded run": "{info,verify,gram} nowhere",
     "--rule must be adaptive[:TOL], gauss-legendre:N":
         "{verify,attribute,gram,uncertainty} run --rule gauss-legendre:100000; report run --rule simpson; "
         "gram run --rule left-endpoint:3 --estimate 1; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
         f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
         "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
-    "would be ignored beside --checksums": "verify run --checksums --num-points 3",
     "--all-points must stand without --num-points": "verify run --all-points --num-points 3",
     "--points must have a side": "gram run --rows train --points ok.npz",
     "chords:K or layerwise[:K]: got":
@@ -161,12 +160,9 @@ USES = OF_TYPER | {
     "cannot be used: ":
         "{info,verify,attribute,gram,uncertainty,audit} run --out file; demo --out file; "
         f"info run --out {{file/below,{'a' * 300}}}; report run --out file/report.html",
-    "must be a new file": "export run --out file.safetensors",
-    "--out must be a .safetensors file": "export run --out {x.npz,x,x.safetensors.gz}",
     "--out must lie outside the folder of the run":
         "{info,verify,attribute,gram,uncertainty,audit} run --out {run,run/below,full/../run,link}; "
-        "report run --out run/report.html; export run --out run/run.safetensors",
-    "no/where": "export run --out no/where.safetensors",
+        "report run --out run/report.html",
     "--memory must be at least 0.001": "{attribute,report,gram,audit} run --memory {0,-1,nan,inf,1e300,1e-300}",
     "--lr must be positive and finite": "OWN --lr {0,-1,nan,inf}",
     "--momentum must be at least 0 and below 1": "OWN --momentum {2,1,-0.1,nan,inf,1e300}",
