@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import epk_gp as epk
-
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 
 
