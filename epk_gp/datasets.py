@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_generator, validate_integer
+from epk_gp.core.checks import validate_count, validate_generator, validate_integer, validate_labels
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 
 DATA_VARIABLE = "EPK_GP_DATA"
@@ -44,16 +44,7 @@ class Dataset(Displayed):
 
     def __post_init__(self) -> None:
         """Check that the labels fit the inputs."""
-        if len(self.labels) != len(self.inputs):
-            raise ValueError(
-                f"labels must have one entry per input: got {len(self.labels)} labels for {len(self.inputs)} inputs. "
-                "Pass both from the same split, in the same order."
-            )
-        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
-            raise ValueError(
-                f"labels must lie in 0 … {self.num_classes - 1}: got {int(self.labels.min())} … "
-                f"{int(self.labels.max())}. Raise num_classes, or renumber the classes from 0."
-            )
+        validate_labels(self.labels, len(self.inputs), self.num_classes)
 
     def __len__(self) -> int:
         """Return the number of inputs."""

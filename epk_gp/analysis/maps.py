@@ -132,9 +132,7 @@ def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[T
 
 
 def _rows(X: Tensor) -> Tensor:
-    validate_tensor(X, "inputs")
-    if not X.is_floating_point():
-        raise TypeError(f"a plane needs floating-point inputs: got {X.dtype}.")
+    validate_tensor(X, "inputs", floating=True)
     if X.ndim < 2 or not len(X):
         raise ValueError(f"a plane needs inputs of shape (n, ...), at least one: got shape {tuple(X.shape)}.")
     validate_finite(X, "inputs")

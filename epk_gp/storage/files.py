@@ -62,23 +62,25 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int, where: str, suffix: str = "") -> str:
-    """Return the checksum of a file followed by a text; the file is read block by block.
+def verify_file(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> None:
+    """Raise if a file, followed by a text, has another checksum; the file is read block by block.
 
     Args:
         file: A regular file.
         size: The size that the file must have, in bytes; a file of another size is not read.
+        blake2b: The checksum.
         where: Name of the file in an error message.
         suffix: A text that is hashed after the file.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: The file is not a regular file, or it has another size.
+        ValueError: The file is not a regular file, or it has another size or checksum.
     """
     with open_regular(file, where, size) as stream:
         hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
     hasher.update(suffix.encode())
-    return hasher.hexdigest()
+    if hasher.hexdigest() != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
 
 
 def open_descriptor(file: Path, flags: int) -> int:

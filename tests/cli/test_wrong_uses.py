@@ -146,7 +146,7 @@ USES = OF_TYPER | {
     "at least 20 validation points: got 19": "uncertainty judged --validation few.npz --points points.npz",
     "validation points: got 10": "uncertainty judged --validation few.npz",
     "validation points must have labels: points.npz has no `labels`.": "uncertainty judged --validation points.npz",
-    "`labels` in wrong.npz must lie in 0..2, the run's classes.": "uncertainty judged --validation wrong.npz",
+    "`labels` in wrong.npz must lie in 0..2: got 1..3.": "uncertainty judged --validation wrong.npz",
     "20 of 20 are training points. Hold others out": "uncertainty judged --validation seen.npz",
     "t10k-images": "uncertainty judged --validation .",
     "has none. Name a file.": "{uncertainty,report} run --validation held-out",
