@@ -19,11 +19,11 @@ from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.storage.verify import check_run
+from helpers import gram_block_per_class
 
 
 class Remembers(nn.Module):

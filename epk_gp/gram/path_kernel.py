@@ -73,7 +73,7 @@ class PathKernel:
     def block_per_class(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
     ) -> Float[Tensor, "C N M"]:
-        """Compute K[n, c, m, c] for every output c; see `gram_block_per_class`."""
+        """Compute K[n, c, m, c] for every output c, at a C-th of the products of `block`."""
         return self._assembled(a, b, options, is_per_class=True)
 
     def trace_block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N M"]:
@@ -96,7 +96,7 @@ class PathKernel:
                 return assemble(GramWork(self.with_net(net, options, **pairs), a, b, plan=net.plan))
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
-        """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
+        """Compute each point's C x C kernel with itself, block[n, :, n, :], at a cost linear in N."""
         options.require_unset("diagonal_blocks", "accumulate")
         self.validate_points(a, a, options)
         while True:
@@ -284,45 +284,6 @@ def gram_block(
     """
     kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     return kernel.block(a, b, parse_options("gram_block", **options))
-
-
-def gram_block_per_class(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points,
-    *,
-    head: Head | None = None,
-    rule: rules.Rule = rules.gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: rules.WeightPath = rules.straight(),
-    **options: Unpack[ComputeSettings],
-) -> Float[Tensor, "C N M"]:
-    """Sum the exact path kernel of each output with itself, at a C-th of the products.
-
-        K[c, n, m] = gram_block[n, c, m, c]
-
-    Arguments, errors: as `gram_block`.
-    """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
-    return kernel.block_per_class(a, b, parse_options("gram_block_per_class", **options))
-
-
-def gram_diagonal_blocks(
-    trajectory: Trajectory,
-    a: Points,
-    *,
-    head: Head | None = None,
-    rule: rules.Rule = rules.gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: rules.WeightPath = rules.straight(),
-    **options: Unpack[ComputeSettings],
-) -> Float[Tensor, "N C C"]:
-    """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
-
-    Arguments, errors: as `gram_block`; `accumulate` has no meaning here.
-    """
-    parsed = parse_options("gram_diagonal_blocks", ("accumulate",), **options)
-    return PathKernel(trajectory, head, rule, step_weights=step_weights, path=path).diagonal_blocks(a, parsed)
 
 
 def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:

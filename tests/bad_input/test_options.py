@@ -16,7 +16,6 @@ from epk_gp.core.model import zero_final_layer
 from epk_gp.gp.data import count_seen
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.kernel_machine.axes import by_step
 from helpers import refusal
 from loops import CASES, data, mlp, sgd, trained
@@ -161,7 +160,6 @@ OF_ANOTHER_KIND = {
     "counts must be a function of the targets, or None: got 3": lambda f: epk.PerSampleLoss(min, counts=3),
     r"f\(\) got an unexpected keyword argument 'budget'. It takes mem": lambda f: parse_options("f", budget=1),
     r"reconstruct\(\) got an unexpected keyword argument 'accumulate'": lambda f: epk.reconstruct(f.t, X, **WIDE),
-    r"gram_diagonal_blocks\(\) got an unexpected .* 'accumulate'": lambda f: gram_diagonal_blocks(f.t, AB[0], **WIDE),
     "generator must be a torch.Generator": lambda f: datasets.three_gaussians(1, generator=3),
 }
 WITHOUT_MEANING = {

@@ -12,9 +12,8 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import planned_kernel
 from epk_gp.gram.accumulator import GramAccumulator, StepAverage
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import assert_blocks, assert_close, make_case
+from helpers import assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
 RULE = epk.gauss_legendre(2)
 
