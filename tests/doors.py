@@ -106,14 +106,8 @@ DOORS = {
     door.name.rpartition(".")[2]: door
     for door in (
         Door("gram.path_kernel.gram_block", lambda run, X, **o: epk.gram_block(run, *sides(run, X), **o), GRAM),
-        Door(
-            "gram.path_kernel.PathKernel.block_per_class", lambda run, X, **o: per_class(run, *sides(run, X), **o), GRAM
-        ),
-        Door(
-            "gram.path_kernel.PathKernel.diagonal_blocks",
-            lambda run, X, **o: diagonal(run, sides(run, X)[0], **o),
-            GRAM,
-        ),
+        Door("PathKernel.block_per_class", lambda run, X, **o: per_class(run, *sides(run, X), **o), GRAM),
+        Door("PathKernel.diagonal_blocks", lambda run, X, **o: diagonal(run, sides(run, X)[0], **o), GRAM),
         Door("gram.path_kernel.PathKernel", lambda run, X, **o: epk.PathKernel(run, **o).block(*sides(run, X)), KERNEL),
         Door("gram.path_features.path_features", features, HEAD | COMPUTED, lambda features: features + 0),
         Door("kernels.epk.EPKKernel", epk_kernel, RULE | {"memory_budget"}, points=False),

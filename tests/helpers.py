@@ -35,9 +35,8 @@ def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected
 
 
 def _ask_kernel(method: str, run: epk.Trajectory, *points: epk.Points, **options: Any) -> Tensor:
-    computed = {
-        name: options.pop(name) for name in [field.name for field in fields(epk.ComputeOptions)] if name in options
-    }
+    names = {field.name for field in fields(epk.ComputeOptions)} & options.keys()
+    computed = {name: options.pop(name) for name in names}
     result: Tensor = getattr(epk.PathKernel(run, **options), method)(*points, epk.ComputeOptions(**computed))
     return result
 
