@@ -207,14 +207,13 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
             weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
             return apply_head(trajectory.model_for(X)(weights, X), head).reshape(*x.shape[:-1], -1)
         key = ("mean", trajectory.digest, head, self.state, content_key(x))
-        cached = config.cache.get(key)
-        if cached is not None:
-            return cached
-        points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
-        f = network_outputs(trajectory, points.X, state=self.state, head=head)
-        outputs = f.to(x.dtype).reshape(*x.shape[:-1], -1)
-        config.cache.put(key, outputs)
-        return outputs
+
+        def compute() -> Tensor:
+            points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
+            f = network_outputs(trajectory, points.X, state=self.state, head=head)
+            return f.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+        return config.cache.computed(key, compute)
 
 
 def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, trajectory: Trajectory) -> Mean:

@@ -73,9 +73,6 @@ def validate_posterior(posterior: object) -> None:
         )
     validate_number(posterior.eigenvalue_tolerance, "the posterior's eigenvalue_tolerance")
     if not 0 <= posterior.eigenvalue_tolerance < float("inf"):
-        raise ValueError(
-            "the posterior's eigenvalue_tolerance must be finite and not negative: got "
-            f"{posterior.eigenvalue_tolerance}."
-        )
+        raise ValueError(f"eigenvalue_tolerance must be finite and not negative: got {posterior.eigenvalue_tolerance}.")
     if covariance.dtype != mean.dtype:
         raise TypeError(f"a posterior must have one dtype: got {mean.dtype} and {covariance.dtype}.")

@@ -208,9 +208,7 @@ class PathKernel:
     def _validate_pairs(self, call: str, pairs: SetPairs, options: ComputeOptions) -> None:
         options.require_unset(call, "checkpoint", "accumulate")
         if not isinstance(self.rule, rules.QuadratureRule):
-            raise TypeError(
-                f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
-            )
+            raise TypeError(f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule}.")
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
         self.validate_points(left, right, options)
 
@@ -297,7 +295,5 @@ def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[f
     if step_weights.shape != (trajectory.num_steps,):
         raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
     if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):
-        raise ValueError(
-            "step_weights must be finite and not negative, or the Gram matrix is not positive semi-definite."
-        )
+        raise ValueError("step_weights must be finite and not negative, or the kernel is not positive semi-definite.")
     return tuple(step_weights.tolist())

@@ -164,10 +164,7 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
     if not trajectory.inputs.is_floating_point() and X.is_floating_point():
         integers = X.to(trajectory.inputs.dtype)
         if not torch.equal(integers.to(X.dtype), X):
-            raise ValueError(
-                f"inputs must be whole numbers, as the run was trained on {trajectory.inputs.dtype}: got a fraction. "
-                "Round them."
-            )
+            raise ValueError("inputs must be whole numbers, as those of the run: got a fraction. Round them.")
         X = integers
     is_one_kind = len(is_train) and bool((is_train == is_train[:1]).all())
     return Points(X, bool(is_train[0]) if is_one_kind else is_train)

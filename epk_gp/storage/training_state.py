@@ -287,9 +287,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[_encode(key, tensors, where), _encode(entry, tensors, where)] for key, entry in value.items()]}
-    raise TypeError(
-        f"the {where} must consist of numbers, texts, lists, dicts and tensors: got {type(value).__name__}."
-    )
+    raise TypeError(f"the {where} must consist of numbers, texts, lists, dicts, tensors: got {type(value).__name__}.")
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

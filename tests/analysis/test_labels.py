@@ -50,12 +50,13 @@ def test_the_process_leaves_each_point_out(wrong_run, path):
     assert torch.equal(found.margin, epk.label_errors(run, nodes=4).margin) == (path == epk.straight())
 
 
-def test_the_area_under_the_margin_is_the_mean_over_states(wrong_run):
+def test_the_area_under_the_margin_is_the_mean_over_states(wrong_run, monkeypatch):
     run, _ = wrong_run
     X, y = run.inputs, run.targets
     of_states = [margins(epk.network_outputs(run, X, state=s), y) for s in range(1, 41)]
     assert_close(area_under_margin(run, X, y), torch.stack(of_states).mean(0))
-    assert_close(area_under_margin(run, X, y, 4), torch.stack(of_states)[[9, 19, 29, 39]].mean(0))
+    monkeypatch.setattr("epk_gp.analysis.labels.AUM_STATES", 4)
+    assert_close(area_under_margin(run, X, y), torch.stack(of_states)[[9, 19, 29, 39]].mean(0))
 
 
 def test_some_points_are_judged_from_each_other(wrong_run, unchecked):
@@ -83,7 +84,7 @@ def pool():
     return gaussians(8, 2)[0]
 
 
-def test_the_choice_is_the_greedy_one(model, pool):
+def test_the_choice_is_the_greedy_one(model, pool, monkeypatch):
     """Against the posterior covariance over the whole pool, conditioned anew on every set of points."""
     prior, noise = model.process_.covariance(pool, pool), model.process_.noise
     mistaken = 1 - model.predict_proba(pool).amax(1)
@@ -108,7 +109,8 @@ def test_the_choice_is_the_greedy_one(model, pool):
     assert_close(found.misclassification, mistaken[chosen])
     variance = model.uncertainty(pool).out_of_distribution
     assert set(variance.topk(4).indices.tolist()) != set(chosen)  # the control
-    part = epk.next_to_label(model, pool, 6, num_reference=12)  # points outside of it are candidates too
+    monkeypatch.setattr("epk_gp.analysis.labels.NUM_REFERENCE", 12)
+    part = epk.next_to_label(model, pool, 6)  # points outside of it are candidates too
     assert len(part.indices.unique()) == 6
 
 

@@ -146,7 +146,7 @@ OF_ANOTHER_KIND = {
     "the posterior's mean must be float32 or float64: got torch.float16": lambda f: softmax(MEAN.half()),
     "a posterior must have one dtype: got torch.float32 and torch.float64": lambda f: softmax(MEAN.float()),
     "the posterior's mean must be a torch.Tensor: got ndarray": lambda f: softmax(MEAN.numpy()),
-    "posterior must be a LogitPosterior: got NoneType": lambda f: epk.softmax_uncertainty(None, 4),
+    "posterior must be a LogitPosterior, .*: got NoneType": lambda f: epk.softmax_uncertainty(None, 4),
     "noise must be a number: got": lambda f: gp(f, noise=[[0.1] * 3]),
     "points must be indices: got torch.complex64": lambda f: gp(f, points=[1j]),
     "must be a list of levels": lambda f: softmax(quantiles=0.5),

@@ -101,7 +101,7 @@ ARGUMENTS = [
     ({"mean": "b"}, ValueError, r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"),
     ({"targets": "label"}, ValueError, "targets must be 'network', 'dirichlet' or 'labels': got 'label'"),
     *(({"points": points}, ValueError, "at least one index") for points in ([], torch.zeros(2, 2, dtype=torch.long))),
-    *(({"points": points}, ValueError, r"points must lie in 0\.\.8 .*: got") for points in ([-1], [0, M])),
+    *(({"points": points}, ValueError, r"points must lie in 0\.\.8: got") for points in ([-1], [0, M])),
     ({"points": [1, 1, 2, 2]}, ValueError, "points must not repeat: got 2 repeated"),
     ({"points": torch.ones(M, dtype=torch.bool)}, TypeError, r"points must be indices: got .* mask\.nonzero"),
     ({"points": [0.5]}, TypeError, "points must be indices: got"),
