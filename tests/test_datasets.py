@@ -115,12 +115,12 @@ HUGE = 0xFFFFFFFF  # as three sizes: 8e28 bytes, which must not be allocated
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        pytest.param(b"", "magic number 0x00000803: got 0x00000000", id="empty"),
+        pytest.param(b"", "0x00000803 .*: got 0x00000000", id="empty"),
         pytest.param(GOOD_IMAGES[:10], "bytes that its header announces", id="short_header"),
         pytest.param(GOOD_IMAGES[:-1], "got fewer", id="short_payload"),
         pytest.param(GOOD_IMAGES + b"\0", "got more", id="long_payload"),
-        pytest.param(GOOD_LABELS, "magic number 0x00000803: got 0x00000801", id="labels_for_images"),
-        pytest.param(b"PNG\0" + GOOD_IMAGES[4:], "magic number 0x00000803", id="not_idx"),
+        pytest.param(GOOD_LABELS, "0x00000803 .*: got 0x00000801", id="labels_for_images"),
+        pytest.param(b"PNG\0" + GOOD_IMAGES[4:], "must begin with 0x00000803", id="not_idx"),
         pytest.param(idx(IMAGES, (HUGE, HUGE, HUGE), b"\0"), "got fewer", id="huge_header"),
         pytest.param(idx(IMAGES, (0, 28, 28), b""), "at least one", id="no_images"),
         pytest.param(idx(IMAGES, (2, 2, 2), bytes(8)), "one label per image: got 2 images", id="count"),

@@ -204,10 +204,7 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
         RuntimeError: The classifier is not fitted.
     """
     if not isinstance(model, UncertainClassifier):
-        raise TypeError(
-            f"model must be an UncertainClassifier: got {type(model).__name__}. Make one with "
-            "epk_gp.UncertainClassifier(trajectory).fit(X_val, y_val)."
-        )
+        raise TypeError(f"model must be a fitted UncertainClassifier: got {type(model).__name__}.")
     X = class_inputs(model.trajectory, pool, "pool")
     validate_count(count, "count")
     if count > len(X):

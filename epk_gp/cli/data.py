@@ -279,10 +279,7 @@ def _split_of_file(
     has_test = "test_inputs" in arrays or "test_labels" in arrays
     count = num_train or len(X) - (0 if has_test else num_test or 0)
     if not 1 <= count <= len(X) - (0 if has_test or num_train is None else num_test or 0):
-        raise ValueError(
-            f"--num-train and --num-test must divide the {len(X)} points of {file}, with at least one to train on: got "
-            f"{num_train} and {num_test}."
-        )
+        raise ValueError(f"--num-train and --num-test must divide {len(X)} points: got {num_train} and {num_test}.")
     test_X, test_y = X[count:], y[count:]
     if has_test:
         test_X = _inputs(arrays, "test_inputs", file)

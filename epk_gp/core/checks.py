@@ -353,10 +353,7 @@ def parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
         validate_number(weight, f"step {index}: weight")
     factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
     if factor.ndim and factor.shape != (num_rows,):
-        raise ValueError(
-            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
-            f"{tuple(factor.shape)} for {num_rows} rows."
-        )
+        raise ValueError(f"step {index}: weight must have one entry per row: got {tuple(factor.shape)} of {num_rows}.")
     if not factor.isfinite().all():
         raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
     return factor if factor.ndim else float(factor)

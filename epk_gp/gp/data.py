@@ -142,10 +142,7 @@ def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Floa
 def _class_labels(trajectory: Trajectory, caller: str, advice: str = "") -> Tensor:
     labels = trajectory.targets
     if labels.is_floating_point() or labels.ndim != 1:
-        raise ValueError(
-            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
-            f"{tuple(labels.shape)}.{advice}"
-        )
+        raise ValueError(f"{caller} needs class labels: the run has {labels.dtype} of {tuple(labels.shape)}.{advice}")
     return labels
 
 
@@ -192,10 +189,7 @@ def labelled_points(
         indices = indices[has_label]
     elif not has_label[indices].all():
         missing = int(indices[~has_label[indices]][0])
-        raise ValueError(
-            f"points must have labels: the label of training point {missing} is {int(labels[missing])}, which the "
-            "loss leaves out. Leave it out here too."
-        )
+        raise ValueError(f"points must have labels: the loss leaves out {int(labels[missing])}, of point {missing}.")
     if not len(indices):
         raise ValueError("there must be training points with labels: the loss leaves all of them out.")
     return indices, labels[indices]
@@ -335,8 +329,5 @@ def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
     rows = {row.tobytes() for row in known}
     seen = sum(row.tobytes() in rows for row in points)
     if 2 * seen > len(X):
-        raise ValueError(
-            f"validation points must be points that the network has not seen: {seen} of {len(X)} are training points. "
-            "Hold others out of the training."
-        )
+        raise ValueError(f"validation points must be unseen: {seen} of {len(X)} are training points. Hold others out.")
     return seen

@@ -121,10 +121,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         run = trajectory
         if nodes is not None:
             if rule != gauss_legendre(4):
-                raise ValueError(
-                    f"nodes are evaluated once each, which leaves a rule no part: got nodes={nodes} and {rule!r}. "
-                    "Leave one of them out."
-                )
+                raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
             run, rule, path = nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         likelihood = coupling.likelihood(variances)
@@ -176,10 +173,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_batches(self.coupling.batch_shape, x)
         (own,) = self.train_inputs
         if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
-            raise ValueError(
-                "in training mode a LogitGP must be called with its training points, gp.train_inputs[0]: got others. "
-                "Call gp.eval() to predict."
-            )
+            raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         with _GPYTORCH:
             return super().__call__(x, **kwargs)
 
@@ -201,10 +195,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             RuntimeError: The targets are not as `strict` demands.
         """
         if inputs is not None:
-            raise ValueError(
-                "the training points of a LogitGP must stay those of gp.points: got inputs. Make a new process, "
-                "LogitGP(trajectory, points=...)."
-            )
+            raise ValueError("a LogitGP keeps its points: got inputs. Make another, LogitGP(trajectory, points=...).")
         super().set_train_data(targets=targets, strict=strict)
         self._residual_is_zero = self._residual_is_zero and targets is None
 

@@ -169,10 +169,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         names = class_names(self.classes, trajectory.num_outputs)
         classes = class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
-            raise ValueError(
-                f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
-                "points out of the training."
-            )
+            raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
         count_seen(held_out, trajectory)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
@@ -397,10 +394,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _require_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
-            raise RuntimeError(
-                "the classifier must be fitted before it is asked: call fit(X, y) with validation points that the "
-                "network has not seen."
-            )
+            raise RuntimeError("the classifier must be fitted first: call fit(X, y) with held-out points.")
 
     def _judged(self, X: object) -> _Judgement:
         """Evaluate network and process, once for the same points."""
@@ -504,10 +498,7 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
     message = f"{file} {_DAMAGED}"
     entries = files.read_checksummed_json(files.read_bytes(file, files.MAX_JSON_BYTES, str(file)), message)
     if entries.get("version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
-            "of epk_gp that wrote it."
-        )
+        raise ValueError(f"{file} must have version {FORMAT_VERSION}: another epk_gp wrote {entries.get('version')}.")
     description = validated(_Description, entries, message)
     del entries["tensor_blake2b"]
     size, suffix = description.tensor_bytes, files.checksum_json(entries)

@@ -235,10 +235,7 @@ def require_gradients_of_rows(model: FunctionalModel) -> None:
     """
     for name, module in model.module.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
-            raise ValueError(
-                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs in the "
-                "batch. Make it with scale_grad_by_freq=False."
-            )
+            raise ValueError(f"a kernel needs the gradients of a function: make {name} with scale_grad_by_freq=False.")
 
 
 def gram_block(
@@ -288,10 +285,7 @@ def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[f
     if step_weights is None:
         return tuple(step.lr for step in trajectory.steps)
     if not isinstance(step_weights, Tensor):
-        raise TypeError(
-            f"step_weights must be a torch.Tensor, ({trajectory.num_steps},): got {type(step_weights).__name__}. "
-            "Convert it with torch.tensor."
-        )
+        raise TypeError(f"step_weights must be a torch.Tensor, one number per step: got {type(step_weights).__name__}.")
     if step_weights.shape != (trajectory.num_steps,):
         raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
     if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):

@@ -54,10 +54,7 @@ def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     _validate_entries(X)
     if X.ndim < 2:
         shape = f"shape {tuple(X.shape)}" if X.ndim else "a scalar"
-        raise ValueError(
-            f"inputs must have shape (n, ...), one row per point: got {shape}. A single point is X[None], n points of "
-            "one number each are X[:, None]."
-        )
+        raise ValueError(f"inputs must have shape (n, ...): got {shape}. One point is X[None], n numbers X[:, None].")
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 

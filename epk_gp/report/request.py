@@ -167,9 +167,7 @@ def validate_results(request: ReportRequest) -> None:
     run, process, shape = request.trajectory, request.posterior, tuple(request.network.shape)
     if isinstance(process, LogitPosterior):
         if process.mean.shape != shape:
-            raise ValueError(
-                f"posterior must be that of X, {shape}: got {tuple(process.mean.shape)}. Use gp.logit_posterior(X)."
-            )
+            raise ValueError(f"posterior must be that of X, {shape}: got {tuple(process.mean.shape)}.")
     elif process is not None and process.trajectory.trained.digest != run.trained.digest:
         raise ValueError(f"posterior must be of the run {run.digest[:12]}: it is of {process.trajectory.digest[:12]}.")
     if isinstance(process, UncertainClassifier):

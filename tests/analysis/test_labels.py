@@ -69,7 +69,7 @@ def test_some_points_are_judged_from_each_other(wrong_run, unchecked):
     assert int(found.indices[0]) in wrong
     with pytest.raises(ValueError, match="at least 2: got 1"):
         epk.label_errors(run, points=[3])
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise"):
+    with pytest.raises(ValueError, match=r"nodes lie on straight.*got layerwise"):
         epk.label_errors(run, path=epk.layerwise())
 
 
@@ -129,5 +129,5 @@ def test_a_point_that_is_there_twice_is_chosen_once_at_first(model, pool):
 def test_more_points_than_there_are_cannot_be_chosen(model, pool, unchecked):
     with pytest.raises(ValueError, match="at most the number of points in the pool, 24: got 25"):
         epk.next_to_label(model, pool, 25)
-    with pytest.raises(TypeError, match="model must be an UncertainClassifier: got Trajectory"):
+    with pytest.raises(TypeError, match="model must be a fitted UncertainClassifier: got Trajectory"):
         epk.next_to_label(model.trajectory, pool)

@@ -105,7 +105,7 @@ USES = OF_TYPER | {
     "arguments must not be empty": "RECORD --data=; verify run --rule=",
     "--data-dir belongs to --data mnist": "RECORD --data-dir folder",
     "--num-classes belongs to a file of one's own": "RECORD --num-classes 3",
-    "--num-train and --num-test must divide the 12 points of ok.npz":
+    "--num-train and --num-test must divide 12 points":
         "OWN --num-train 13; OWN --num-test 12; OWN --num-train 12 --num-test 1",
     "--batch-size must be at most the 12 training points": "OWN --batch-size 13",
     "--nesterov must come with a positive --momentum": "OWN --nesterov",

@@ -81,7 +81,7 @@ def test_other_training_points_are_refused_and_other_targets_taken(trajectory, X
     before = gp.logit_posterior(X_test).mean
     for other in (train_copy(trajectory.inputs[:2]).double(), (x,)):
         for strict in (True, False):
-            with pytest.raises(ValueError, match=r"must stay those of gp.points: got inputs. Make a new process, Log"):
+            with pytest.raises(ValueError, match=r"keeps its points: got inputs. Make another, Log"):
                 gp.set_train_data(other, gp.train_targets, strict=strict)
     assert gp.train_inputs[0] is x
     assert torch.equal(gp.logit_posterior(X_test).mean, before)

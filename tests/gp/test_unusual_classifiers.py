@@ -108,5 +108,5 @@ def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
     model = epk.UncertainClassifier(run, nodes=2).fit(held_out, y[12:32])
     assert sorted(model.process_.training.flatten().tolist()) == trained.tolist()
     assert sorted(epk.label_errors(run, nodes=2).indices.tolist()) == trained.tolist()
-    with pytest.raises(ValueError, match="has not seen: 12 of 20 are training points"):
+    with pytest.raises(ValueError, match="must be unseen: 12 of 20 are training points"):
         epk.UncertainClassifier(run, nodes=2).fit(torch.arange(20)[:, None], y[:20])
