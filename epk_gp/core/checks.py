@@ -141,6 +141,7 @@ def parse_indices(values: Any, count: int, name: str, device: torch.device | Non
         raise TypeError(message) from error
     if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):
         raise TypeError(f"{name} must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
+    indices = indices.long()
     if indices.ndim != 1 or not len(indices):
         raise ValueError(f"{name} must be a list of at least one index: got shape {tuple(indices.shape)}.")
     low, high = int(indices.min()), int(indices.max())
@@ -148,7 +149,7 @@ def parse_indices(values: Any, count: int, name: str, device: torch.device | Non
         raise ValueError(f"{name} must lie in 0..{count - 1}: got {low}..{high}.")
     if repeated := len(indices) - len(indices.unique()):
         raise ValueError(f"{name} must not repeat: got {repeated} repeated indices. Use unique().")
-    return indices.long()
+    return indices
 
 
 def is_finite(x: Shaped[Tensor, "..."]) -> bool:

@@ -92,7 +92,7 @@ NUMBERS = {
     "lr": (lambda f, v: gp(f).fit(steps=1, lr=v), (0, -1, NAN, INF), "lr"),
     "noise": (lambda f, v: gp(f, noise=v), (0, -1, NAN, INF), "noise"),
     "quantile": (lambda f, v: softmax(quantiles=[v]), (-1, 2, NAN), "a quantile|quantiles"),
-    "tolerance": (lambda f, v: softmax(MEAN, COVARIANCE, v), (-1, NAN, INF), "the posterior's eigenvalue_tolerance"),
+    "tolerance": (lambda f, v: softmax(MEAN, COVARIANCE, v), (-1, NAN, INF), ".*eigenvalue_tolerance"),
     "normalize": (lambda f, v: epk.EPKKernel(f.t, normalize=v), (0, -1, NAN, INF), "normalize"),
     "margin": (lambda f, v: maps.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
     "share": (lambda f, v: measures.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
