@@ -30,6 +30,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    as_written,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -268,7 +269,7 @@ class TrainingSetup:
         is_training = [(module, module.training) for module in net.modules()]
         net.eval()
         try:
-            with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
+            with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
                 returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
                 outputs = model.signature.outputs(returned)
@@ -461,9 +462,17 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             returned = model.returned(perturbed, rows)
         except _CALL_ERRORS as error:
             kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
+            advice = (
+                "Several inputs are a tuple or dict of tensors; a network that takes all rows together, as of a graph, "
+                "takes epk.Graph(X)."
+            )
+            if X.dtype == torch.uint8:
+                advice = (
+                    "Bytes that the loop converts before it calls the network must be converted in X too, as by the "
+                    "items of a Dataset; to keep them, convert them in forward()."
+                )
             raise ValueError(
-                f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
-                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X)."
+                f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. {advice}"
             ) from error
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
