@@ -462,17 +462,10 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             returned = model.returned(perturbed, rows)
         except _CALL_ERRORS as error:
             kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
-            advice = (
-                "Several inputs are a tuple or dict of tensors; a network that takes all rows together, as of a graph, "
-                "takes epk.Graph(X)."
-            )
-            if X.dtype == torch.uint8:
-                advice = (
-                    "Bytes that the loop converts before it calls the network must be converted in X too, as by the "
-                    "items of a Dataset; to keep them, convert them in forward()."
-                )
             raise ValueError(
-                f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. {advice}"
+                f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
+                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
+                "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
