@@ -480,6 +480,7 @@ class StepObserver:
             self._begun.append(None)
             return
         inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
+        dtype = torch.get_autocast_dtype(device.type)
         forward = CapturedForward(
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
@@ -487,9 +488,7 @@ class StepObserver:
             device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
-            autocast=torch.get_autocast_dtype(device.type)
-            if torch.is_autocast_enabled(device.type)
-            else self._autocast,
+            autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
             difference=difference,
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),

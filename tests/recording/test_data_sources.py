@@ -221,7 +221,7 @@ REFUSED = {
     "an empty dataset": (TensorDataset(X[:0], Y[:0]), None, ValueError, r"at least one: got \[\(0,\)\]"),
     "a number": (np.array(1.0), Y, ValueError, r"at least one: got \[\(\), \(150,\)\]"),
     "a list of targets": (X.numpy(), Y.tolist(), TypeError, "y must be a torch.Tensor: got list"),
-    "bytes": (X.to(torch.uint8).numpy(), Y, ValueError, "accept X .* torch.uint8: it fails .* must be converted in X too"),
+    "bytes": (X.to(torch.uint8).numpy(), Y, ValueError, "accept X .* torch.uint8: it fails .* converted in X too"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
 }
 
