@@ -142,7 +142,7 @@ def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Floa
 def _class_labels(trajectory: Trajectory, caller: str, advice: str = "") -> Tensor:
     labels = trajectory.targets
     if labels.is_floating_point() or labels.ndim != 1:
-        raise ValueError(f"{caller} needs class labels: the run has {labels.dtype} of {tuple(labels.shape)}.{advice}")
+        raise ValueError(f"{caller} needs class labels: the targets are {labels.dtype}, {tuple(labels.shape)}.{advice}")
     return labels
 
 
@@ -189,7 +189,7 @@ def labelled_points(
         indices = indices[has_label]
     elif not has_label[indices].all():
         missing = int(indices[~has_label[indices]][0])
-        raise ValueError(f"points must have labels: the loss leaves out {int(labels[missing])}, of point {missing}.")
+        raise ValueError(f"points must have labels: that of {missing} is {int(labels[missing])}, left out by the loss.")
     if not len(indices):
         raise ValueError("there must be training points with labels: the loss leaves all of them out.")
     return indices, labels[indices]

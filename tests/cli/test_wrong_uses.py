@@ -96,7 +96,7 @@ USES = OF_TYPER | {
         "{verify,attribute,gram} run --points folder.npz",
     "--data must be three-gaussians, digits, mnist": "RECORD --data cifar",
     "it does not exist": "RECORD --data missing.npz; verify run --points nowhere.npz",
-    "the data folder must exist: got nowhere": "RECORD --data mnist --data-dir nowhere",
+    "the data folder must exist, with four idx-ubyte files: got nowhere": "RECORD --data mnist --data-dir nowhere",
     "the cnn needs images": "record --out new --network cnn; verify run --network cnn",
     "it raised ModuleNotFoundError": "record --out new --network no.such.module:net",
     "--rule must be a fixed rule": "uncertainty run --rule adaptive",

@@ -180,7 +180,7 @@ def test_paths_that_cannot_be_followed_are_refused(tmp_path):
         (lambda: epk.path_features(run, queries(2), 8, path=4), TypeError, no_path),
         (lambda: nodes_trajectory(run, 4, path=epk.layerwise(2)), ValueError, one_state),
         (lambda: epk.path_features(run, queries(2), 8, path=epk.layerwise()), ValueError, one_state),
-        (lambda: nodes_trajectory(nodes_run, 4, path=chords), ValueError, "is 4 nodes of another one already"),
+        (lambda: nodes_trajectory(nodes_run, 4, path=chords), ValueError, "this one is 4 nodes"),
         (lambda: epk.path_features(nodes_run, queries(2), 8, nodes=None, path=chords), ValueError, "got None"),
     ):
         with pytest.raises(error, match=message):
