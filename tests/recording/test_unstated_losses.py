@@ -313,7 +313,7 @@ def test_wrong_uses_are_refused_at_the_door():
         ),
         "no gradient came into what the network returned": without_backward,
         "must be seen: no call of the network on the batch's rows": lambda: run(focal, BATCHES[0][:2]),
-        "must find one factor for all rows": wrong_factor,
+        "the loop weights the stated losses of the rows by": wrong_factor,
         "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
     }
     for message, call in refusals.items():
