@@ -21,6 +21,7 @@ from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.adjoint import default_path
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
@@ -41,7 +42,7 @@ def attribute(
     top: opt.TopListed = 8,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
-    path: opt.PathOption = "straight",
+    path: opt.PathOption | None = None,
     outputs: opt.Explained = "all",
     memory: opt.Memory = 1.0,
     estimate: opt.Estimate = None,
@@ -59,7 +60,7 @@ def attribute(
     """
     options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
-    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), None if path is None else opt.parse_path(path)
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
@@ -69,7 +70,8 @@ def attribute(
     groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
     classes = predicted if outputs == "predicted" else None
     if estimate is not None:
-        kernel, budget = PathKernel(trajectory, resolved, quadrature, path=along), int(memory * 2**30)
+        along, budget = along or default_path(trajectory, X), int(memory * 2**30)
+        kernel = PathKernel(trajectory, resolved, quadrature, path=along)
         plan = plan_attribution(kernel, X, groupings, classes=classes, seconds=estimate, memory_budget=budget)
         show_plan(plan, workers)
         return

@@ -107,7 +107,7 @@ PathOption = Annotated[
         metavar="straight|chords:K|layerwise[:K]",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
         "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
-        "K steps, which takes two (attributions and reports only).",
+        "K steps, which takes two (attributions and reports only, and by default for large networks there).",
     ),
 ]
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]

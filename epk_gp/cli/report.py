@@ -44,7 +44,7 @@ def report(
     feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
-    path: opt.PathOption = "straight",
+    path: opt.PathOption | None = None,
     influence: Annotated[bool, typer.Option("--influence", help="Show influence beside contributions.")] = False,
     validation: opt.Source = None,
     outside: Annotated[
@@ -70,7 +70,7 @@ def report(
     It opens in a browser from the disk, and asks for nothing else.
     """
     opt.validate_run(run, out, workers, scheduler)
-    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), None if path is None else opt.parse_path(path)
     explained_outputs = _parse_outputs(outputs)
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"--out must be an HTML file, as in report.html: got {out}.")

@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.autodiff.verification import MappedRows
+from epk_gp.autodiff.verification import MappedRows, planned
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
 from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import BEFORE, Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
-from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
+from epk_gp.core.trajectory import Trajectory, flat_state, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
@@ -42,7 +42,15 @@ from epk_gp.kernel_machine.terms import (
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params, second_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
+from epk_gp.quadrature.rules import (
+    AdaptiveRule,
+    QuadratureStatus,
+    WeightPath,
+    layerwise,
+    straight,
+    stretch_of,
+    stretches_of,
+)
 from epk_gp.work.run import Sums
 
 
@@ -206,6 +214,31 @@ def average_over(block: Predictions, steps: range, max_nodes: int, *, splits_sta
     of_statistics = line.averaged_statistics_jacobian() if wants_statistics else None
     Phi = averaged_jacobian(line.node_batches(), block.columns)
     return StretchAverage(steps, Phi, of_statistics, line.integral)
+
+
+_LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
+
+
+def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
+    """Return the path that attributions take by default: `layerwise()` for large networks that it can average.
+
+    Args:
+        trajectory: The run.
+        X: Inputs, of which the first is tried on the first step.
+    """
+    if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
+        return straight()
+    with planned(trajectory, X) as net:
+        w, end = (flat_state(trajectory, s, X) for s in (0, 1))
+        try:
+            secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
+        except (
+            ValueError,
+            RuntimeError,
+            NotImplementedError,
+        ):  # something in it has no average
+            return straight()
+    return layerwise()
 
 
 def _layerwise_average(block: Predictions, steps: range, max_nodes: int) -> StretchAverage:

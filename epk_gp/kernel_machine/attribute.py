@@ -24,7 +24,7 @@ from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coeffi
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
-from epk_gp.kernel_machine.adjoint import AdjointTerms
+from epk_gp.kernel_machine.adjoint import AdjointTerms, default_path
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
     Certificate,
@@ -172,7 +172,7 @@ def attribute(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath = straight(),
+    path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Attribution:
@@ -192,7 +192,8 @@ def attribute(
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
             `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
-            then sets the tolerance of the certificate alone).
+            then sets the tolerance of the certificate alone). None takes `straight()`; for networks of a million
+            weights and more `layerwise()` where they support it. The result names its path.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
             the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
             time, and a larger budget is faster.
@@ -206,8 +207,8 @@ def attribute(
             is out of range.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule, path=path)
-    (parts,) = _attribute(kernel, X, ((by_sample(trajectory),),), classes, parsed, splits_statistics=False)
+    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    (parts,) = _attribute(kernel, X, ((by_sample(trajectory),),), classes, parsed, path, splits_statistics=False)
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
     result = Attribution(
         samples=parts.values,
@@ -227,7 +228,7 @@ def attribute_by(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath = straight(),
+    path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> GroupedAttribution:
@@ -259,7 +260,7 @@ def attribute_many(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath = straight(),
+    path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> tuple[GroupedAttribution, ...]:
@@ -269,8 +270,8 @@ def attribute_many(
         TypeError, ValueError: As `attribute_by`.
     """
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule, path=path)
-    return _attribute(kernel, X, groupings, classes, parsed)
+    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    return _attribute(kernel, X, groupings, classes, parsed, path)
 
 
 def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classes: object) -> None:
@@ -312,11 +313,14 @@ def _attribute(
     groupings: Sequence[Sequence[Axis]],
     classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
+    path: WeightPath | None,
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
     X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
     validate_request(kernel, X, axes, classes)
+    if path is None:
+        kernel = PathKernel(kernel.trajectory, kernel.head, kernel.rule, path=default_path(kernel.trajectory, X))
     while True:
         with planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)
@@ -359,7 +363,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
                 own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
-    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained}
+    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained, "path": str(kernel.path)}
     return tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

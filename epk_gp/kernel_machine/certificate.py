@@ -18,7 +18,7 @@ from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import largest_entry, relative_rounding
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule, straight
 from epk_gp.work.run import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
@@ -213,6 +213,7 @@ class Certificate:
             run accepts.
         run_findings: What the recorded run itself says against results that name samples.
         explains: The state whose network the result explains (`Trajectory.explained`).
+        path: The path along which points were integrated, in words.
     """
 
     max_error: float
@@ -227,6 +228,7 @@ class Certificate:
     unexplained_share: float = 0.0
     run_findings: tuple[str, ...] = ()
     explains: str = ""
+    path: str = str(straight())
 
     @classmethod
     def of(cls, result: "Certificate") -> "Certificate":
@@ -247,6 +249,7 @@ class Certificate:
             statuses=Counter(self.statuses) + Counter(other.statuses),
             run_findings=self.run_findings or other.run_findings,
             explains=self.explains or other.explains,
+            path=self.path,
             **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
 
@@ -289,6 +292,7 @@ class Certificate:
         return (
             certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
             Entry("explains", self.explains),
+            *([] if self.path == str(straight()) else [Entry("path", self.path)]),
             Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
             Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from epk_gp.core.checks import validate_count, validate_positive
+from epk_gp.core.show import count
 
 # Measured with NumPy 2.4 on one core: 0.06 s and an error of 2e-11 for 1000 Gauss-Legendre nodes, 0.5 s for 2000, and
 # 80 GB for 100,000, as NumPy takes the eigenvalues of a matrix with a row per node.
@@ -221,6 +222,10 @@ class StraightPath:
 
     every: ClassVar[int] = 1
 
+    def __str__(self) -> str:
+        """Describe the path."""
+        return "straight steps"
+
 
 @dataclass(frozen=True)
 class ChordPath:
@@ -238,6 +243,10 @@ class ChordPath:
     def __post_init__(self) -> None:
         """Raise if k is no number of steps."""
         validate_count(self.every, "every")
+
+    def __str__(self) -> str:
+        """Describe the path."""
+        return f"straight lines, each over {count(self.every, 'step')}"
 
 
 @dataclass(frozen=True)
@@ -260,6 +269,10 @@ class LayerwisePath:
     def __post_init__(self) -> None:
         """Raise if k is no number of steps."""
         validate_count(self.every, "every")
+
+    def __str__(self) -> str:
+        """Describe the path."""
+        return f"derivatives averaged operation by operation, each over {count(self.every, 'step')}"
 
 
 WeightPath = StraightPath | ChordPath | LayerwisePath

@@ -96,7 +96,9 @@ class Explained(NamedTuple):
     certificate: Certificate
 
 
-def explain(request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, path: WeightPath, top: int) -> Explained:
+def explain(
+    request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, path: WeightPath | None, top: int
+) -> Explained:
     """Attribute the outputs of a report, in passes over the run for as many as fit into the memory budget.
 
     The content of an output has its initial and final value, its running sum, its views, and how much larger the

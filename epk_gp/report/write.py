@@ -21,7 +21,6 @@ from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.show import count
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
@@ -45,11 +44,6 @@ SCRIPTS = (
 STYLES = ("theme", "layout", "tables", "pictures", "print")
 
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
-_PATHS = {
-    rules.StraightPath: "straight steps",
-    rules.ChordPath: "straight lines, each over {steps}",
-    rules.LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
-}
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
 _MAX_PARAMETERS = 60  # more are counted, not listed
 _UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options that are no arithmetic
@@ -66,7 +60,7 @@ def write_report(
     title: str | None = None,
     head: Head | None = None,
     rule: rules.Rule = rules.adaptive(tol=1e-12),
-    path: rules.WeightPath = rules.straight(),
+    path: rules.WeightPath | None = None,
     outputs: ExplainedOutputs = "predicted",
     explained: int | Sequence[int] = 6,
     class_names: Sequence[str] | None = None,
@@ -95,8 +89,8 @@ def write_report(
         title: Title of the page; the run's digest by default.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
-        path: Along which the explained points are integrated, as of `epk_gp.attribute`; `layerwise()` is the fastest.
-            The matrix of the path kernel and the map are along straight steps.
+        path: Along which the explained points are integrated, as of `epk_gp.attribute`; `layerwise()` is the fastest,
+            and None takes it for large networks. The matrix of the path kernel and the map are along straight steps.
         outputs: Which classes of a point are explained: "predicted" (and the true one where it is another), "all", or
             the number of its most probable ones. Outputs that are no classes are all explained.
         explained: How many points are explained, the first ones, or their indices. Each output costs as much as one or
@@ -130,7 +124,6 @@ def write_report(
     if not place.parent.is_dir():
         raise FileNotFoundError(f"file must lie in a folder that exists: {place.parent} does not.")
     rules.validate_rule(rule)
-    rules.validate_path(path)
     validate_count(top, "top")
     validate_count(kernel_points, "kernel_points", minimum=0)
     request = replace(
@@ -150,7 +143,7 @@ def write_report(
         ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
         ("head", request.head),
-        ("path of integration", _PATHS[type(path)].format(steps=count(path.every, "step"))),
+        ("path of integration", found.certificate.path),
         ("quadrature", rule.name),
         ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
         ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
