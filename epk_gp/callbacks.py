@@ -7,12 +7,9 @@
 
 from collections.abc import Mapping, Sequence, Sized
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch.utils.data import Dataset, Subset
-
-if TYPE_CHECKING:
-    from epk_gp.core.trajectory import Trajectory
 
 
 class IndexedDataset(Dataset[Any]):
@@ -73,25 +70,6 @@ class IndexedDataset(Dataset[Any]):
         if self.key in item:
             raise ValueError(f"items must not have an entry {self.key!r} of their own: give key= another name.")
         return {**item, self.key: row}
-
-
-class RunOfCallback:
-    """The run that a callback records, which begins with the training."""
-
-    _recorder: Any = None  # the `Recorder`, once the training has begun
-    _begins = "trainer.fit"
-
-    @property
-    def trajectory(self) -> "Trajectory":
-        """The run recorded so far.
-
-        Raises:
-            RuntimeError: The training has not started.
-        """
-        if self._recorder is None:
-            raise RuntimeError(f"there must be a run: training has not started. Call {self._begins} first.")
-        trajectory: Trajectory = self._recorder.trajectory
-        return trajectory
 
 
 # name of the callback: its module, its name there, and the package and extra that it needs

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from epk_gp.callbacks import RunOfCallback
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.optimizers.update_rules import ClipNorm
-from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
 
 INDEX_KEY = "index"

@@ -7,10 +7,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.callbacks import RunOfCallback
 from epk_gp.core.losses import UnstatedLoss
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
-from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
 
 

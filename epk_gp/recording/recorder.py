@@ -569,3 +569,22 @@ class Recorder:
                 ) from None
         if self._commits is not None:
             self._commits.writer.mark_complete()
+
+
+class RunOfCallback:
+    """The run that a callback records, which begins with the training."""
+
+    _recorder: Any = None  # the `Recorder`, once the training has begun
+    _begins = "trainer.fit"
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Raises:
+            RuntimeError: The training has not started.
+        """
+        if self._recorder is None:
+            raise RuntimeError(f"there must be a run: training has not started. Call {self._begins} first.")
+        trajectory: Trajectory = self._recorder.trajectory
+        return trajectory
