@@ -11,6 +11,7 @@ from epk_gp.core.losses import NegativeLogLikelihood
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue, LinearStep, stack_coefficients
 from helpers import assert_close
+from loops import record
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 RMSPROP, ADAGRAD = torch.optim.RMSprop, torch.optim.Adagrad
@@ -46,14 +47,8 @@ def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
     net, X, y, X_test = problem()
     optimizer = groups(net, optimizer_of)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for batch in batches():
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            schedule.step()
-    return recorder.trajectory, X_test
+    run = record(net, optimizer, X, y, batches(), before=lambda step: step and schedule.step()).trajectory
+    return run, X_test
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
