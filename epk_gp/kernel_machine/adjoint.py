@@ -229,6 +229,8 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
     if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
         return straight()
     with planned(trajectory, X) as net:
+        if not net.plan.supports_interpolation:
+            return straight()
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
         try:
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
