@@ -74,7 +74,8 @@ class Ranks:
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         known = [net] if self.net is not net else gc.get_objects() if count > 1 else []
         wrappers = [own for own in reversed(known) if issubclass(type(own), DistributedDataParallel)]
-        self._wrapper: Any = next((own for own in wrappers if any(part is self.net for part in own.modules())), None)
+        with_net = (own for own in wrappers if any(part is self.net for part in own.modules()))
+        self._wrapper = cast("Any", next(with_net, None))
         is_sharded = _is_sharded(self.net)
         if self._wrapper is None and not is_sharded:
             if count > 1:  # each may train a network of its own, or it may be wrapped later
