@@ -143,7 +143,7 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before its call
+        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -270,7 +270,6 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
-        self._ranks.stop()
         if self._is_closed:
             return
         self._is_recording, self._is_closed = False, True
@@ -446,8 +445,7 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
-        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
+        with self._schedule.recording(), _errors_of_step(self.num_steps), self._ranks.together():
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
