@@ -54,11 +54,15 @@ def _set_precisions(values: Sequence[str]) -> None:
 
 
 # torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products,
-# and all numbers have the precision of the tensors.
+# numbers have the precision of the tensors, and the same sum has the same bytes.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (_matmul_precision, torch.set_float32_matmul_precision, "highest"),
     (_cudnn_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32"), False),
     (_precisions, _set_precisions, ["ieee"] * len(_PLACES)),
+    *(
+        (partial(getattr, torch.backends.cudnn, k), partial(setattr, torch.backends.cudnn, k), k == "deterministic")
+        for k in ("deterministic", "benchmark")
+    ),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
@@ -93,6 +97,9 @@ def disable_fused_attention() -> Iterator[None]:
 
     It lasts as long as any thread is in here. Nor is there any autocast.
     """
+    if _THREAD.is_free:
+        yield
+        return
     user = _User()
     try:
         with _LOCK:
@@ -110,6 +117,16 @@ def disable_fused_attention() -> Iterator[None]:
                 for (_, restore, _), value in zip(_SWITCHES, _BEFORE, strict=True):
                     restore(value)
                 _BEFORE.clear()
+
+
+@contextmanager
+def kernels_of_the_loop() -> Iterator[None]:
+    """Let torch choose its kernels as in the user's own loop: `disable_fused_attention` does nothing in this thread."""
+    _THREAD.is_free = True
+    try:
+        yield
+    finally:
+        _THREAD.is_free = False
 
 
 # Functions that normalise by statistics, with the names of their arguments.
@@ -204,6 +221,7 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Thread(threading.local):
+    is_free = False  # whether torch may choose its kernels
     depth = 0  # how often the thread has torch's level of forward-mode derivatives
 
     def __init__(self) -> None:
