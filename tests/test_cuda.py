@@ -189,8 +189,8 @@ class Encoder(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    layers = [nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(160, 3))
+    layers = [nn.Linear(5, 108), nn.Unflatten(1, (3, 6, 6)), nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 3))
 
 
 @pytest.mark.parametrize(
