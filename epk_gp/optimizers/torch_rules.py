@@ -2,11 +2,9 @@
 
 Each rule reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step.
 What an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
-recorded: the step is linear in the gradients with these numbers.
-
-Under Adam and its relatives some coefficients are proportional to a scale that the optimizer derives from the
-gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed
-entry by entry, as functions of what the optimizer keeps and of
+recorded: the step is linear in the gradients with these numbers. Some coefficients are proportional to a scale, as
+1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed entry by
+entry, as functions of what the optimizer keeps and of
 
     h = grad_scale * g + weight_decay * w,
 

@@ -30,6 +30,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    as_written,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -268,7 +269,7 @@ class TrainingSetup:
         is_training = [(module, module.training) for module in net.modules()]
         net.eval()
         try:
-            with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
+            with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
                 returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
                 outputs = model.signature.outputs(returned)
@@ -318,13 +319,12 @@ def make_setup(
     names = trained_names(net, optimizer, trained)
     rows = map_data(X, y, folder)
     stream = rows if isinstance(X, Stream) else None
-    device = next(net.parameters(), torch.empty(0)).device
     if rows is not None:
-        X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
+        X, y = rows.mapped()  # on the CPU they stay mapped
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
-    X, y, signature = _parse_data(X, y, output, rows, device)
+    X, y, signature = _parse_data(X, y, output, rows, next(net.parameters(), torch.empty(0)).device)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -384,7 +384,7 @@ def _parse_data(
 ) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
 
-    They are on the network's device. Those that are mapped from files are not copied.
+    They are on the network's device; those that are mapped from files are no copies.
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
@@ -410,10 +410,8 @@ def _parse_data(
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    if rows is not None:
-        return inputs, y, signature
-    X, y = (value.detach().to(device, copy=True) for value in (inputs, y))
-    return X, y, signature
+    inputs, y = (value.detach().to(device, copy=rows is None) for value in (inputs, y))
+    return inputs, y, signature
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
@@ -466,7 +464,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
             raise ValueError(
                 f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
-                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X)."
+                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
+                "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):

@@ -37,11 +37,8 @@ def recorded(make, dtype=torch.float64, at_step=lambda s, net, optimizer: None, 
     return recorder.trajectory, X[:2]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(name):
-    kind, options, share = CASES[name]
-    run, X = recorded(lambda p: kind(p, **options))
-    by_hand = ByHand(lambda p: kind(p, **options), share)
+def assert_are_shares(run, X, by_hand):
+    """Return the attribution, and by brute force the part of earlier gradients and the size of all parts."""
     by_hand.run()
     for s, state in enumerate(by_hand.states):
         torch.testing.assert_close(run.states[s], state, rtol=0, atol=1e-12)
@@ -52,6 +49,14 @@ def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(
     assert (decay - expected[:, :, -1]).abs().max() <= 1e-8 * scale
     assert parts.certified
     assert parts.max_error <= 1e-10
+    return parts, expected[:, :, -2], scale
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(name):
+    kind, options, share = CASES[name]
+    run, X = recorded(lambda p: kind(p, **options))
+    assert_are_shares(run, X, ByHand(lambda p: kind(p, **options), share))
     assert epk.reconstruct(run, X).certified
 
 
@@ -81,16 +86,9 @@ def continued(make, num_before=4, **options):
 @pytest.mark.parametrize("name", BEGUN)
 def test_what_a_loaded_optimizer_holds_is_a_term_of_its_own(name):
     make, share = BEGUN[name]
-    run, X = continued(make)
-    by_hand = ByHand(make, share, num_before=4)
-    by_hand.run()
-    expected, parts = by_hand.contributions(run, X), epk.attribute(run, X, head="logits")
-    scale = expected.abs().max()
-    assert (parts.samples - expected[:, :, :-2]).abs().max() <= 1e-8 * scale
-    assert (parts.sources["before the recording"] - expected[:, :, -2]).abs().max() <= 1e-8 * scale
-    assert expected[:, :, -2].abs().max() > 1e-3 * scale
-    assert parts.certified
-    assert parts.max_error <= 1e-10
+    parts, earlier, scale = assert_are_shares(*continued(make), ByHand(make, share, num_before=4))
+    assert (parts.sources["before the recording"] - earlier).abs().max() <= 1e-8 * scale
+    assert earlier.abs().max() > 1e-3 * scale
 
 
 def test_a_continued_run_is_stored_and_refused_where_other_runs_are_needed(tmp_path):
