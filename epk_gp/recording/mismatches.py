@@ -198,14 +198,27 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     """Say what moved the weights beside the optimizer's step on the gradient of the stated loss."""
     model, made, known = setup.model, observed.made, "the gradient is that of the stated loss"
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
-    rest, allowed = observed.end - observed.start - predicted, step_tolerance(observed.start, predicted)
-    rate = -common_factor(rest, made.gradient)
+    step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
+    rest, factor, rule = step - predicted, common_factor(step, predicted), setup.update_rule.name
+    rate, is_scaled = -common_factor(rest, made.gradient), allclose(step, factor * predicted)
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
-    if allclose(rest, -rate * made.gradient):
-        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+    missed = float(rest.abs().max() / predicted.abs().max().clamp(min=1e-300))
+    if step.dtype == torch.float64 and missed <= 1e-5:
+        return (
+            f"{known}, and the step misses {rule}'s by {missed:.1g} of its size: float32 numbers took part in it, as "
+            "in torch.compile(optimizer.step). Call it uncompiled, or pass unexplained=1e-4"
+        )
+    inside = (
+        f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another one inside of step()"
+    )
+    if rate > 0 and allclose(rest, -rate * made.gradient):
+        other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
+    if is_scaled:
+        return f"{known}, and {inside}. Change it before or after optimizer.step()"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
-    return f"{known}, but the weights did not move by {setup.update_rule.name}'s rule: another optimizer or option"
+    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
 
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.states import averaged_trajectory
-from epk_gp.optimizers.library_rules import LIBRARY_RULES, schedule_free_coefficients
+from epk_gp.core.states import schedule_free_average
+from epk_gp.optimizers.library_rules import LIBRARY_RULES
 from epk_gp.optimizers.torch_rules import as_optimizers, rule_for
 from epk_gp.recording.causes import StepMismatchError
 from loops import record
@@ -213,12 +213,84 @@ def test_schedule_free_training_with_evaluations_and_its_average():
             with torch.no_grad():
                 net(X)
     run = recorder.trajectory
-    average = averaged_trajectory(run, schedule_free_coefficients(run), network=net)
+    average = schedule_free_average(run, network=net)
     parts = epk.attribute(average, X[:2], head="logits")
     assert parts.certified
     assert (parts.total - net(X[:2])).abs().max() <= 1e-10
-    with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_coefficients"):
+    with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_average"):
         assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
+
+
+def test_the_average_of_a_continued_schedule_free_run_begins_where_its_optimizer_had_it():
+    make, share = BEGUN["schedulefree AdamW"]
+    run, X = continued(make)
+    net, _, _, steps = problem()
+    by_hand = ByHand(make, share, num_before=4)
+    by_hand.run()
+    average = schedule_free_average(run)
+    changes, trained = [], torch.zeros_like(by_hand.shares[0])
+    trained[-2] = run.states[0] - average.states[0]
+    averaged = torch.zeros_like(trained)
+    for s, own in enumerate(by_hand.shares):
+        trained, before = trained + own, averaged
+        averaged = torch.lerp(averaged, trained, float(average.average.coefficients[s]))
+        changes.append(averaged - before)
+    by_hand.shares = changes
+    expected, parts = by_hand.contributions(average, X), epk.attribute(average, X, head="logits")
+    scale = expected.abs().max()
+    assert (parts.samples - expected[:, :, :-2]).abs().max() <= 1e-8 * scale
+    assert (parts.sources["before the recording"] - expected[:, :, -2]).abs().max() <= 1e-8 * scale
+    assert parts.certified
+    assert epk.reconstruct(average, X).certified
+    assert torch.equal(average.until(3).states[0], average.states[0])
+    optimizer = train(make(list(net.parameters())))
+    for batch in steps:  # the same loop, without a recorder
+        optimizer.zero_grad()
+        F.cross_entropy(net(problem()[1][batch]), problem()[2][batch]).backward()
+        optimizer.step()
+    optimizer.eval()
+    assert (parts.total - net(X)).abs().max() <= 1e-10
+
+
+def test_a_loaded_schedule_free_optimizer_must_be_in_training_mode():
+    net, X, y, (batch, *_) = problem()
+    optimizer = train(schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1))
+    F.cross_entropy(net(X[batch]), y[batch]).backward()
+    optimizer.step()
+    optimizer.eval()
+    with pytest.raises(ValueError, match=r"must be in training mode: call optimizer.train\(\) first"):
+        epk.Recorder(net, optimizer, X, y)
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_learning_rate_that_is_changed_inside_of_step_is_named(is_restored):
+    class Changing(torch.optim.Adam):
+        def step(self, closure=None):
+            group = self.param_groups[0]
+            if is_restored:
+                group["lr"] *= 2
+            super().step(closure)
+            group["lr"] *= 0.5
+
+    with pytest.raises(StepMismatchError, match="step 0: .* weights moved by 2 times Adam's step: its learning rate"):
+        recorded(lambda p: Changing(p, lr=0.01))
+
+
+def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
+    class Rounded(torch.optim.Adam):
+        """As a compiled step does: the bias corrections are float32."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            before = [p.clone() for p in self.param_groups[0]["params"]]
+            super().step(closure)
+            for p, w in zip(self.param_groups[0]["params"], before, strict=True):
+                p.copy_(w + (p - w) * (1 + 5e-6))
+
+    with pytest.raises(StepMismatchError, match=r"misses Adam's by 5e-06 .*: float32 numbers .*torch.compile"):
+        recorded(lambda p: Rounded(p, lr=0.01))
+    run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
+    assert epk.attribute(run, X).certified
 
 
 def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refused():
@@ -228,7 +300,7 @@ def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refus
     for make, rule in ((lambda p: torch.optim.SGD(p, lr=0.1), "SGD"), (two, "SGDScheduleFree")):
         run, _ = recorded(make)
         with pytest.raises(ValueError, match=rf"must be of a schedule-free optimizer, with one beta .*: got {rule}\."):
-            schedule_free_coefficients(run)
+            schedule_free_average(run)
 
 
 def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
@@ -283,6 +355,11 @@ def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
 def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message):
     with pytest.raises(ValueError, match=message):
         recorded(make)
+
+
+def test_soap_that_merges_dimensions_is_refused_by_this_name():
+    with pytest.raises(ValueError, match=r"SOAP must have matrices .* got merge_dims=True"):
+        recorded(lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5))
 
 
 def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
