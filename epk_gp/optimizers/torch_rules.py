@@ -591,12 +591,9 @@ def learning_rate(optimizers: Optimizers) -> float:
     """
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
     if any(group.get("lr") is None for group in groups):
-        raise ValueError(
-            "each parameter group of an optimizer must have its learning rate as the option 'lr', a number: got none. "
-            "Add it; of Adafactor with lr=None pass lr=1e-3, relative_step=False, warmup_init=False."
-        )
+        advice = "Add it; to Adafactor pass lr=1e-3, relative_step=False, warmup_init=False."
+        raise ValueError(f"each parameter group must have its learning rate as the option 'lr', a number. {advice}")
     rates = [float(group["lr"]) for group in groups]
-    for rate in rates:
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
+    if wrong := [rate for rate in rates if not 0 <= rate < float("inf")]:
+        raise ValueError(f"the learning rate must be finite and not negative: got {wrong[0]}.")
     return rates[0]

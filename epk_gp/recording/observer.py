@@ -13,7 +13,7 @@ from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
-from epk_gp.core.model import device_random_state
+from epk_gp.core.model import as_written, device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
@@ -201,6 +201,7 @@ class MadeStep:
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
         gradient_before: The gradient that the step before used; of no entries for the first one.
     """
@@ -214,6 +215,7 @@ class MadeStep:
     unseen: str | None
     others: Sequence[CapturedForward]
     gradient_before: Float[Tensor, " _"]
+    doubt: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +289,8 @@ class StepObserver:
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
+        with as_written(setup.net) as self._autocast:  # which begins inside of a pass
+            pass
 
     @property
     def num_announced(self) -> int:
@@ -476,6 +480,7 @@ class StepObserver:
             self._begun.append(None)
             return
         inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
+        dtype = torch.get_autocast_dtype(device.type)
         forward = CapturedForward(
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
@@ -483,7 +488,7 @@ class StepObserver:
             device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
-            autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
             difference=difference,
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),
