@@ -160,7 +160,9 @@ def test_a_group_without_a_learning_rate_is_refused():
     net, _, _ = problem("SGD")
     for options in ({"eta": 0.1}, {"lr": None}):
         optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), options)
-        with pytest.raises(ValueError, match="must have its learning rate as the option 'lr', a number. Add it; to Adafactor"):
+        with pytest.raises(
+            ValueError, match="must have its learning rate as the option 'lr', a number. Add it; to Adafactor"
+        ):
             learning_rate(optimizer)
 
 
