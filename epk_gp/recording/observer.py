@@ -393,9 +393,9 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
+        if unseen is not None and (self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss)):
+            raise StepMismatchError(f"rows of a stream or without a stated loss must be seen: {unseen}.")
         if (stream := self.setup.stream) is not None:
-            if unseen is not None:
-                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)

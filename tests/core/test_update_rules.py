@@ -1,7 +1,5 @@
 """Update rules: every optimizer's run is a kernel machine, and each sample has the share that it had in the buffers."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,12 +16,10 @@ SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 RMSPROP, ADAGRAD = torch.optim.RMSprop, torch.optim.Adagrad
 OPTIMIZERS = {
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
     "decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "adam_decay": (ADAM, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     "adamw": (ADAMW, {"lr": 0.01, "weight_decay": 0.1}),
     "rmsprop_momentum": (RMSPROP, {"lr": 0.001, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
-    "adagrad": (ADAGRAD, {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.01}),
 }
 
 
@@ -58,104 +54,6 @@ def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
             optimizer.step()
             schedule.step()
     return recorder.trajectory, X_test
-
-
-@dataclass
-class Simulation:
-    """A run and the shares of its steps, from per-sample buffers beside the optimizer: `shares[s]` is (M + 1, P).
-
-    Row i of a buffer holds what sample i put there; the last holds what decay did. Second moments are the optimizer's.
-    """
-
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
-    X: Tensor
-    y: Tensor
-    states: list[Tensor] = field(default_factory=list)
-    shares: list[Tensor] = field(default_factory=list)
-    buffers: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-
-    def step(self, batch: Tensor) -> None:
-        """Train on a batch, and split the step into shares."""
-        rows = {p: torch.zeros(len(self.X) + 1, *p.shape, dtype=p.dtype) for p in self.net.parameters()}
-        for i in batch.tolist():
-            self.net.zero_grad()
-            (F.cross_entropy(self.net(self.X[i : i + 1]), self.y[i : i + 1]) / len(batch)).backward()
-            for p in rows:
-                rows[p][i] += p.grad
-        self.net.zero_grad()
-        F.cross_entropy(self.net(self.X[batch]), self.y[batch]).backward()
-        before = {p: p.detach().clone() for p in rows}
-        self.states.append(torch.cat([p.flatten() for p in before.values()]))
-        self.optimizer.step()
-        shares = []
-        for p, g in rows.items():
-            group = next(group for group in self.optimizer.param_groups if any(q is p for q in group["params"]))
-            share = self._share(p, before[p], g, group)
-            torch.testing.assert_close(share.sum(dim=0), p.detach() - before[p], rtol=1e-9, atol=1e-14)
-            shares.append(share.flatten(1))
-        self.shares.append(torch.cat(shares, dim=1))
-
-    def _share(self, p: nn.Parameter, w: Tensor, g: Tensor, group: dict) -> Tensor:
-        lr, decay, state = group["lr"], group["weight_decay"], self.optimizer.state[p]
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            share = self._adam(p, g, group)
-            share[-1] -= lr * decay * w
-            return share
-        g[-1] += decay * w
-        if isinstance(self.optimizer, torch.optim.Adam):
-            return self._adam(p, g, group)
-        if isinstance(self.optimizer, torch.optim.Adagrad):
-            rate = lr / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-            return -rate * g / (state["sum"].sqrt() + group["eps"])
-        mu = group["momentum"]
-        if isinstance(self.optimizer, torch.optim.RMSprop):
-            spread = state["square_avg"] - (state["grad_avg"] ** 2 if group["centered"] else 0)
-            g = g / (spread.sqrt() + group["eps"])
-            self.buffers[p] = mu * self.buffers.get(p, torch.zeros_like(g)) + g
-            return -lr * self.buffers[p]
-        if mu == 0:
-            return -lr * g
-        old = self.buffers.get(p)
-        self.buffers[p] = g.clone() if old is None else mu * old + (1 - group["dampening"]) * g
-        return -lr * self.buffers[p]
-
-    def _adam(self, p: nn.Parameter, g: Tensor, group: dict) -> Tensor:
-        (beta1, beta2), state = group["betas"], self.optimizer.state[p]
-        self.buffers[p] = beta1 * self.buffers.get(p, torch.zeros_like(g)) + (1 - beta1) * g
-        count = float(state["step"])
-        v = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] / (1 - beta2**count)
-        return -group["lr"] * self.buffers[p] / (1 - beta1**count) / (v.sqrt() + group["eps"])
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_contributions_are_those_of_per_sample_buffers_and_sum_to_the_network(kind, options):
-    """Each sample's own share of every step, from buffers run beside the optimizer, against Phi by brute force."""
-
-    def made(parameters):
-        return kind(parameters, **options)
-
-    trajectory, X_test = recorded(made)
-    net, X, y, _ = problem()
-    simulation = Simulation(net, groups(net, made), X, y)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(simulation.optimizer, 0.9)
-    for batch in batches():
-        simulation.step(batch)
-        schedule.step()
-    rule = epk.gauss_legendre(6)
-    expected = torch.zeros(len(X_test), 3, len(X) + 1, dtype=torch.float64)
-    for s, share in enumerate(simulation.shares):
-        assert_close(simulation.states[s], trajectory.states[s])
-        for n, x in enumerate(X_test):
-            phi = sum(w * reference.jacobian(trajectory, s, t, x, "log_softmax") for t, w in rule)
-            expected[n] += phi @ share.T
-    parts = epk.attribute(trajectory, X_test, rule=rule)
-    scale = expected.abs().max()
-    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-9 * scale
-    assert (parts.decay - expected[:, :, -1]).abs().max() <= 1e-9 * scale
-    assert epk.attribute(trajectory, X_test, head="logits").max_error <= 1e-11
-    assert epk.reconstruct(trajectory, X_test).max_error <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])

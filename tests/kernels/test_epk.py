@@ -100,7 +100,7 @@ def test_a_product_with_a_kernel_on_the_inputs_leaves_the_copy_column_out(trajec
 HEADS = r"head must be one of \['logits', 'log_softmax'\]: got 'softmax'"
 POSITIVE = "normalize, if it is not .*, must be positive and finite"
 ARGUMENTS = [
-    *(({"outputs": name}, ValueError, "outputs must be one of .*'sum'. or a class index: got") for name in ("all", "")),
+    *(({"outputs": name}, ValueError, "outputs must be one of .*'trace'. or a class") for name in ("all", "")),
     *(({"outputs": value}, TypeError, "outputs must be one of") for value in (True, 1.0, None)),
     *(({"outputs": index}, ValueError, r"class index must lie in 0\.\.2 .*: got") for index in (-1, C)),
     ({"head": "softmax"}, ValueError, HEADS),

@@ -42,7 +42,7 @@ def test_inputs_of_the_wrong_kind_or_shape_are_refused(trajectory, unchecked):
     refusals = [
         (torch.ones(3, 2, dtype=torch.bool), TypeError, "real numbers: got torch.bool"),
         (torch.ones(3, 2, dtype=torch.complex64), TypeError, "real numbers: got torch.complex64"),
-        (torch.zeros(5), ValueError, r"one row per point: got shape \(5,\). A single point is X\[None\]"),
+        (torch.zeros(5), ValueError, r"got shape \(5,\). One point is X\[None\]"),
         (torch.tensor(1.0), ValueError, "got a scalar"),
         *((with_value(torch.ones(4, 2), value), ValueError, NOT_FINITE) for value in (float("nan"), -float("inf"))),
     ]

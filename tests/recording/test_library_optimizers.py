@@ -20,11 +20,8 @@ from loops import record
 TORCH_DTYPES = (torch.float64, torch.float32)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(name):
-    kind, options, share = CASES[name]
-    run, X = recorded(lambda p: kind(p, **options))
-    by_hand = ByHand(lambda p: kind(p, **options), share)
+def assert_are_shares(run, X, by_hand):
+    """Return the attribution, and by brute force the part of earlier gradients and the size of all parts."""
     by_hand.run()
     for s, state in enumerate(by_hand.states):
         torch.testing.assert_close(run.states[s], state, rtol=0, atol=1e-12)
@@ -35,22 +32,23 @@ def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(
     assert (decay - expected[:, :, -1]).abs().max() <= 1e-8 * scale
     assert parts.certified
     assert parts.max_error <= 1e-10
+    return parts, expected[:, :, -2], scale
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(name):
+    kind, options, share = CASES[name]
+    run, X = recorded(lambda p: kind(p, **options))
+    assert_are_shares(run, X, ByHand(lambda p: kind(p, **options), share))
     assert epk.reconstruct(run, X).certified
 
 
 @pytest.mark.parametrize("name", BEGUN)
 def test_what_a_loaded_optimizer_holds_is_a_term_of_its_own(name):
     make, share = BEGUN[name]
-    run, X = continued(make)
-    by_hand = ByHand(make, share, num_before=4)
-    by_hand.run()
-    expected, parts = by_hand.contributions(run, X), epk.attribute(run, X, head="logits")
-    scale = expected.abs().max()
-    assert (parts.samples - expected[:, :, :-2]).abs().max() <= 1e-8 * scale
-    assert (parts.sources["before the recording"] - expected[:, :, -2]).abs().max() <= 1e-8 * scale
-    assert expected[:, :, -2].abs().max() > 1e-3 * scale
-    assert parts.certified
-    assert parts.max_error <= 1e-10
+    parts, earlier, scale = assert_are_shares(*continued(make), ByHand(make, share, num_before=4))
+    assert (parts.sources["before the recording"] - earlier).abs().max() <= 1e-8 * scale
+    assert earlier.abs().max() > 1e-3 * scale
 
 
 def test_a_continued_run_is_stored_and_refused_where_other_runs_are_needed(tmp_path):
@@ -157,37 +155,6 @@ def test_planted_faults_are_found(name):
         recorded(doubled)
 
 
-@pytest.mark.parametrize("is_restored", [False, True])
-def test_a_learning_rate_that_is_changed_inside_of_step_is_named(is_restored):
-    class Changing(torch.optim.Adam):
-        def step(self, closure=None):
-            group = self.param_groups[0]
-            if is_restored:
-                group["lr"] *= 2
-            super().step(closure)
-            group["lr"] *= 0.5
-
-    with pytest.raises(StepMismatchError, match="step 0: .* weights moved by 2 times Adam's step: its learning rate"):
-        recorded(lambda p: Changing(p, lr=0.01))
-
-
-def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
-    class Rounded(torch.optim.Adam):
-        """As a compiled step does: the bias corrections are float32."""
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            before = [p.clone() for p in self.param_groups[0]["params"]]
-            super().step(closure)
-            for p, w in zip(self.param_groups[0]["params"], before, strict=True):
-                p.copy_(w + (p - w) * (1 + 5e-6))
-
-    with pytest.raises(StepMismatchError, match=r"misses Adam's by 5e-06 .*: float32 numbers .*torch.compile"):
-        recorded(lambda p: Rounded(p, lr=0.01))
-    run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
-    assert epk.attribute(run, X).certified
-
-
 def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
     def muon(parameters: list[nn.Parameter]) -> po.Muon:
         groups = [
@@ -224,11 +191,6 @@ def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
 def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message):
     with pytest.raises(ValueError, match=message):
         recorded(make)
-
-
-def test_soap_that_merges_dimensions_is_refused_by_this_name():
-    with pytest.raises(ValueError, match=r"SOAP must have matrices .* got merge_dims=True"):
-        recorded(lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5))
 
 
 def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
@@ -478,3 +440,39 @@ def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated
 def test_the_page_names_every_class_that_is_known():
     page = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
     assert {*LIBRARY_RULES, "Lookahead", "Muon"} <= set(re.findall(r"`(\w+)`", page.read_text()))
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_learning_rate_that_is_changed_inside_of_step_is_named(is_restored):
+    class Changing(torch.optim.Adam):
+        def step(self, closure=None):
+            group = self.param_groups[0]
+            if is_restored:
+                group["lr"] *= 2
+            super().step(closure)
+            group["lr"] *= 0.5
+
+    with pytest.raises(StepMismatchError, match="step 0: .* weights moved by 2 times Adam's step: its learning rate"):
+        recorded(lambda p: Changing(p, lr=0.01))
+
+
+def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
+    class Rounded(torch.optim.Adam):
+        """As a compiled step does: the bias corrections are float32."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            before = [p.clone() for p in self.param_groups[0]["params"]]
+            super().step(closure)
+            for p, w in zip(self.param_groups[0]["params"], before, strict=True):
+                p.copy_(w + (p - w) * (1 + 5e-6))
+
+    with pytest.raises(StepMismatchError, match=r"misses Adam's by 5e-06 .*: float32 numbers .*torch.compile"):
+        recorded(lambda p: Rounded(p, lr=0.01))
+    run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
+    assert epk.attribute(run, X).certified
+
+
+def test_soap_that_merges_dimensions_is_refused_by_this_name():
+    with pytest.raises(ValueError, match=r"SOAP must have matrices .* got merge_dims=True"):
+        recorded(lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5))

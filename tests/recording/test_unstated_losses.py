@@ -312,7 +312,8 @@ def test_wrong_uses_are_refused_at_the_door():
             with_its_loss, BATCHES[0], ReturnsItsLoss(), output=lambda returned: returned[0]
         ),
         "no gradient came into what the network returned": without_backward,
-        "must find one factor for all rows": wrong_factor,
+        "must be seen: no call of the network on the batch's rows": lambda: run(focal, BATCHES[0][:2]),
+        "the loop weights the stated losses of the rows by": wrong_factor,
         "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
     }
     for message, call in refusals.items():

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.storage import partial_sums as checkpoints
 from epk_gp.storage.partial_sums import PartialSums
-from helpers import surprising_run
+from helpers import gram_block_per_class, surprising_run
 from stored_runs import flip
 
 RULE = epk.gauss_legendre(2)
