@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-import reference
 from epk_gp.core.losses import NegativeLogLikelihood
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue, LinearStep, stack_coefficients
@@ -29,33 +28,6 @@ def problem() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     return net, torch.randn(11, 4).double(), torch.randint(0, 3, (11,)), torch.randn(3, 4).double()
 
 
-def batches() -> list[Tensor]:
-    """Two epochs in batches of 4, the last one of 3."""
-    generator = torch.Generator().manual_seed(5)
-    return [batch for _ in range(2) for batch in torch.randperm(11, generator=generator).split(4)]
-
-
-def groups(net: nn.Module, optimizer_of) -> torch.optim.Optimizer:
-    """Two parameter groups, the second one slower."""
-    optimizer = optimizer_of([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
-    optimizer.param_groups[1]["lr"] *= 0.5
-    return optimizer
-
-
-def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
-    net, X, y, X_test = problem()
-    optimizer = groups(net, optimizer_of)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for batch in batches():
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            schedule.step()
-    return recorder.trajectory, X_test
-
-
 @pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
 def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
     kind, options = OPTIMIZERS[name]
@@ -74,25 +46,6 @@ def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
     assert torch.equal(epk.attribute(loaded, X_test).samples, epk.attribute(runs[0], X_test).samples)
 
 
-def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
-    """Momentum's memory: the control is the same sum with each gradient counted in its own step only."""
-    trajectory, X_test = recorded(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    parts = epk.attribute(trajectory, X_test, head="logits")
-    forgetful = parts.initial.clone()
-    for step in trajectory.steps:
-        rows = step.batch
-        w = trajectory.weights(step.index)
-        for n, x in enumerate(X_test):
-            phi = reference.jacobian(trajectory, step.index, 0.5, x, "logits")
-            for i in rows.tolist():
-                z = reference.output(trajectory, w, trajectory.inputs[i], "logits").detach().requires_grad_()
-                (dz,) = torch.autograd.grad(F.cross_entropy(z, trajectory.targets[i]), z)
-                gradient = dz @ reference.jacobian(trajectory, step.index, 0.0, trajectory.inputs[i], "logits")
-                forgetful[n] -= step.lr / len(rows) * (phi @ gradient)
-    assert (forgetful - parts.network).abs().max() > 0.05
-    assert parts.max_error <= 1e-12
-
-
 @pytest.mark.slow
 def test_stated_clipping_is_part_of_the_coefficients():
     for clip in (ClipNorm(0.05), ClipNorm(0.03, norm_type=float("inf")), ClipValue(0.01)):
@@ -102,37 +55,6 @@ def test_stated_clipping_is_part_of_the_coefficients():
         assert any(float(trajectory.updates[s].grad_scale.min()) < 0.9 for s in range(4)), "the bound never acted"
         assert epk.attribute(trajectory, X_test).max_error <= 1e-12
         assert epk.reconstruct(trajectory, X_test).max_error <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("done", "message"), [(1e6, "that of the stated loss before clipping"), (0.02, "clipped or scaled after backward")]
-)
-def test_clipping_other_than_stated_is_named(done, message):
-    net, X, y, _ = problem()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y, clip=ClipNorm(0.01)) as recorder:
-        F.cross_entropy(net(X), y).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), done)
-        recorder.batch(None)
-        with pytest.raises(epk.StepMismatchError, match=f"^step 0: .*{message}"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.5, 1 / 3])
-def test_accumulated_gradients_are_one_step(weight):
-    net, X, y, X_test = problem()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for _ in range(4):
-            optimizer.zero_grad()
-            for batch in torch.arange(11).split(4):
-                (weight * F.cross_entropy(net(X[batch]), y[batch])).backward()
-                recorder.batch(batch, weight=weight)
-            optimizer.step()
-    trajectory = recorder.trajectory
-    assert trajectory.num_steps == 4
-    assert trajectory.steps[0].sample_weights[0] == weight / 4
-    assert epk.attribute(trajectory, X_test).max_error <= 1e-12
 
 
 LOSSES = {

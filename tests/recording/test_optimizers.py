@@ -31,14 +31,6 @@ def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
     assert result.certified
 
 
-def test_muon_asks_for_a_share_that_may_be_left_and_lbfgs_is_refused():
-    net, X, y = problem("Muon")
-    with pytest.raises(ValueError, match="unexplained must be given for Muon"):
-        epk.Recorder(net, optimizer_for("Muon", {}, net), X, y)
-    with pytest.raises(ValueError, match="must take one gradient a step: LBFGS evaluates the loss several times"):
-        epk.Recorder(net, torch.optim.LBFGS(net.parameters()), X, y)
-
-
 def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net[0].requires_grad_(False)
 

@@ -137,7 +137,7 @@ SCRIPT = """
     checkpoint.SECONDS = 0.0
     X, folder = torch.randn(40, 3, dtype=torch.float64), Path(sys.argv[1])
     net = torch.nn.Sequential(torch.nn.Linear(3, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)).double()
-    run = epk.train(net, X, torch.arange(40) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=100)
+    run = epk.train(net, X, torch.arange(40) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=40)
     both = epk.Points(X, torch.arange(40) < 20)
 
     def start(name):
