@@ -30,7 +30,6 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.nn import functional as F
 
 from epk_gp.autodiff.dense import (
     Cotangents,
@@ -66,6 +65,7 @@ from epk_gp.autodiff.representations import (
     append_bias_column,
     concat_rows,
     sum_outer_products,
+    windows_of,
 )
 from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.losses import Head, apply_head
@@ -541,7 +541,7 @@ class LayerJacobianBuilder:
         if function in CHANNELS_LAST:
             x = x.reshape(len(x), -1, self.num_groups, self.n_in)
             return append_bias_column(x) if appends else x
-        windows = x if function in NORMALISATIONS else _windows(x, layer.options, kernel)
+        windows = x if function in NORMALISATIONS else windows_of(x, layer.options, kernel)
         patches = windows.reshape(len(x), self.num_groups, self.n_in, -1)
         if appends:
             patches = torch.cat([patches, x.new_ones(len(x), self.num_groups, 1, patches.shape[3])], dim=2)
@@ -589,28 +589,3 @@ class LayerJacobianBuilder:
             return DenseJacobian(values)
         a = (self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)).squeeze(2)
         return OuterProductJacobian(a, values, self.has_bias, self.input_is_constant, self.cotangent_is_constant)
-
-
-def _windows(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
-    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims = len(kernel)
-    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-
-
-def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Return the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]

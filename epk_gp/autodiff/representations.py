@@ -5,13 +5,14 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn import functional as F
 
 from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
@@ -551,3 +552,28 @@ def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -
     for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
         torch.mul(part, weight, out=target)
     return out
+
+
+def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
+    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
+    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims = len(kernel)
+    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Return the zeros before and after each dimension, last dimension first."""
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]

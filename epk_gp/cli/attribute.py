@@ -21,8 +21,7 @@ from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.adjoint import default_path
-from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribute import attribute_many, default_path
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of

@@ -18,23 +18,25 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Float, Int64, Shaped
-from torch import Tensor, nn
+from jaxtyping import Float, Int64
+from torch import Tensor
 from torch.func import jvp, vmap
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.autodiff.verification import MappedRows, planned
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_losses
+from epk_gp.autodiff.verification import MappedRows
+from epk_gp.core.gradients import PassData, RunReplay, seen_losses
 from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import BEFORE, Step, tensor_bytes
-from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode, watching_normalisations
-from epk_gp.core.trajectory import Trajectory, flat_state, initial_momentum, step_coefficients
+from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
+from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
+from epk_gp.kernel_machine.curvature import statistics_increments
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
     Predictions,
+    StretchAverage,
     TermSums,
     grouped_products,
     integrate_stretch,
@@ -42,15 +44,7 @@ from epk_gp.kernel_machine.terms import (
 from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params, second_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
-from epk_gp.quadrature.rules import (
-    AdaptiveRule,
-    QuadratureStatus,
-    WeightPath,
-    layerwise,
-    straight,
-    stretch_of,
-    stretches_of,
-)
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
 from epk_gp.work.run import Sums
 
 
@@ -140,62 +134,8 @@ def propagate(
     return H, None, M.mul_(beta) if u.beta.any() else None
 
 
-def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
-    """Replay a forward pass and return what each of its rows adds to the moving statistics.
-
-    Statistics that are no normalisation's, and those of a layer that sees other rows than those of the batch, get zero:
-    what they add belongs to no row.
-
-    Args:
-        replay: Replays the run's forward passes.
-        state: Weights and statistics at the start of the step.
-        data: The pass.
-    """
-    model, n = replay.model, len(data.X)
-    sizes = [shape.numel() for shape in model.statistic_shapes]
-    increments = torch.zeros(n, sum(sizes), dtype=state.dtype, device=state.device)
-    named = dict(zip(model.statistics, increments.split(sizes, dim=1), strict=True))
-
-    def look(name: str, layer: nn.Module, a: Tensor) -> None:
-        if not layer.training or not isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            return
-        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # rows are mixed
-            return
-        by_row = a.detach().unflatten(0, (n, -1)).movedim(2, 1).flatten(2)  # n channels positions
-        count = by_row.shape[0] * by_row.shape[2]
-        mean, momentum = by_row.mean(dim=(0, 2)), layer.momentum
-        variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
-        if momentum is None:
-            momentum = 1.0 / (float(layer.num_batches_tracked or 0) + 1)
-        for kind, rows in (("running_mean", by_row.sum(dim=2) / count), ("running_var", variance)):
-            buffer = f"{name}.{kind}".lstrip(".")
-            if buffer in named:
-                named[buffer] += (momentum * (rows - getattr(layer, kind) / n)).to(increments)
-
-    with watching_normalisations(replay.module_in_modes(data), look), torch.no_grad():
-        replay.losses(replay.params(state, data), data)
-    return increments
-
-
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes.
 _SUM_ROUNDING = 16
-
-
-@dataclass(frozen=True, eq=False)
-class StretchAverage:
-    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
-
-    Attributes:
-        steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights.
-        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretch.
-    """
-
-    steps: range
-    of_weights: Float[Tensor, "K N P"]
-    of_statistics: Float[Tensor, "K N Q"] | None
-    integral: Integral
 
 
 def average_over(block: Predictions, steps: range, max_nodes: int, *, splits_statistics: bool) -> StretchAverage:
@@ -214,33 +154,6 @@ def average_over(block: Predictions, steps: range, max_nodes: int, *, splits_sta
     of_statistics = line.averaged_statistics_jacobian() if wants_statistics else None
     Phi = averaged_jacobian(line.node_batches(), block.columns)
     return StretchAverage(steps, Phi, of_statistics, line.integral)
-
-
-_LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
-
-
-def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
-    """Return the path that attributions take by default: `layerwise()` for large networks that it can average.
-
-    Args:
-        trajectory: The run.
-        X: Inputs, of which the first is tried on the first step.
-    """
-    if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
-        return straight()
-    with planned(trajectory, X) as net:
-        if not net.plan.supports_interpolation:
-            return straight()
-        w, end = (flat_state(trajectory, s, X) for s in (0, 1))
-        try:
-            secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
-        except (
-            ValueError,
-            RuntimeError,
-            NotImplementedError,
-        ):  # something in it has no average
-            return straight()
-    return layerwise()
 
 
 def _layerwise_average(block: Predictions, steps: range, max_nodes: int) -> StretchAverage:

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, weighted_loss
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.representations import LeftFactor
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
+from epk_gp.autodiff.representations import ContractionCost, LeftFactor
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
@@ -24,7 +24,7 @@ from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coeffi
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
-from epk_gp.kernel_machine.adjoint import AdjointTerms, default_path
+from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
     Certificate,
@@ -48,7 +48,7 @@ from epk_gp.kernel_machine.terms import (
     sources_of,
 )
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, straight, stretches_of
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight, stretches_of
 from epk_gp.work.run import Advice, Sums, run
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
@@ -272,6 +272,33 @@ def attribute_many(
     parsed = parse_options("attribute_many", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
     return _attribute(kernel, X, groupings, classes, parsed, path)
+
+
+_LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
+
+
+def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
+    """Return the path that attributions take by default: `layerwise()` for large networks that it can average.
+
+    Args:
+        trajectory: The run.
+        X: Inputs, of which the first is tried on the first step.
+    """
+    if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
+        return straight()
+    with planned(trajectory, X) as net:
+        if not net.plan.supports_interpolation:
+            return straight()
+        w, end = (flat_state(trajectory, s, X) for s in (0, 1))
+        try:
+            secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
+        except (
+            ValueError,
+            RuntimeError,
+            NotImplementedError,
+        ):  # something in it has no average
+            return straight()
+    return layerwise()
 
 
 def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classes: object) -> None:

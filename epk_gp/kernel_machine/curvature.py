@@ -417,3 +417,40 @@ def _refusal(message: str) -> str:
         f"the loss must have second derivatives in the weights: torch says {message!r}. Give the operation a backward "
         "pass that torch can differentiate, or use epk_gp.attribute, which takes first derivatives alone."
     )
+
+
+def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
+    """Replay a forward pass and return what each of its rows adds to the moving statistics.
+
+    Statistics that are no normalisation's, and those of a layer that sees other rows than those of the batch, get zero:
+    what they add belongs to no row.
+
+    Args:
+        replay: Replays the run's forward passes.
+        state: Weights and statistics at the start of the step.
+        data: The pass.
+    """
+    model, n = replay.model, len(data.X)
+    sizes = [shape.numel() for shape in model.statistic_shapes]
+    increments = torch.zeros(n, sum(sizes), dtype=state.dtype, device=state.device)
+    named = dict(zip(model.statistics, increments.split(sizes, dim=1), strict=True))
+
+    def look(name: str, layer: nn.Module, a: Tensor) -> None:
+        if not layer.training or not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            return
+        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # rows are mixed
+            return
+        by_row = a.detach().unflatten(0, (n, -1)).movedim(2, 1).flatten(2)  # n channels positions
+        count = by_row.shape[0] * by_row.shape[2]
+        mean, momentum = by_row.mean(dim=(0, 2)), layer.momentum
+        variance = (by_row - mean[None, :, None]).square().sum(dim=2) / (count - 1)
+        if momentum is None:
+            momentum = 1.0 / (float(layer.num_batches_tracked or 0) + 1)
+        for kind, rows in (("running_mean", by_row.sum(dim=2) / count), ("running_var", variance)):
+            buffer = f"{name}.{kind}".lstrip(".")
+            if buffer in named:
+                named[buffer] += (momentum * (rows - getattr(layer, kind) / n)).to(increments)
+
+    with watching_normalisations(replay.module_in_modes(data), look), torch.no_grad():
+        replay.losses(replay.params(state, data), data)
+    return increments

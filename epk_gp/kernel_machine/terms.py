@@ -169,6 +169,23 @@ class IntegratedLine:
             yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
 
 
+@dataclass(frozen=True, eq=False)
+class StretchAverage:
+    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
+
+    Attributes:
+        steps: The steps that the stretch stands for.
+        of_weights: Phi, the averaged gradients in the weights.
+        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
+        integral: Along the stretch.
+    """
+
+    steps: range
+    of_weights: Float[Tensor, "K N P"]
+    of_statistics: Float[Tensor, "K N Q"] | None
+    integral: Integral
+
+
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
     """Choose the nodes of all points on a stretch of the path.
 

@@ -227,10 +227,8 @@ def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) 
     """Return a coefficient as one number per weight, in the dtype and on the device of `reference`."""
     if len(value) != len(sizes):
         return value.to(reference)
-    if len(set(value.tolist())) == 1:  # a view, which no vector of weights is made for
-        return value[:1].to(reference).expand(sum(sizes))
-    repeats = torch.tensor(list(sizes), device=reference.device)
-    return value.to(reference).repeat_interleave(repeats)
+    value, is_shared, repeats = value.to(reference), len(set(value.tolist())) == 1, torch.tensor(list(sizes))
+    return value[:1].expand(sum(sizes)) if is_shared else value.repeat_interleave(repeats.to(value.device))
 
 
 def second_coefficients(

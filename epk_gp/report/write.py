@@ -124,6 +124,7 @@ def write_report(
     if not place.parent.is_dir():
         raise FileNotFoundError(f"file must lie in a folder that exists: {place.parent} does not.")
     rules.validate_rule(rule)
+    rules.validate_path(rules.straight() if path is None else path)
     validate_count(top, "top")
     validate_count(kernel_points, "kernel_points", minimum=0)
     request = replace(

@@ -14,7 +14,7 @@ from distributed_cases import Shuffled
 from epk_gp.autodiff.secants import ElementwiseSecant, mean_of_rows
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
@@ -249,7 +249,7 @@ def test_large_networks_take_layerwise_by_default_where_they_can_and_say_so(name
     case = make_case(name)
     small = epk.attribute(case.trajectory, case.test)
     assert (small.path, "path " in repr(small)) == ("straight steps", False)
-    monkeypatch.setattr(adjoint, "_LARGE", case.trajectory.num_weights)
+    monkeypatch.setattr(attribute, "_LARGE", case.trajectory.num_weights)
     parts, asked = (epk.attribute(case.trajectory, case.test, **path) for path in ({}, {"path": takes}))
     assert torch.equal(parts.samples, asked.samples)
     assert parts.path == asked.path == str(takes)
@@ -259,7 +259,10 @@ def test_large_networks_take_layerwise_by_default_where_they_can_and_say_so(name
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_path_or_cannot_be_integrated_is_refused():
     run, X, path = recorded("tanh_sgd"), queries(), epk.layerwise(2)
-    points, no_integral = epk.Points(X, is_train=False), r"(along a path|one state|nodes lie) .* got layerwise\(every=2\)"
+    points, no_integral = (
+        epk.Points(X, is_train=False),
+        r"(along a path|one state|nodes lie) .* got layerwise\(every=2\)",
+    )
     calls = [
         (lambda: epk.reconstruct(run, X, path=path), ValueError, no_integral),
         (lambda: epk.gram_block(run, points, points, path=path), ValueError, no_integral),
