@@ -31,7 +31,6 @@ from epk_gp.optimizers.library_rules import (
     lookahead,
     of_class,
     orthogonalising_matrix,
-    sgd_buffers,
 )
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
@@ -69,7 +68,13 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    return _step(group, **sgd_buffers(group, before))
+    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
+    if mu == 0:
+        return _step(group, lr=lr, beta=1.0)
+    # torch starts the buffer with the gradient itself
+    dampening = float(group.get("dampening", 0.0)) if before else 0.0
+    buffer = {"beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
