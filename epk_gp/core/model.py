@@ -172,9 +172,9 @@ class FunctionalModel:
         self._of_thread.module = module
         return returned
 
-    def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-        """Concatenate the trained parameters in the model's order."""
-        return torch.cat([params[name].detach().reshape(-1) for name in self.names])
+    def flatten(self, params: Mapping[str, Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
+        """Concatenate the trained parameters in the model's order, in memory that is not used any more if given."""
+        return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
 
     def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""

@@ -282,6 +282,7 @@ class StepObserver:
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
         self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
+        self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
         self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -398,10 +399,11 @@ class StepObserver:
         named = model.unflatten(self._weights()).items()
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
+        memory, self._spare = self._spare, None
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
-            gradient=model.flatten({**zeros, **self._gradients}),
+            gradient=model.flatten({**zeros, **self._gradients}, memory),
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
@@ -412,6 +414,7 @@ class StepObserver:
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
         self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
         self._report(made)
+        self._spare = made.gradient_before if len(made.gradient_before) else None
 
     def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.

@@ -25,7 +25,7 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
@@ -160,7 +160,7 @@ class Recorder:
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
-        momentum = momentum if setup.momentum is None else setup.momentum
+        momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
@@ -193,6 +193,9 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
+        # the buffer before the last step, and the one before that, which is written anew: new memory costs more
+        self._momentum_before: Tensor | None = None
+        self._spare_momentum: Tensor | None = None
         self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
@@ -480,9 +483,10 @@ class Recorder:
             return
         step, before, after = whole
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
-        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        measured = measure_step(setup, observed, self._spare_momentum)
+        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed, measured)
         with self._schedule.checking() if is_exact else nullcontext():
-            update, momentum = check_step(setup, observed, exact=is_exact)
+            update = check_step(setup, observed, measured, exact=is_exact)
             self._unchecked = None if is_exact else observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
@@ -491,7 +495,8 @@ class Recorder:
             self._schedule.add(index)
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
-        self._training.momentum = momentum
+        self._spare_momentum, self._momentum_before = self._momentum_before, observed.momentum
+        self._training.momentum = measured.momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
     def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
@@ -575,7 +580,7 @@ class Recorder:
         if unchecked is not None:
             self._penalty.is_fixed = True
             try:
-                check_step(self._setup, unchecked)
+                check_step(self._setup, unchecked, measure_step(self._setup, unchecked))
                 self._schedule.num_checked += 1
             except StepMismatchError as error:
                 raise StepMismatchError(

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,7 @@ _ROUNDINGS = 8
 _NUM_ROWS = 64  # inputs on which final outputs must be those of the recorded network
 _NUM_INITIAL_ROWS = 16  # inputs on which initial outputs must be finite
 _NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to see whether they influence each other
+_NUM_SAMPLES = 128  # weights of each parameter that are compared where nothing was written to them
 _SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
 
 # What a network raises on inputs that it cannot take.
@@ -107,6 +108,10 @@ class TrainingSetup:
     is_mapped: bool = False
     stream: Rows | None = None
     momentum: Float[Tensor, " B"] | None = None
+    # weights that the network had when last seen, and its marks then
+    _known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = field(
+        default_factory=lambda: (None, [], torch.empty(0)), init=False, repr=False
+    )
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -127,7 +132,27 @@ class TrainingSetup:
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
-        return self.model.weights_of(self.net)
+        named = self._present()
+        w = self.model.flatten(named)
+        self._known = w, *self._marks(named)
+        return w
+
+    @cached_property
+    def _owners(self) -> list[tuple[str, nn.Module, str]]:
+        """Each trained parameter's name, module and name there: to look for them by name takes long."""
+        paths = ((name, *name.rpartition(".")[::2]) for name in self.model.names)
+        return [(name, self.net.get_submodule(path), leaf) for name, path, leaf in paths]
+
+    def _present(self) -> dict[str, Tensor]:
+        """Return the parameters that are recorded, as far as the network has them."""
+        held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
+        return {name: p for name, p in held if p is not None}
+
+    def _marks(self, named: Mapping[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
+        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
+        own = [p.detach() for p in named.values()]
+        few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_SAMPLES] for w in own])
+        return [(w.data_ptr(), w._version) for w in own], few
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
@@ -138,12 +163,23 @@ class TrainingSetup:
 
     def has_all_weights(self) -> bool:
         """Return whether the network has all parameters that are recorded."""
-        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+        return len(self._present()) == len(self.model.names)
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
-        """Return whether the network has these weights now; nothing is copied."""
-        named = self.model.unflatten(weights).items()
-        return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
+        """Return whether the network has these weights now; nothing is copied.
+
+        Of weights that it is known to have had, and that torch has not written to since, only a few are compared: the
+        check of the next step finds what was written to others through `.data`, where nothing may stay unexplained.
+        """
+        named = self._present()
+        (known, *marks), (present, few) = self._known, self._marks(named)
+        if weights is known and self.unexplained is None and marks[0] == present and torch.equal(marks[1], few):
+            return True
+        parts = self.model.unflatten(weights).items()
+        if not all(torch.equal(named[name], value) for name, value in parts):
+            return False
+        self._known = weights, present, few
+        return True
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
