@@ -392,13 +392,20 @@ def zero_final_layer(net: nn.Module) -> nn.Module:
 NUM_FINGERPRINT_POINTS = 4  # inputs whose outputs are stored with a run (part of format version 2)
 
 
+_BLOCK = 1 << 17  # weights that are perturbed together
+
+
 def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
     """Return the initial weights moved by 0.1 sin(i), i the index of the weight.
 
     At the initial weights themselves a last layer of zeros would make the outputs of all networks equal.
     """
-    wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
-    return initial + 0.1 * wave
+    moved = torch.empty_like(initial)
+    for first in range(0, len(moved), _BLOCK):  # new memory for large vectors costs more than the sines
+        block = slice(first, min(first + _BLOCK, len(moved)))
+        index = torch.arange(block.start, block.stop, device=initial.device, dtype=torch.float64)
+        torch.add(initial[block], index.sin_().to(initial.dtype).mul_(0.1), out=moved[block])
+    return moved
 
 
 def fingerprint_outputs(

@@ -557,10 +557,13 @@ class StepObserver:
         self._groups[id(optimizer)] = self._groups_of(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
-        for name, parameter in self.setup.net.named_parameters():
+        if groups.keys() - self._names.keys():  # of another network, or a new one
+            self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
+            name = self._names[id(parameter)]
             before = dict(self._before.get(name, {}))
             g = before.get(GRADIENT, parameter.grad)
-            if id(parameter) not in groups or g is None:
+            if g is None:
                 continue
             if name not in model.names:
                 if parameter.numel():

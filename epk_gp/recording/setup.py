@@ -172,8 +172,8 @@ class TrainingSetup:
         check of the next step finds what was written to others through `.data`, where nothing may stay unexplained.
         """
         named = self._present()
-        (known, *marks), (present, few) = self._known, self._marks(named)
-        if weights is known and self.unexplained is None and marks[0] == present and torch.equal(marks[1], few):
+        (known, marks, values), (present, few) = self._known, self._marks(named)
+        if weights is known and self.unexplained is None and marks == present and torch.equal(values, few):
             return True
         parts = self.model.unflatten(weights).items()
         if not all(torch.equal(named[name], value) for name, value in parts):
