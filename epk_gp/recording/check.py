@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -36,7 +35,7 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
-from epk_gp.recording.observer import ObservedStep
+from epk_gp.recording.observer import MadeStep, ObservedStep, StepMeasures
 from epk_gp.recording.setup import TrainingSetup
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
@@ -141,32 +140,23 @@ _BLOCK = 1 << 17  # weights that are looked at together: new memory for large ve
 _NUM_SAMPLES = 1024  # weights whose size is looked at first
 
 
-class StepMeasures(NamedTuple):
-    """How far a step is from the update rule's step on the gradient that the optimizer used.
-
-    Attributes:
-        momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
-        difference: Largest distance of a weight's step from the predicted one.
-        largest: Largest entry of the gradient.
-        norm: Its 2-norm.
-    """
-
-    momentum: Float[Tensor, " B"]
-    difference: float
-    largest: float
-    norm: float
-
-
-def measure_step(setup: TrainingSetup, observed: ObservedStep, memory: Tensor | None = None) -> StepMeasures:
+def measure_step(
+    setup: TrainingSetup,
+    made: MadeStep,
+    states: tuple[Float[Tensor, " P"], Float[Tensor, " P"]],
+    before: Float[Tensor, " B"],
+    memory: Tensor | None = None,
+) -> StepMeasures:
     """Compare a step with the update rule's, block by block.
 
     Args:
         setup: The training.
-        observed: The step.
+        made: What the optimizers did.
+        states: The weights before and after the step.
+        before: The momentum buffer before it.
         memory: A momentum buffer that is not used any more, for the one after the step.
     """
-    update, sizes, start, end = observed.made.update, setup.model.sizes, observed.start, observed.end
-    used, before = observed.made.gradient, observed.momentum
+    update, used, sizes, (start, end) = made.update, made.gradient, setup.model.sizes, states
     if update.has_matrices or len(before) > len(start):
         predicted, momentum = predict_step(update, sizes, start, used, before)
         found = [_sizes_of(end - start - predicted, used)]
@@ -226,7 +216,7 @@ def _blocks(
         first, place = last, place + size
 
 
-def needs_exact_check(setup: TrainingSetup, observed: ObservedStep, measured: StepMeasures) -> bool:
+def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
     """Return whether a step's record takes its exact gradient: where it is clipped, or looks like that.
 
     Clipping leaves a gradient whose norm, or whose largest entry, is the bound. Bounds are chosen by people: three
@@ -234,7 +224,7 @@ def needs_exact_check(setup: TrainingSetup, observed: ObservedStep, measured: St
     """
     used, clip = observed.made.gradient, setup.clip
     rounding = 8 * torch.finfo(used.dtype).eps
-    norm, largest = measured.norm, measured.largest
+    norm, largest = observed.measures.norm, observed.measures.largest
     # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
     for size, short in ((norm, EPSILON + rounding * norm), (largest, rounding * largest)):
         if 0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size:
@@ -282,9 +272,7 @@ def clipped_apart(
     return factors if is_same and bound > 0 and abs(float(clipped) - bound) <= EPSILON + rounding * bound else None
 
 
-def check_step(
-    setup: TrainingSetup, observed: ObservedStep, measured: StepMeasures, *, exact: bool = True
-) -> UpdateCoefficients:
+def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = True) -> UpdateCoefficients:
     """Compare a step with the update rule, and the gradient that it used with the recomputed one.
 
     Both are needed: a learning rate of 0, or steps below the rounding of the weights, make any gradient fit the step,
@@ -293,7 +281,6 @@ def check_step(
     Args:
         setup: The training.
         observed: The step.
-        measured: How far it is from the rule's.
         exact: Whether to recompute the gradient.
 
     Returns:
@@ -305,7 +292,7 @@ def check_step(
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
     expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
-    difference, few = measured.difference, start[:: 1 + len(start) // _NUM_SAMPLES]
+    difference, few = observed.measures.difference, start[:: 1 + len(start) // _NUM_SAMPLES]
     # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
     follows_rule, residual = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start)), None
     if not follows_rule:
@@ -459,8 +446,8 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     are moved by their own rounding. Recorded forward passes keep their order.
     """
     observed = check.observed
-    state, difference = observed.start, (observed.made.gradient - check.expected).abs().max()
-    if difference <= relative_rounding(state.dtype) * check.expected.abs().max():
+    state, difference = observed.start, _largest_difference(observed.made.gradient, check.expected)
+    if difference <= relative_rounding(state.dtype) * largest_entry(check.expected):
         return True
     if not _is_repeatable(setup, check):
         return False
@@ -469,7 +456,12 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     else:
         moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
         other, _ = _gradient_of(setup, observed, moved, reverse=True)
-    return bool(difference <= CANCELLATION_FACTOR * (check.gradient - other).abs().max())
+    return bool(difference <= CANCELLATION_FACTOR * _largest_difference(check.gradient, other))
+
+
+def _largest_difference(a: Float[Tensor, " P"], b: Float[Tensor, " P"]) -> Float[Tensor, ""]:
+    pairs = zip(a.split(_BLOCK), b.split(_BLOCK), strict=True)
+    return torch.stack([largest_entry(own - other) for own, other in pairs]).max()
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
@@ -477,4 +469,5 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     if not check.observed.step.passes:
         return True
     again, _ = _gradient_of(setup, check.observed)
-    return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
+    limit = relative_rounding(again.dtype) * largest_entry(check.gradient)
+    return bool(_largest_difference(again, check.gradient) <= limit)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -216,6 +216,22 @@ class MadeStep:
     gradient_before: Float[Tensor, " _"]
 
 
+class StepMeasures(NamedTuple):
+    """How far a step is from the update rule's step on the gradient that the optimizer used.
+
+    Attributes:
+        momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
+        difference: Largest distance of a weight's step from the predicted one.
+        largest: Largest entry of the gradient.
+        norm: Its 2-norm.
+    """
+
+    momentum: Float[Tensor, " B"]
+    difference: float
+    largest: float
+    norm: float
+
+
 @dataclass(frozen=True, eq=False)
 class ObservedStep:
     """A made step with its record, and the weights and moving statistics around it.
@@ -229,6 +245,7 @@ class ObservedStep:
         start_statistics: The moving statistics before it; of no entries for a network without them.
         end_statistics: Those after it.
         penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
+        measures: How far it is from the update rule's step.
     """
 
     made: MadeStep
@@ -239,6 +256,7 @@ class ObservedStep:
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
     penalty: WeightPenalty
+    measures: StepMeasures
 
 
 class StepObserver:
@@ -454,8 +472,8 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            not torch.is_grad_enabled() or not self.setup.has_all_weights()
+        if not torch.is_grad_enabled() or len(self.setup.present()) < len(
+            self.setup.model.names
         ):  # functional_call puts others in their place
             self._begun.append(None)
             return

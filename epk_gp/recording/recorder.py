@@ -482,11 +482,12 @@ class Recorder:
         if whole is None:
             return
         step, before, after = whole
-        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
-        measured = measure_step(setup, observed, self._spare_momentum)
-        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed, measured)
+        momentum = self._training.momentum
+        measures = measure_step(setup, made, (last.end, end), momentum, self._spare_momentum)
+        observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
+        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
-            update = check_step(setup, observed, measured, exact=is_exact)
+            update = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
@@ -495,8 +496,8 @@ class Recorder:
             self._schedule.add(index)
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
-        self._spare_momentum, self._momentum_before = self._momentum_before, observed.momentum
-        self._training.momentum = measured.momentum
+        self._spare_momentum, self._momentum_before = self._momentum_before, momentum
+        self._training.momentum = measures.momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
     def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
@@ -580,7 +581,7 @@ class Recorder:
         if unchecked is not None:
             self._penalty.is_fixed = True
             try:
-                check_step(self._setup, unchecked, measure_step(self._setup, unchecked))
+                check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
             except StepMismatchError as error:
                 raise StepMismatchError(

@@ -132,7 +132,7 @@ class TrainingSetup:
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
-        named = self._present()
+        named = self.present()
         w = self.model.flatten(named)
         self._known = w, *self._marks(named)
         return w
@@ -143,7 +143,7 @@ class TrainingSetup:
         paths = ((name, *name.rpartition(".")[::2]) for name in self.model.names)
         return [(name, self.net.get_submodule(path), leaf) for name, path, leaf in paths]
 
-    def _present(self) -> dict[str, Tensor]:
+    def present(self) -> dict[str, Tensor]:
         """Return the parameters that are recorded, as far as the network has them."""
         held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
         return {name: p for name, p in held if p is not None}
@@ -163,7 +163,7 @@ class TrainingSetup:
 
     def has_all_weights(self) -> bool:
         """Return whether the network has all parameters that are recorded."""
-        return len(self._present()) == len(self.model.names)
+        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied.
@@ -171,7 +171,7 @@ class TrainingSetup:
         Of weights that it is known to have had, and that torch has not written to since, only a few are compared: the
         check of the next step finds what was written to others through `.data`, where nothing may stay unexplained.
         """
-        named = self._present()
+        named = self.present()
         (known, marks, values), (present, few) = self._known, self._marks(named)
         if weights is known and self.unexplained is None and marks == present and torch.equal(values, few):
             return True
