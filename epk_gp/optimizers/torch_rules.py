@@ -541,9 +541,10 @@ def states_before(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
+        needed = {key: state[key] for key in needs_before if key in state}
         copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
+        has_any = any(value is not None for value in state.values())
+        result[name] = {**dict.fromkeys(state), **copied} if has_any else {}
         if GRADIENT in needs_before and parameter.grad is not None:
             result[name][GRADIENT] = parameter.grad.detach().clone()
         if OPTIONS in needs_before:

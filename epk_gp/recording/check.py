@@ -136,7 +136,7 @@ def _hash_of(number: int) -> int:
     return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest())
 
 
-_BLOCK = 1 << 17  # weights that are looked at together: new memory for large vectors costs more than their sums
+_BLOCK = 1 << 18  # weights that are looked at together: new memory for large vectors costs more than their sums
 _NUM_SAMPLES = 1024  # weights whose size is looked at first
 
 

@@ -499,6 +499,7 @@ class Recorder:
         self._spare_momentum, self._momentum_before = self._momentum_before, momentum
         self._training.momentum = measures.momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
+        setup.know_copy(end, self._history.last.end)
 
     def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
         """Go on from a step that rank 0 has recorded."""

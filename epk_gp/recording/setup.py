@@ -181,6 +181,11 @@ class TrainingSetup:
         self._known = weights, present, few
         return True
 
+    def know_copy(self, weights: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
+        """Let a copy of weights stand for them, where the network is known to have had these."""
+        if self._known[0] is weights:
+            self._known = copy, *self._known[1:]
+
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
 
