@@ -34,8 +34,15 @@ from epk_gp.optimizers.update_rules import (
     step_tolerance,
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
-from epk_gp.recording.mismatches import StepCheck, explain_mismatch, is_stated_loss, seen_passes
-from epk_gp.recording.observer import MadeStep, ObservedStep, StepMeasures
+from epk_gp.recording.mismatches import (
+    ObservedStep,
+    StepCheck,
+    StepMeasures,
+    explain_mismatch,
+    is_stated_loss,
+    seen_passes,
+)
+from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
@@ -359,7 +366,7 @@ def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, F
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed)):
+        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed.made, observed.step)):
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)

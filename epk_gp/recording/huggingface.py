@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import ClipNorm
-from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
 
 INDEX_KEY = "index"
@@ -23,7 +22,7 @@ def logits_of(returned: Any) -> Tensor:
     return logits
 
 
-class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
+class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
     """Record a run of `transformers.Trainer` as `epk_gp.Recorder` records a loop.
 
         arguments = TrainingArguments(..., remove_unused_columns=False)
@@ -39,6 +38,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
     its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
     error in `train` call `close`.
     """
+
+    _begins = "trainer.train"
 
     def __init__(
         self,
@@ -60,27 +61,15 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         """
         self._data: tuple[Any, Any] = (X, y)
         self._loss, self._options = as_loss(loss), {"output": output, **options}
-        self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._hooks: list[Any] = []
         self._seen: list[Tensor] = []  # rows of batches since the last announcement
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The run recorded so far.
-
-        Raises:
-            RuntimeError: The training has not started.
-        """
-        if self._recorder is None:
-            raise RuntimeError("there must be a run: training has not started. Call trainer.train first.")
-        trajectory: Trajectory = self._recorder.trajectory
-        return trajectory
 
     def on_train_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
         """Start the recorder.
 
         Raises:
-            ValueError: The trainer removes the indices from the batches, or `Recorder` cannot record the training.
+            ValueError: The trainer removes the indices from the batches, or computes its loss in another precision
+            than the model's; or `Recorder` cannot record the training.
         """
         if args.remove_unused_columns:
             raise ValueError(
@@ -89,6 +78,11 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             )
         model, loss = kwargs["model"], self._loss
         if args.label_smoothing_factor and isinstance(loss, CrossEntropy):
+            if model.dtype == torch.float64:
+                raise ValueError(
+                    "label_smoothing_factor must be 0 for a float64 model whose loss is stated: the trainer sums the "
+                    "smoothed part in float32. Pass the callback loss=None, which records what the trainer computes."
+                )
             loss = replace(loss, label_smoothing=float(args.label_smoothing_factor))
         clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
         self._recorder = Recorder(model, kwargs["optimizer"], *self._data, loss=loss, clip=clip, **self._options)
@@ -108,19 +102,15 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
-        self._leave(None)
+        self.close(None)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = RuntimeError("the training ended early")) -> None:  # noqa: B008
         """Commit what was recorded before an error, and release the run's folder; does nothing after a whole run."""
-        self._leave(RuntimeError("the training ended early"))
-
-    def _leave(self, error: BaseException | None) -> None:
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._recorder.__exit__(None if error is None else type(error), error, None)
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self._recorder.__exit__(None if error is None else type(error), error, None)
 
     def _take_indices(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -13,8 +13,7 @@ from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
-from epk_gp.core.model import device_random_state
-from epk_gp.core.step import Step
+from epk_gp.core.model import as_written, device_random_state
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
@@ -23,7 +22,6 @@ from epk_gp.optimizers.update_rules import (
     WEIGHTS,
     LinearStep,
     UpdateCoefficients,
-    WeightPenalty,
     stack_coefficients,
 )
 from epk_gp.recording.causes import StepMismatchError
@@ -201,6 +199,7 @@ class MadeStep:
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
         gradient_before: The gradient that the step before used; of no entries for the first one.
     """
@@ -214,49 +213,7 @@ class MadeStep:
     unseen: str | None
     others: Sequence[CapturedForward]
     gradient_before: Float[Tensor, " _"]
-
-
-class StepMeasures(NamedTuple):
-    """How far a step is from the update rule's step on the gradient that the optimizer used.
-
-    Attributes:
-        momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
-        difference: Largest distance of a weight's step from the predicted one.
-        largest: Largest entry of the gradient.
-        norm: Its 2-norm.
-    """
-
-    momentum: Float[Tensor, " B"]
-    difference: float
-    largest: float
-    norm: float
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedStep:
-    """A made step with its record, and the weights and moving statistics around it.
-
-    Attributes:
-        made: What the optimizers did.
-        step: Learning rate, batch and forward passes.
-        start: The weights before it.
-        end: The weights after it.
-        momentum: The momentum buffer before it, as the recorder follows it.
-        start_statistics: The moving statistics before it; of no entries for a network without them.
-        end_statistics: Those after it.
-        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
-        measures: How far it is from the update rule's step.
-    """
-
-    made: MadeStep
-    step: Step
-    start: Float[Tensor, " P"]
-    end: Float[Tensor, " P"]
-    momentum: Float[Tensor, " P"]
-    start_statistics: Float[Tensor, " Q"]
-    end_statistics: Float[Tensor, " Q"]
-    penalty: WeightPenalty
-    measures: StepMeasures
+    doubt: str | None = None
 
 
 class StepObserver:
@@ -306,6 +263,8 @@ class StepObserver:
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
+        with as_written(setup.net) as self._autocast:  # which begins inside of a pass
+            pass
 
     @property
     def num_announced(self) -> int:
@@ -408,9 +367,9 @@ class StepObserver:
                 "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
                 "and announce the rows that it saw"
             )
+        if unseen is not None and (self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss)):
+            raise StepMismatchError(f"rows of a stream or without a stated loss must be seen: {unseen}.")
         if (stream := self.setup.stream) is not None:
-            if unseen is not None:
-                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
@@ -472,14 +431,14 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or len(self.setup.present()) < len(
+        if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(
             self.setup.model.names
         ):  # functional_call puts others in their place
             self._begun.append(None)
             return
         self.complete()
         self._assign_forwards()
-        weights = None if self.setup.has_weights(self._weights()) else self.setup.weights()
+        weights = None if self.setup.live.are(self._weights()) else self.setup.weights()
         if self._announced and weights is None and all(p.grad is None for p in self._parameters()):
             # gradients were cleared without a step or another move: a GradScaler skipped it
             self._announced = [batch for batch in self._announced if not batch.forwards]
@@ -497,6 +456,7 @@ class StepObserver:
             self._begun.append(None)
             return
         inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
+        dtype = torch.get_autocast_dtype(device.type)
         forward = CapturedForward(
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
@@ -504,7 +464,7 @@ class StepObserver:
             device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
-            autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
             difference=difference,
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),

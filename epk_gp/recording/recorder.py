@@ -28,7 +28,8 @@ from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
-from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
+from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
+from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
@@ -142,7 +143,7 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.net is net else self._ranks.net  # a wrapper moves buffers before it calls it
+        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -180,7 +181,7 @@ class Recorder:
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
         if folder is not None and self._ranks.is_divided:
-            steps = self._ranks.restore(self._optimizers, self._training, self._setup, self._history.steps)
+            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
@@ -193,9 +194,8 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
-        # the buffer before the last step, and the one before that, which is written anew: new memory costs more
-        self._momentum_before: Tensor | None = None
-        self._spare_momentum: Tensor | None = None
+        # momentum buffers before the last two steps; the first is written anew, for new memory costs more
+        self._momenta: tuple[Tensor | None, Tensor | None] = None, None
         self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
@@ -264,7 +264,6 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        self._ranks.start(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -273,7 +272,6 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
-        self._ranks.stop()
         if self._is_closed:
             return
         self._is_recording, self._is_closed = False, True
@@ -387,8 +385,8 @@ class Recorder:
         """
         history = self._history
         if not self._ranks.is_writer:
-            if not torch.equal(w, history.last.end):  # rank 0 finds out what it is
-                self._rejoin()
+            if history.steps and not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+                history.follow(history.steps.pop(), w, statistics)
                 self._observer.take_up(w, statistics)
         elif history.num_steps > self.num_committed:
             found = history.find_move(w, self._setup.model.sizes, self._recorded)
@@ -455,7 +453,8 @@ class Recorder:
             self._record_step(made)
         self._has_refused = False
         if not self._ranks.is_writer:
-            self._follow(made.lr, [batch.samples for batch in made.announced])
+            batch = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.samples for batch in made.announced)])
+            self._history.follow(Step(self.num_steps, made.lr, batch), self._setup.weights(), self._setup.statistics())
         if not self._in_until:  # committed with the next step, for the loop may move the weights before it
             self._complete_iteration(commits=False)
 
@@ -470,7 +469,10 @@ class Recorder:
         last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        return self._passes.step(self.num_steps, made.lr, made.announced, last.end, known), before, after
+        step = self._passes.step(self.num_steps, made.lr, made.announced, last.end, known)
+        if self._ranks.size > 1 or self._passes.is_doubtful:
+            made.doubt = doubt_of_loss(self._setup, made, step)
+        return step, before, after
 
     def _record_step(self, made: MadeStep) -> None:
         index, setup, last = self.num_steps, self._setup, self._history.last
@@ -483,9 +485,9 @@ class Recorder:
             return
         step, before, after = whole
         momentum = self._training.momentum
-        measures = measure_step(setup, made, (last.end, end), momentum, self._spare_momentum)
+        measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
         observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
-        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
@@ -496,33 +498,14 @@ class Recorder:
             self._schedule.add(index)
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
-        self._spare_momentum, self._momentum_before = self._momentum_before, momentum
-        self._training.momentum = measures.momentum
+        self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
-        setup.know_copy(end, self._history.last.end)
-
-    def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
-        """Go on from a step that rank 0 has recorded."""
-        batch = torch.cat([torch.zeros(0, dtype=torch.int64), *samples])
-        self._history.follow(Step(self.num_steps, lr, batch), self._setup.weights(), self._setup.statistics())
-
-    def _shadow_step(self) -> None:
-        """Take part in a step of other ranks inside of `net.join()`, where this one has used up its batches."""
-        with _errors_of_step(self.num_steps), self._ranks.together():
-            self._ranks.shadow_step()
-        self._follow(learning_rate(self._optimizers))
-        self._complete_iteration()
-
-    def _rejoin(self) -> None:
-        """Take the weights that all ranks have at the end of `net.join()`."""
-        if not self._ranks.is_writer and self.num_steps:
-            last = self._history.steps.pop()
-            self._history.follow(last, self._setup.weights(), self._setup.statistics())
+        setup.live.know_copy(end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._ranks.is_divided:
-            self._ranks.complete_iteration(self._training, self._setup)
+            self._ranks.complete_iteration(self._training)
         if self._commits is not None:
             self._commits.complete_iteration(commits=commits)
 
@@ -590,3 +573,22 @@ class Recorder:
                 ) from None
         if self._commits is not None:
             self._commits.writer.mark_complete()
+
+
+class RunOfCallback:
+    """The run that a callback records, which begins with the training."""
+
+    _recorder: Any = None  # the `Recorder`, once the training has begun
+    _begins = "trainer.fit"
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Raises:
+            RuntimeError: The training has not started.
+        """
+        if self._recorder is None:
+            raise RuntimeError(f"there must be a run: training has not started. Call {self._begins} first.")
+        trajectory: Trajectory = self._recorder.trajectory
+        return trajectory

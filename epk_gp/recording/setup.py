@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    as_written,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -37,6 +38,7 @@ from epk_gp.core.model import (
     settings_of,
     with_kept_activations,
 )
+from epk_gp.core.moves import LiveWeights
 from epk_gp.core.step import fingerprint_data, fingerprint_start
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.library_rules import in_training_mode
@@ -63,7 +65,6 @@ _ROUNDINGS = 8
 _NUM_ROWS = 64  # inputs on which final outputs must be those of the recorded network
 _NUM_INITIAL_ROWS = 16  # inputs on which initial outputs must be finite
 _NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to see whether they influence each other
-_NUM_SAMPLES = 128  # weights of each parameter that are compared where nothing was written to them
 _SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
 
 # What a network raises on inputs that it cannot take.
@@ -108,10 +109,6 @@ class TrainingSetup:
     is_mapped: bool = False
     stream: Rows | None = None
     momentum: Float[Tensor, " B"] | None = None
-    # weights that the network had when last seen, and its marks then
-    _known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = field(
-        default_factory=lambda: (None, [], torch.empty(0)), init=False, repr=False
-    )
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
@@ -130,29 +127,14 @@ class TrainingSetup:
         present = settings_of(self.net, places)
         return None if torch.equal(present, recorded) or not present.isfinite().all() else present
 
+    @cached_property
+    def live(self) -> LiveWeights:
+        """The weights that the network has at present."""
+        return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
+
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
-        named = self.present()
-        w = self.model.flatten(named)
-        self._known = w, *self._marks(named)
-        return w
-
-    @cached_property
-    def _owners(self) -> list[tuple[str, nn.Module, str]]:
-        """Each trained parameter's name, module and name there: to look for them by name takes long."""
-        paths = ((name, *name.rpartition(".")[::2]) for name in self.model.names)
-        return [(name, self.net.get_submodule(path), leaf) for name, path, leaf in paths]
-
-    def present(self) -> dict[str, Tensor]:
-        """Return the parameters that are recorded, as far as the network has them."""
-        held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
-        return {name: p for name, p in held if p is not None}
-
-    def _marks(self, named: Mapping[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
-        own = [p.detach() for p in named.values()]
-        few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_SAMPLES] for w in own])
-        return [(w.data_ptr(), w._version) for w in own], few
+        return self.live.copy()
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
@@ -165,39 +147,17 @@ class TrainingSetup:
         """Return whether the network has all parameters that are recorded."""
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
-    def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
-        """Return whether the network has these weights now; nothing is copied.
-
-        Of weights that it is known to have had, and that torch has not written to since, only a few are compared: the
-        check of the next step finds what was written to others through `.data`, where nothing may stay unexplained.
-        """
-        named = self.present()
-        (known, marks, values), (present, few) = self._known, self._marks(named)
-        if weights is known and self.unexplained is None and marks == present and torch.equal(values, few):
-            return True
-        parts = self.model.unflatten(weights).items()
-        if not all(torch.equal(named[name], value) for name, value in parts):
-            return False
-        self._known = weights, present, few
-        return True
-
-    def know_copy(self, weights: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
-        """Let a copy of weights stand for them, where the network is known to have had these."""
-        if self._known[0] is weights:
-            self._known = copy, *self._known[1:]
-
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
 
         A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
         """
-        if self.has_weights(w):
+        if self.live.are(w):
             return True
-        parameters = {name: p for name, p in self.net.named_parameters() if name in self.model.names}
-        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in parameters.values()})
+        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
         if values is None:
             return False
-        present = self.model.flatten({name: values[id(p)] for name, p in parameters.items()})
+        present = self.model.flatten({name: values[id(p)] for name, p in self.live.named().items()})
         return bool((present - w).abs().max() <= 4 * torch.finfo(w.dtype).eps * w.abs().max())
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
@@ -309,7 +269,7 @@ class TrainingSetup:
         is_training = [(module, module.training) for module in net.modules()]
         net.eval()
         try:
-            with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
+            with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
                 returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
                 outputs = model.signature.outputs(returned)
@@ -504,7 +464,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
             raise ValueError(
                 f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
-                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X)."
+                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
+                "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
