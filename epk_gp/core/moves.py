@@ -11,14 +11,12 @@ A few weights of every state say which states can be the anchor; all weights the
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from epk_gp.core.model import FunctionalModel
 from epk_gp.core.show import warn_caller
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import relative_rounding
@@ -27,7 +25,6 @@ _NUM_SAMPLES = 64  # weights of a state that are kept to find it by
 _NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
 _CANDIDATES = 4  # anchors that are compared by all weights
 _NUM_COMPARED = 16  # training points whose outputs are compared
-_NUM_COMPARED_WEIGHTS = 128  # of each parameter, where torch has not written to it
 _ROUNDING = 16  # eps of a parameter's largest weight by which a move may miss the line
 
 
@@ -100,63 +97,6 @@ class StateSamples:
         for place in missed.argsort(stable=True)[:_CANDIDATES].tolist():
             if missed[place] <= _NEAR * moved.norm() and bool(ways[place].any()):
                 yield states[place]
-
-
-class LiveWeights:
-    """The weights that a network which is trained has at present.
-
-    Weights of which that is known, and that torch has not written to since, are not compared again but for a few: what
-    is written through `.data` leaves no other trace.
-
-    Args:
-        net: The network.
-        model: The same as a function of its weights.
-        is_certain: Whether all weights are compared always.
-    """
-
-    def __init__(self, net: nn.Module, model: FunctionalModel, *, is_certain: bool) -> None:
-        self._net, self._model, self._is_certain = net, model, is_certain
-        self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
-
-    @cached_property
-    def _owners(self) -> list[tuple[str, nn.Module, str]]:
-        """Each parameter's name, its module and its name there: to look for all by name in each step takes long."""
-        paths = ((name, *name.rpartition(".")[::2]) for name in self._model.names)
-        return [(name, self._net.get_submodule(path), leaf) for name, path, leaf in paths]
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the parameters, as far as the network has them."""
-        held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
-        return {name: p for name, p in held if p is not None}
-
-    def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
-        own = [p.detach() for p in named.values()]
-        few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_COMPARED_WEIGHTS] for w in own])
-        return [(w.data_ptr(), w._version) for w in own], few
-
-    def copy(self) -> Float[Tensor, " P"]:
-        """Return a copy of the weights."""
-        named = self.named()
-        w = self._model.flatten(named)
-        self._known = w, *self._marks(named)
-        return w
-
-    def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
-        """Let a copy stand for weights that the network is known to have had."""
-        if self._known[0] is w:
-            self._known = copy, *self._known[1:]
-
-    def are(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether the network has some weights; nothing is copied."""
-        named = self.named()
-        (known, marks, values), (present, few) = self._known, self._marks(named)
-        if w is known and not self._is_certain and marks == present and torch.equal(values, few):
-            return True
-        if not all(torch.equal(named[name], value) for name, value in self._model.unflatten(w).items()):
-            return False
-        self._known = w, present, few
-        return True
 
 
 @dataclass(frozen=True, eq=False)
