@@ -2,11 +2,9 @@
 
 Each rule reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step.
 What an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
-recorded: the step is linear in the gradients with these numbers.
-
-Under Adam and its relatives some coefficients are proportional to a scale that the optimizer derives from the
-gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed
-entry by entry, as functions of what the optimizer keeps and of
+recorded: the step is linear in the gradients with these numbers. Some coefficients are proportional to a scale, as
+1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed entry by
+entry, as functions of what the optimizer keeps and of
 
     h = grad_scale * g + weight_decay * w,
 
@@ -81,11 +79,14 @@ def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> Li
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     (beta1, beta2), count = (_as_computed(group, beta) for beta in group["betas"]), _count(group, after)
     v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
-    rate, root = _as_computed(group, group["lr"]) / (1 - beta1**count), (1 - beta2**count) ** 0.5
-    if group.get("capturable", False):  # torch multiplies float32 numbers first
-        momentum_lr = 1 / (v.sqrt() / float(root * rate) + float(group["eps"] / rate))
+    lr, left, root = _as_computed(group, group["lr"]), 1 - beta1**count, (1 - beta2**count) ** 0.5
+    eps, is_capturable = float(group["eps"]), group.get("capturable", False)
+    if is_capturable and (group["foreach"] or (group["foreach"] is None and p.is_cuda and not group["fused"])):
+        momentum_lr = float(1 / (left / lr)) / (v.sqrt() / float(root) + eps)
+    elif is_capturable:  # torch multiplies float32 numbers first
+        momentum_lr = 1 / (v.sqrt() / float(root * (lr / left)) + float(eps / (lr / left)))
     else:
-        momentum_lr = v.sqrt().div_(float(root)).add_(float(group["eps"])).reciprocal_().mul_(float(rate))
+        momentum_lr = v.sqrt().div_(float(root)).add_(eps).reciprocal_().mul_(float(lr / left))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 

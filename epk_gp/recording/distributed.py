@@ -69,10 +69,13 @@ class Ranks:
         self.net = self.called = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
         self.is_divided, self.warning = False, cast("str | None", None)
-        self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
         self._sends_states, self._loaded = False, cast("list[Any] | None", None)
         self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        known = [net] if self.net is not net else gc.get_objects() if count > 1 else []
+        wrappers = [own for own in reversed(known) if issubclass(type(own), DistributedDataParallel)]
+        with_net = (own for own in wrappers if any(part is self.net for part in own.modules()))
+        self._wrapper = cast("Any", next(with_net, None))
         is_sharded = _is_sharded(self.net)
         if self._wrapper is None and not is_sharded:
             if count > 1:  # each may train a network of its own, or it may be wrapped later
@@ -119,18 +122,15 @@ class Ranks:
         """Raise on all ranks what the writing rank raises inside.
 
         Raises:
-            StepMismatchError: It raised a `ValueError`.
-            RuntimeError: It raised another error.
+            Exception: That one.
         """
         try:
             yield
         except Exception as error:
-            is_value = isinstance(error, ValueError)
-            self.share((is_value, str(error) if is_value else f"rank 0 raised {type(error).__name__}: {error}"))
+            self.share(cast("Exception | None", error))
             raise
-        is_value, message = self.share((False, ""))
-        if message:
-            raise StepMismatchError(message) if is_value else RuntimeError(message)
+        if (raised := self.share(cast("Exception | None", None))) is not None:
+            raise raised
 
     def validate(self, data_digest: str) -> None:
         """Raise on the writing rank if another one has other training data.
@@ -259,14 +259,6 @@ def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: 
         passes[number] = replace(one, statistics=start, statistics_after=end)
     needed = () if all(one.is_plain for one in passes) else tuple(passes)
     return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
-
-
-def _wrapper_of(net: Any) -> Any:
-    """Return the wrapper that trains a network in several processes; None if there is none."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    wrappers = [own for own in gc.get_objects() if issubclass(type(own), DistributedDataParallel)]
-    return next((own for own in reversed(wrappers) if any(part is net for part in own.modules())), None)
 
 
 class WholeTwin:
