@@ -41,8 +41,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
-<<<<<<< HEAD
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
 from epk_gp.optimizers.update_rules import (
     WeightPenalty,
     predict_step,
@@ -50,10 +49,6 @@ from epk_gp.optimizers.update_rules import (
     rounded_bound,
     step_tolerance,
 )
-=======
-from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
-from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
->>>>>>> next
 from epk_gp.recording.causes import NEXT_LABELS, changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, read_targets, rounding_of, row_factors
