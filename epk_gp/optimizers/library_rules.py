@@ -19,7 +19,7 @@ x, which `optimizer.eval()` puts into the network, is an average of the recorded
 
     x' = (1 - a) x + a y',    a = c / (1 - beta (1 - c))
 
-so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` explain it.
+so `epk_gp.core.states.schedule_free_average` explains it.
 """
 
 import math
@@ -29,7 +29,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -149,7 +148,7 @@ def _prodigy(p: nn.Parameter, group: Options, before: Options, after: Options) -
     return _step(group, rate, momentum_lr=momentum_lr, beta=beta1, one_minus_dampening=d * (1 - beta1))
 
 
-def _share_of_average(group: Options) -> float:
+def share_of_average(group: Options) -> float:
     """Return the share beta of the average in the weights of a schedule-free optimizer."""
     return float(group["betas"][0] if "betas" in group else group["momentum"])
 
@@ -164,7 +163,7 @@ def _share_of_base(group: Options) -> float:
 
 
 def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    beta, c = _share_of_average(group), _share_of_base(group)
+    beta, c = share_of_average(group), _share_of_base(group)
     count, warmup = group["k"] if "k" in group else group["step"], group["warmup_steps"]
     rate = float(group["lr"]) * (count / warmup if count < warmup else 1.0)
     scale: float | Tensor = 1.0
@@ -193,7 +192,7 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
     if not any("train_mode" in group for _, group in groups):
         return None
     for optimizer, group in groups:
-        beta = _share_of_average(group)
+        beta = share_of_average(group)
         for p in () if group.get("train_mode", True) else group["params"]:
             if "z" in optimizer.state.get(p, {}) and id(p) in weights:
                 weights[id(p)] = weights[id(p)].lerp(optimizer.state[p]["z"].to(p), 1 - beta)
@@ -201,6 +200,8 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
 
 
 def _lead(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+    if not group.get("train_mode", True):
+        raise ValueError("a schedule-free optimizer must be in training mode: call optimizer.train() first.")
     return (state["z"] - p.detach(),)
 
 
@@ -265,9 +266,10 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     beta1, beta2 = map(float, group["betas"])
     count, lr = group["step"] - 1, float(group["lr"])
     if p.ndim > 2 or group["merge_dims"]:
+        shape = "merge_dims=True" if group["merge_dims"] else f"a parameter of shape {tuple(p.shape)}"
         raise ValueError(
-            f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got a "
-            f"parameter of shape {tuple(p.shape)}. Give other parameters another optimizer."
+            f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got "
+            f"{shape}. Leave dimensions apart (merge_dims=False), and give other parameters another optimizer."
         )
     if count == 0:  # the first gradient only makes the basis
         return LinearStep(beta=1.0)
@@ -425,22 +427,3 @@ class NoOptimizer(Optimizer):
         along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
         self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
         return any(bool(move.any()) for move, _ in moves)
-
-
-def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:
-    """Return the coefficients a of the average x of a schedule-free run, for `epk_gp.core.states.averaged_trajectory`.
-
-    Args:
-        trajectory: The run, `epk_gp.Trajectory`; the weights of all parameters move at the same rate of averaging.
-
-    Raises:
-        ValueError: The optimizer is not schedule-free, or its groups have different betas.
-    """
-    groups = trajectory.optimizer_groups
-    betas = [_share_of_average(group.options) for group in groups if "ScheduleFree" in group.rule]
-    if not betas or len(betas) < len(groups) or len({*betas}) > 1:
-        rule = trajectory.update_rule
-        raise ValueError(f"the run must be of a schedule-free optimizer, with one beta for all groups: got {rule}.")
-    beta = betas[0]
-    shares = [1 - float(trajectory.updates[s].beta.min()) for s in range(trajectory.num_steps)]
-    return torch.tensor([c / (1 - beta * (1 - c)) for c in shares], dtype=torch.float64)

@@ -592,10 +592,10 @@ def learning_rate(optimizers: Optimizers) -> float:
         ValueError: The learning rate of a group is missing, negative or not finite.
     """
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
-    if any("lr" not in group for group in groups):
-        raise ValueError("each parameter group of an optimizer must have its learning rate as the option 'lr': add it.")
+    if any(group.get("lr") is None for group in groups):
+        advice = "Add it; to Adafactor pass lr=1e-3, relative_step=False, warmup_init=False."
+        raise ValueError(f"each parameter group must have its learning rate as the option 'lr', a number. {advice}")
     rates = [float(group["lr"]) for group in groups]
-    for rate in rates:
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
+    if wrong := [rate for rate in rates if not 0 <= rate < float("inf")]:
+        raise ValueError(f"the learning rate must be finite and not negative: got {wrong[0]}.")
     return rates[0]
