@@ -147,7 +147,9 @@ def averaged_trajectory(
     digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     for value in (a, lead, statistics):
         digest.update(b"" if value is None else tensor_bytes(value))
-    whole = trajectory.statistics if statistics is None else EndingWith(trajectory.statistics, statistics)
+    whole = (
+        trajectory.statistics if statistics is None else EndingWith(trajectory.statistics, len(states), end=statistics)
+    )
     return replace(
         trajectory,
         states=states,
@@ -181,20 +183,14 @@ def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None =
 
 
 @dataclass(frozen=True, eq=False)
-class EndingWith:
-    """Moving statistics of which the last ones are others than the run's."""
+class EndingWith(FirstOf):
+    """Moving statistics of which the last ones, `end`, are others than the run's."""
 
-    whole: Any
-    end: Float[Tensor, " Q"]
+    end: Any = None
 
-    def __len__(self) -> int:
-        """Return their number."""
-        return len(self.whole)
-
-    def __getitem__(self, state: int) -> Float[Tensor, " Q"]:
+    def __getitem__(self, place: int) -> Any:
         """Read those of one state."""
-        last: bool = state == len(self) - 1
-        return self.end if last else self.whole[state]
+        return self.end if place == self.count - 1 else super().__getitem__(place)
 
 
 def _statistics_of_average(run: Trajectory, states: States, network: nn.Module) -> Tensor | None:

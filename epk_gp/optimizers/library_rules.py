@@ -68,14 +68,19 @@ def _rate_of_mean(group: Options) -> float:
     return float(group["lr"]) / bias
 
 
-def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
+def sgd_buffers(group: Options, before: Options) -> dict[str, Any]:
+    """Return the coefficients of gradient descent, with momentum or without; torch does not dampen the first one."""
+    lr, mu = float(group["lr"]), float(group.get("momentum", 0.0))
     if mu == 0:
-        return _step(group, lr, lr=lr, beta=1.0)
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
-    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
-    return _step(group, lr, **rates, **buffer)
+        return {"lr": lr, "beta": 1.0}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group.get("nesterov", False) else {"momentum_lr": lr}
+    dampening = float(group.get("dampening", 0.0)) if before else 0.0
+    return {**rates, "beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+
+
+def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    held = before if "momentum_buffer" in before else {}
+    return _step(group, group["lr"], **sgd_buffers(group, held))
 
 
 def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -316,10 +321,8 @@ def lookahead(inner: UpdateRule) -> UpdateRule:
 
 
 def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """Adafactor of `transformers`, with or without a rate and momentum of its own."""
-    rate, count, gradient = group["lr"], after["step"], before[GRADIENT]
-    if group["relative_step"]:
-        rate = min(1e-6 * count if group["warmup_init"] else 1e-2, count**-0.5)
+    """Adafactor of `transformers`, with or without momentum."""
+    rate, gradient = group["lr"], before[GRADIENT]
     rate = float(rate * max(group["eps"][1], after["RMS"]) if group["scale_parameter"] else rate)
     inverse = _inverse_root(after, "sq") if p.ndim > 1 else after["exp_avg_sq"].rsqrt()
     size = float((inverse * gradient).norm(2)) / p.numel() ** 0.5

@@ -31,11 +31,11 @@ from epk_gp.optimizers.library_rules import (
     lookahead,
     of_class,
     orthogonalising_matrix,
+    sgd_buffers,
 )
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
-_UNDAMPENED = {"one_minus_dampening": 1.0}  # torch starts the buffer with the gradient itself
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
@@ -69,11 +69,7 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
-    if mu == 0:
-        return _step(group, lr=lr, beta=1.0)
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group.get("dampening", 0.0))} if before else _UNDAMPENED
-    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
+    return _step(group, **sgd_buffers(group, before))
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -307,9 +303,7 @@ def _adadelta_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tup
 _ADAM = Preconditioner(_adam_scale, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
 
 PRECONDITIONERS: dict[str, Preconditioner] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "NAdam": _ADAM,
+    **dict.fromkeys(("Adam", "AdamW", "NAdam"), _ADAM),
     "RAdam": Preconditioner(_radam_scale),
     "Adamax": Preconditioner(_adamax_scale),
     "RMSprop": Preconditioner(

@@ -220,7 +220,10 @@ def _factor_of_labels(loss: Loss, seen: SeenPass) -> float:
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
     seen = seen_passes(setup, made, step)
-    return None if is_stated_loss(setup, seen) else _loss_cause(setup, seen)
+    if not is_stated_loss(setup, seen):
+        return _loss_cause(setup, seen)
+    is_read = any(batch.weight is None for batch in made.announced)
+    return "weight=None found no factor of the stated loss that all rows have" if is_read else None
 
 
 def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:

@@ -447,7 +447,8 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps), self._ranks.together():
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
@@ -469,7 +470,7 @@ class Recorder:
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
         step = self._passes.step(self.num_steps, made.lr, made.announced, last.end, known)
-        if self._ranks.size > 1 or self._passes.is_doubtful:
+        if self._passes.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
             made.doubt = doubt_of_loss(self._setup, made, step)
         return step, before, after
 
