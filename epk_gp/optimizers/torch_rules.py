@@ -541,13 +541,13 @@ def states_before(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
-        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
+        held = result[name] = dict.fromkeys(state if any(value is not None for value in state.values()) else ())
+        for key in held.keys() & {*needs_before}:
+            held[key] = state[key].detach().clone() if isinstance(state[key], Tensor) else state[key]
         if GRADIENT in needs_before and parameter.grad is not None:
-            result[name][GRADIENT] = parameter.grad.detach().clone()
+            held[GRADIENT] = parameter.grad.detach().clone()
         if OPTIONS in needs_before:
-            result[name][OPTIONS] = dict(groups[id(parameter)])
+            held[OPTIONS] = dict(groups[id(parameter)])
     return result
 
 
