@@ -404,8 +404,11 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    if len(made.gradient_before) and _is_same(rest, made.gradient_before):
-        return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
+    if made.has_left_over:
+        return (
+            "a gradient was left over when backward() through the network began, of a step before or of a term of the "
+            "loss that does not depend on its outputs: call optimizer.zero_grad() before backward()"
+        )
     if made.unseen is not None:  # of other processes
         return made.unseen
     pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}

@@ -81,11 +81,11 @@ class CapturedForward:
     settings: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
-    def watch(self, returned: Any, num_rows: int) -> Any:
+    def watch(self, returned: Any, num_rows: int, begin: Callable[[], None]) -> Any:
         """Return what the network returned, with each tensor that a gradient can come into as an alias.
 
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
-        comes through others of those that the network returned too.
+        comes through others of those that the network returned too. `begin` is called where the first comes.
         """
         columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
@@ -101,6 +101,8 @@ class CapturedForward:
                 return z
 
             def add(gradient: Tensor) -> None:
+                if self.output_gradient is None:
+                    begin()
                 if not is_row:
                     self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
                 elif self.outputs is not None:
@@ -178,6 +180,8 @@ class AnnouncedBatch:
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
         targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
+        is_void: Whether its gradient was cleared before a step, as that of the first pass of SAM, and of a step that a
+            GradScaler skips.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -186,6 +190,7 @@ class AnnouncedBatch:
     position: int = 0
     forwards: list[CapturedForward] = field(default_factory=list)
     targets: Tensor | None = None
+    is_void: bool = False
 
 
 @dataclass(eq=False)
@@ -201,8 +206,9 @@ class MadeStep:
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        is_seen_enough: Whether the step can be recorded all the same.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
-        gradient_before: The gradient that the step before used; of no entries for the first one.
+        has_left_over: Whether parameters had a gradient already when the first backward pass began.
     """
 
     lr: float
@@ -212,8 +218,9 @@ class MadeStep:
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
     unseen: str | None
+    is_seen_enough: bool
     others: Sequence[CapturedForward]
-    gradient_before: Float[Tensor, " _"]
+    has_left_over: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +288,7 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
+        self._lr, self._has_left_over = 0.0, False
         self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -295,16 +302,22 @@ class StepObserver:
         values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
         if not all(is_finite(g) for g in values):
             return 0  # a GradScaler skips such a step
-        return len(self._announced)
+        return sum(not batch.is_void for batch in self._announced)
+
+    @property
+    def _passes(self) -> list[CapturedForward]:
+        """The passes since the last step, in their order."""
+        taken = (forward for batch in self._announced for forward in batch.forwards)
+        return sorted([*taken, *self._waiting], key=lambda forward: forward.position)
 
     @property
     def has_moved_between_passes(self) -> bool:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
-        return len({forward.weights is None for forward in self._waiting}) == 2
+        return len({forward.weights is None for forward in self._passes}) == 2
 
     def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
         """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
-        setup, first = self.setup, next(iter(self._waiting), None)
+        setup, first = self.setup, next(iter(self._passes), None)
         if first is None:
             return setup.weights(), setup.statistics()
         return self._weights() if first.weights is None else first.weights, first.statistics
@@ -381,17 +394,11 @@ class StepObserver:
         self._assign_forwards()
         for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
             later = [f for f in self._waiting if f.weights is not None and f.position > batch.position]
-            batch.forwards = _last_with_rows(later, sum(len(f.inputs) for f in batch.forwards)) or batch.forwards
-        model, unseen = self.setup.model, None
-        if not all(batch.forwards for batch in self._announced):
-            unseen = (
-                f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
-                "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
-                "and announce the rows that it saw"
-            )
-        if (stream := self.setup.stream) is not None:
-            if unseen is not None:
-                raise StepMismatchError(f"rows of a stream must be seen: {unseen}.")
+            if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
+                batch.forwards, batch.is_void = later, False
+        self._announced = [batch for batch in self._announced if not batch.is_void]
+        model, stream, (unseen, is_enough) = self.setup.model, self.setup.stream, self._unseen_calls()
+        if stream is not None and is_enough:
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
@@ -406,12 +413,27 @@ class StepObserver:
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
             unseen=unseen,
+            is_seen_enough=is_enough,
             others=[forward for forward in self._waiting if forward.output_gradient is not None],
-            gradient_before=self._gradient_before,
+            has_left_over=self._has_left_over,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
+        self._coefficients, self._gradients, self._has_left_over = {}, {}, False
         self._report(made)
+
+    def _unseen_calls(self) -> tuple[str | None, bool]:
+        """Say, as a clause, which calls were seen where a batch has none, and whether the step can do without."""
+        missing = next((batch for batch in self._announced if not batch.forwards), None)
+        if missing is None:
+            return None, True
+        if any(batch.forwards and torch.equal(batch.samples, missing.samples) for batch in self._announced):
+            return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
+        unseen = (
+            f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
+            "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
+            "and announce the rows that it saw"
+        )
+        return unseen, self.setup.stream is None and not isinstance(self.setup.loss, UnstatedLoss)
 
     def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.
@@ -433,15 +455,43 @@ class StepObserver:
         """Find the forward passes of each announced batch, and take them from those that wait.
 
         A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
-        many rows; or the last ones that saw as many rows together. Several batches that are announced together take the
-        last passes in their order. A batch that is announced before its forward pass takes the first one that fits. A
-        pass of a whole graph has a row for each node, whatever nodes a batch holds.
+        many rows, of several the last that saw the batch's own; or the last ones that saw as many rows together. A
+        batch that is announced before its forward pass takes the first one that fits. A pass of a whole graph has a row
+        for each node, whatever nodes a batch holds.
         """
         for batch in reversed([batch for batch in self._announced if not batch.forwards]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
             earlier = [forward for forward in self._waiting if forward.position <= batch.position]
-            batch.forwards = _last_with_rows(earlier, rows) or _last_with_rows(self._waiting[::-1], rows)[::-1]
+            later = self._last_with_rows(self._waiting[::-1], batch, rows)[::-1]
+            batch.forwards = self._last_with_rows(earlier, batch, rows) or later
             self._waiting = [forward for forward in self._waiting if forward not in batch.forwards]
+
+    def _last_with_rows(
+        self, forwards: list[CapturedForward], batch: AnnouncedBatch, num_rows: int
+    ) -> list[CapturedForward]:
+        """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
+        whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
+        if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
+            if len(whole) > 1 and batch.targets is None:  # rows of a stream are no points yet
+                X = self.setup.X[batch.samples.to(self.setup.X.device)]
+                whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
+            return whole[-1:]
+        rows = 0
+        for first in range(len(forwards) - 1, -1, -1):
+            rows += len(forwards[first].inputs)
+            if rows >= num_rows:
+                return forwards[first:] if rows == num_rows else []
+        return []
+
+    def _look_at_gradients(self, *, is_backward: bool = True) -> None:
+        """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
+        gradients = (p.grad for p in self._parameters() if p.grad is not None)
+        has_gradient = any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
+        for batch in self._announced:
+            is_done = all(f.outputs is None or f.output_gradient is not None for f in batch.forwards)
+            batch.is_void |= not has_gradient and bool(batch.forwards) and is_done
+        is_first = all(forward.output_gradient is None for forward in self._passes)
+        self._has_left_over |= is_backward and is_first and has_gradient
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -458,10 +508,8 @@ class StepObserver:
             return
         self.complete()
         self._assign_forwards()
+        self._look_at_gradients(is_backward=False)
         weights = None if self.setup.has_weights(self._weights()) else self.setup.weights()
-        if self._announced and weights is None and all(p.grad is None for p in self._parameters()):
-            # gradients were cleared without a step or another move: a GradScaler skipped it
-            self._announced = [batch for batch in self._announced if not batch.forwards]
         setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
         graph, difference = model.signature.graph, None
         if graph is not None:
@@ -509,7 +557,7 @@ class StepObserver:
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
-            return forward.watch(returned, len(forward.inputs))
+            return forward.watch(returned, len(forward.inputs), self._look_at_gradients)
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
         targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
@@ -517,6 +565,7 @@ class StepObserver:
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
+            source.register_hook(lambda gradient: self._look_at_gradients())
             source.register_hook(forward.add_gradient)
             forward.watch_original(source.grad_fn)
         return None
@@ -580,16 +629,3 @@ class StepObserver:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self.complete()
-
-
-def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:
-    """Return the last pass of some rows, or the last passes that have as many rows together; empty if none do."""
-    whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
-    if whole:
-        return ([forward for forward in whole if forward.output_gradient is not None] or whole)[-1:]
-    rows = 0
-    for first in range(len(forwards) - 1, -1, -1):
-        rows += len(forwards[first].inputs)
-        if rows >= num_rows:
-            return forwards[first:] if rows == num_rows else []
-    return []

@@ -138,7 +138,8 @@ class TrainingSetup:
 
     def has_all_weights(self) -> bool:
         """Return whether the network has all parameters that are recorded."""
-        return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
+        named = self.net.named_parameters()  # torch.func puts tensors that are no parameters there
+        return {*self.model.names} <= {name for name, p in named if isinstance(p, nn.Parameter)}
 
     def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
         """Return whether the network has these weights now; nothing is copied."""
@@ -245,8 +246,8 @@ class TrainingSetup:
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
             raise StepMismatchError(
-                "the moving statistics at the end of the recording must be those that the last step left: they were "
-                "moved after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, "
+                "the moving statistics at the end of the recording must be those that the last step left, or a forward "
+                "pass after it: they were edited, or moved after a step that is on disk. Evaluate in evaluation mode, "
                 f"or move them after the {kept}"
             )
         self.validate_frozen_state(end)

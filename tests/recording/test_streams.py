@@ -174,7 +174,7 @@ def one_step(rows=X[:4], net=None, data=None, **batch):
         ({"indices": [0, 1, 2, 3]}, "whose rows number themselves"),
         ({"data": (X, Y), "targets": Y[:4]}, "must get indices into X"),
         ({}, "must get the targets of the rows"),
-        ({"targets": Y[:3]}, "rows of a stream must be seen: no call of the network on the batch's rows"),
+        ({"targets": Y[:3]}, "rows must be seen: no call of the network on the batch's rows"),
         ({"targets": Y[:4].double()}, "all rows must have one shape and dtype, and a target"),
         ({"targets": Y[1:5]}, "the loop's targets are .*, from row 0"),
     ],
