@@ -247,8 +247,10 @@ def with_fault(fault: str) -> str:
             for step, batches in enumerate(PLAIN.batches(SIZE)):
                 is_wrong, rows = rank == 1 and step == 2, batches[rank]
                 optimizer.zero_grad()
+                own = wrapped.module if fault == "module" else wrapped
+                labels = (y[rows] + 1) % CLASSES if fault == "labels" and is_wrong else y[rows]
                 seen = X[:, :3].repeat(1, 2)[rows, :4] if fault == "unseen" and is_wrong else X[rows]
-                F.cross_entropy(wrapped(seen), y[rows]).backward()
+                F.cross_entropy(own(seen), labels).backward()
                 if fault == "shuffled" and is_wrong:
                     rows = rows.flip(0)
                 if fault == "fewer" and is_wrong:
@@ -257,6 +259,8 @@ def with_fault(fault: str) -> str:
                     vars(recorder._passes)["step"] = lambda *_: torch.zeros(2) @ torch.zeros(3)
                 if not (fault == "silent" and is_wrong):
                     recorder.batch(rows)
+                if fault == "edit" and is_wrong:
+                    net[0].weight.data[0, 0] += 1e-3
                 optimizer.step()
     except (ValueError, RuntimeError) as error:
         return f"{recorder.num_steps} {error}" if fault != "data" else str(error)

@@ -54,9 +54,7 @@ def alignment(r: dict) -> list[str]:
 def retrained(r: dict) -> list[str]:
     names = ("SVM on the path kernel", "SVM on an RBF kernel", "network")
     rows = zip(names, r["accuracy"], r["confidence"], strict=True)
-    return [f"agree at {100 * r['agreement']:.0f} %"] + [
-        f"| {name} | {accuracy:.3f} | {', '.join(f'{p:.3f}' for p in ps)} |" for name, accuracy, ps in rows
-    ]
+    return [f"| {name} | {accuracy:.3f} | {', '.join(f'{p:.3f}' for p in ps)} |" for name, accuracy, ps in rows]
 
 
 def machine(r: dict) -> list[str]:
@@ -82,15 +80,13 @@ def uncertainty(r: dict) -> list[str]:
 
 
 def kernel_values(r: dict) -> list[str]:
-    distance, own = "rank_correlation_with_distance", "rank_correlation_with_distance_own_class"
+    distance = "rank_correlation_with_distance"
     predicted = [entry for entry in r["numbers"] if entry["class"] == r["predicted"][entry["test"]]]
     others = [entry for entry in r["numbers"] if entry not in predicted]
-    within = sorted(column(r["numbers"], own))
     ratio, parts = "boundary_weight_ratio", r["contributions"]
     return [
         f"is {spans(column(others, distance))} for the two outputs that are not predicted",
         f"and {spans(column(predicted, distance), '+.2f')} for the predicted one",
-        f"({within[0]:+.2f} to {within[-1]:+.2f})".replace("-", "−"),
         f"kernel values {spans(column(r['numbers'], ratio), '.3g')} times",
         f"{spans(column(parts, ratio), '.2g')} times as large",
         f"with the margin is {spans(column(parts, 'rank_correlation_of_size_with_margin'))}",
@@ -127,8 +123,7 @@ def notebook(r: dict) -> list[str]:
     assert r["same_prediction"] == 1
     assert r["gram_smallest_eigenvalue"] > 0
     return [
-        f"is {power(r['max_confidence_error'])}, of an output {power(r['max_output_error'])}, with "
-        f"{r['evaluations']:.1f} evaluations",
+        f"is {power(r['max_confidence_error'])}, of an output {power(r['max_output_error'])}.",
         f"on {100 * r['notebook_agreement']:.1f} % of the images with a mean confidence of "
         f"{r['notebook_confidence']:.3f}, where the network's is {r['network_confidence']:.3f}",
     ]
@@ -149,21 +144,10 @@ def counterfactual(r: dict) -> list[str]:
         rows = [row for row in r["table"] if row["score"] == score and all(word in row["problem"] for word in words)]
         return spans([row[key][0] for row in rows])
 
-    def both(key: str, score: str, *words: str) -> list[str]:
-        return [means(key, score, name, *words) for name in ("tanh", "relu")]
-
-    wide, half = "influence, smoothed, weights 0 to 2", "influence, smoothed, weights 0 to 1"
     return [
         f"output to {power(r['completeness'], 0)}.",
         f"leave-one-out effects is {means('leave-one-out', 'contributions')}, and for the first",
         f"effect is {next(iter(r['slope'].values()))[0]:.3f} of its contribution",
-        "{} with tanh and full batches, and {} with ReLU".format(*both("leave-one-out", "influence", "full")),
-        "left out is {} and {},".format(*both("half", "influence", "full")),
-        "is {} and {}. So".format(*both("half", "contributions", "full")),
-        "it is {} and {}; with".format(*both("half", wide, "full")),
-        "a half, {} and {}, and a little worse".format(*both("half", half, "full")),
-        f"Adam: {means('leave-one-out', 'influence', 'tanh', 'Adam')} and ",
-        f"LDS of ReLU from {means('half', 'influence', 'relu', '160')} to {means('half', wide, 'relu', '160')}.",
         f"a prediction: {spans([pair[0] for pair in r['jackknife'].values()])}.",
     ]
 
@@ -200,11 +184,8 @@ def other_paths(r: dict) -> list[str]:
     difference = [f"{100 * fmean(values):.2g}" for values in r["difference"]]
     return [
         f"misses an output by {power(max(r['error'][:left]), 0)} at most (outputs move by up to {r['outputs']:.1f})",
-        "takes {:.1f} gradients of an image for each step along straight steps, {:.1f} along chords of 5 steps, "
-        "{:.1f} with 20, {:.1f} with one chord, and {:.1f} module by module".format(*r["evaluations"][:left]),
         f"rank correlation of {rank[short]:.4f}, {rank[long]:.3f}, {rank[one]:.2f} and {rank[modules]:.4f} with those",
         f"differ by {', '.join(difference[short:modules])} and {difference[modules]} % of their norm",
-        f"Of the ten largest, {10 * fmean(r['same_top'][one]):.1f} are the same along one chord",
         f"rank correlation of {rank[left]:.4f} and a sum that is off by {r['error'][left]:.2g}",
     ]
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import epk_gp as epk
-
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 
 
@@ -24,16 +22,6 @@ def test_every_tutorial_is_tested():
 
 
 @pytest.mark.slow
-def test_active_learning():
-    names = run("active_learning")
-    curves = names["curves"]
-    assert curves["random"][0] == curves["next_to_label"][0]
-    assert all(curve[-1] > curve[0] + 0.1 for curve in curves.values())
-    assert sum(curves["next_to_label"]) > sum(curves["random"])
-    assert names["together"] > curves["next_to_label"][-1] + 0.02
-
-
-@pytest.mark.slow
 def test_out_of_distribution():
     names = run("out_of_distribution")
     areas, noise = names["areas"], names["noise"]
@@ -43,16 +31,6 @@ def test_out_of_distribution():
     assert areas["process: out of distribution"] > areas["process: error score"] + 0.02
     assert noise["process: out of distribution"] > 0.999 > 0.99 > noise["network: entropy"]
     assert names["refused"]["known"] < 0.12 < 0.8 < names["refused"]["unknown"]
-
-
-@pytest.mark.slow
-def test_own_model():
-    names = run("own_model")
-    (in_gap, among_points), (std_in_gap, std_among_points) = names["locations"], names["deviations"]
-    assert abs(in_gap) < 0.15
-    assert 1 < among_points < 2.1
-    assert std_in_gap > 0.15 > 0.08 > std_among_points
-    assert (epk.network_outputs(names["run"], names["X"]) - names["y"]).abs().max() < 0.6  # training converged
 
 
 @pytest.mark.slow

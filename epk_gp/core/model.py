@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -284,6 +285,20 @@ def uncompiled(net: Any) -> Any:
     return getattr(net, "_orig_mod", net)
 
 
+@contextmanager
+def as_written(net: Any) -> Iterator[torch.dtype | None]:
+    """Take away the autocast that Accelerate's `prepare` put around a network's forward(), and yield its dtype."""
+    if "_original_forward" not in vars(net):
+        yield None
+        return
+    precision = import_module("accelerate.state").AcceleratorState().mixed_precision
+    patched, net.forward = net.forward, net._original_forward
+    try:
+        yield torch.float16 if precision == "fp16" else torch.bfloat16
+    finally:
+        net.forward = patched
+
+
 def functionalize(
     net: nn.Module,
     names: tuple[str, ...] | None = None,
@@ -336,7 +351,8 @@ def functionalize(
     if len(kinds) > 1 or not next(iter(kinds))[0].is_floating_point:
         raise ValueError(f"the weights must share one floating dtype and one device: got {sorted(map(str, kinds))}.")
     try:
-        module = copy.deepcopy(net)
+        with as_written(net):
+            module = copy.deepcopy(net)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error
     module.requires_grad_(False).eval()

@@ -309,7 +309,7 @@ def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, F
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed)):
+        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed.made, observed.step)):
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)

@@ -32,6 +32,16 @@ from epk_gp.storage.training_state import TrainingState
 
 OTHER_RANKS = "other ranks"  # name of their states in the training state of the run
 
+_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
+_DIFFERENCES = {  # what differs between ranks whose weights differ, in the order in which it is looked for
+    "gradient": (
+        "its gradient is its own. DDP averages gradients in the backward pass of net(X): call the wrapped network, not "
+        "net.module(X), end a step outside of no_sync(), and leave gradients as they are"
+    ),
+    "options": "other options of the optimizer there, such as the learning rate",
+    "weights": "they, or what the optimizer holds, were changed on one rank alone",
+}
+
 _Value = TypeVar("_Value")
 _OwnStep = tuple[Step, Tensor, Tensor]  # a step, the moving statistics before and after it
 
@@ -152,19 +162,22 @@ class Ranks:
             own = record()
         except Exception as raised:  # of any kind: the other ranks wait for this one
             error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
-        bits = end.view(torch.int64 if end.dtype == torch.float64 else torch.int32).sum().item()
-        parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, made.unseen, bits))
+        numbers = {"options": torch.cat([v.double().flatten() for v in made.update.tensors()])}
+        numbers |= {"gradient": made.gradient, "weights": end}
+        bits = {name: value.view(_INTEGER[value.dtype]).sum().item() for name, value in numbers.items()}
+        doubt, made.doubt = made.doubt or made.unseen, None
+        parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, doubt, bits))
         active = [(rank, *part) for rank, part in enumerate(parts) if part is not None]
-        for rank, _, error, unseen, bits in active:
+        for rank, _, error, doubt, bits in active:
             if error is not None:
                 raise StepMismatchError(f"rank {rank}: {error}")
-            if bits != active[0][-1]:
+            if bits["weights"] != active[0][-1]["weights"]:
+                cause = next(text for name, text in _DIFFERENCES.items() if bits[name] != active[0][-1][name])
                 raise StepMismatchError(
                     f"the weights after a step must be the same on all ranks: those of rank {rank} are not those of "
-                    "rank 0. Likely causes: other learning rates, or optimizers that are not in the same state, as "
-                    "momentum is after net.join()."
+                    f"rank 0. Likely cause: {cause}."
                 )
-            made.unseen = made.unseen or (unseen and f"on rank {rank} {unseen}")
+            made.doubt = made.doubt or (doubt and f"on rank {rank} {doubt}")
         if own is None or not self.is_writer:
             return None
         made.announced = ()  # what one rank saw says nothing of the whole step

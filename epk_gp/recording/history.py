@@ -19,7 +19,7 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.passes import stored_steps, validate_pass
-from epk_gp.storage.rows import num_seen
+from epk_gp.storage.rows import as_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
@@ -359,7 +359,7 @@ class CommitSchedule:
             rows = dict[str, Tensor]()
             if (stream := self._stream) is not None:
                 new = slice(self._num_points, num_seen(steps, self._num_points))
-                rows = {INPUTS: stream.X[new], TARGETS: stream.y[new]} if new.stop > new.start else rows
+                rows = {INPUTS: as_bytes(stream.X[new]), TARGETS: stream.y[new]} if new.stop > new.start else rows
             self.writer.append(*kept, rows=rows)
             self._digests = (*self._digests, *digests) if self._digests else ()
             self._num_points += len(rows.get(INPUTS, ()))

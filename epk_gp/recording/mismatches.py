@@ -40,12 +40,12 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.step import ForwardPass
+from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import NEXT_LABELS, changed_setting
-from epk_gp.recording.observer import CapturedForward, ObservedStep
-from epk_gp.recording.passes import KnownLoss, common_factor, read_targets, rounding_of, row_factors
+from epk_gp.recording.observer import CapturedForward, MadeStep, ObservedStep
+from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
@@ -133,14 +133,13 @@ class SeenPass:
         return (self.delta - expected).abs().flatten(1).amax(dim=1) <= self.rounding * float(size)
 
 
-def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
+def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPass]:
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
-    announced, has_graph = observed.made.announced, setup.model.signature.graph is not None
-    captured = [[f.of_nodes(b.samples) if has_graph else f for f in b.forwards] for b in announced]
+    announced, has_graph = made.announced, setup.model.signature.graph is not None
+    captured = [[of_nodes(f, b.samples) if has_graph else f for f in b.forwards] for b in announced]
     counts = [len(f.inputs) for of_batch in captured for f in of_batch]
     if not all(captured):
         return []
-    step = observed.step
     if not step.passes:  # rows of other processes come before
         rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
         step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
@@ -153,8 +152,26 @@ def seen_passes(setup: TrainingSetup, observed: ObservedStep) -> list[SeenPass]:
             data, z, delta = next(passes), f.outputs, f.output_gradient
             if z is not None and delta is not None:
                 share = len(factor) / len(batch.samples)
-                seen.append(SeenPass(f, data, z.double(), delta.double(), factor, share, rounding_of(z)))
+                one = SeenPass(f, data, z.double(), delta.double(), factor, share, rounding_of(z))
+                scale = _factor_of_labels(setup.loss, one) if batch.weight is None else 1.0
+                seen.append(replace(one, factor=scale * factor))
     return seen
+
+
+def _factor_of_labels(loss: Loss, seen: SeenPass) -> float:
+    """Return what multiplies the loop's cross entropy of any labels in all rows alike; 1 if its loss is none."""
+    if not isinstance(loss, CrossEntropy) or seen.z.ndim > 2:
+        return 1.0
+    (low, label), c = seen.delta.min(dim=1), seen.weights(loss, seen.data.y)
+    factors = (low / (seen.z.softmax(dim=1).gather(1, label[:, None]).squeeze(1) - 1) / c)[c != 0]
+    is_one = len(factors) and bool((factors - factors[0]).abs().max() <= _ROOM * factors[0].abs())
+    return float(factors[0]) if is_one else 1.0
+
+
+def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
+    """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
+    seen = seen_passes(setup, made, step)
+    return None if is_stated_loss(setup, seen) else _loss_cause(setup, seen)
 
 
 def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
@@ -185,7 +202,7 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
-    seen = seen_passes(setup, observed)
+    seen = seen_passes(setup, made, observed.step)
     cause = _network_cause(setup, check, seen)
     if cause is None and seen and not isinstance(setup.loss, UnstatedLoss):
         cause = _scale_cause(setup, check, seen)
@@ -409,8 +426,8 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
             "a gradient was left over when backward() through the network began, of a step before or of a term of the "
             "loss that does not depend on its outputs: call optimizer.zero_grad() before backward()"
         )
-    if made.unseen is not None:  # of other processes
-        return made.unseen
+    if (doubt := made.doubt or made.unseen) is not None:  # of other processes
+        return doubt
     pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
     off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
     names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]

@@ -13,7 +13,7 @@ from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
-from epk_gp.core.model import device_random_state
+from epk_gp.core.model import as_written, device_random_state
 from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
@@ -29,8 +29,7 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
-# Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
-# gradients switched on, are dropped in favour of later ones.
+# Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
 
 
@@ -58,8 +57,7 @@ class CapturedForward:
         num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
         settings: The network's numbers that are no tensors; None if they are those when recording began.
-        stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
-            gradient; None if there is none.
+        stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -85,7 +83,7 @@ class CapturedForward:
         """Return what the network returned, with each tensor that a gradient can come into as an alias.
 
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
-        comes through others of those that the network returned too. `begin` is called where the first comes.
+        comes through others of those that it returned too. `begin` is called where the first gradient comes.
         """
         columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
@@ -139,35 +137,6 @@ class CapturedForward:
         if node is not None and node.name().startswith("ToCopyBackward"):
             node.next_functions[0][0].register_prehook(add)
 
-    def of_nodes(self, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
-        """Return what a pass of the whole graph holds of a batch's nodes.
-
-        Args:
-            nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
-
-        Raises:
-            StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
-        """
-        if self.difference is not None:
-            raise StepMismatchError(
-                f"the network must be called with the recorded graph: {self.difference}. Change features and edges "
-                "(DropEdge, masked features) inside the network's forward()."
-            )
-        rows, gradient = nodes.to(self.inputs.device), self.output_gradient
-        if self.outputs is None or gradient is None or len(gradient) != len(self.inputs):
-            return replace(self, inputs=self.inputs[rows])
-        is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
-        read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
-        if len(read):
-            raise StepMismatchError(
-                f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
-                f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
-                "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
-            )
-        counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
-        gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
-        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows], output_gradient=gradient)
-
 
 @dataclass(eq=False)
 class AnnouncedBatch:
@@ -180,8 +149,7 @@ class AnnouncedBatch:
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
         targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
-        is_void: Whether its gradient was cleared before a step, as that of the first pass of SAM, and of a step that a
-            GradScaler skips.
+        is_void: Whether its gradient was cleared before a step, as by SAM, and where a GradScaler skips a step.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -201,12 +169,12 @@ class MadeStep:
         lr: The learning rate of the first optimizer that took part.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
-        without_gradient: Names of the parameters without a gradient. torch neither clips nor moves those whose gradient
-            is None; one that was frozen during the run and has a gradient of zeros moves by its momentum and decay.
+        without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
         is_seen_enough: Whether the step can be recorded all the same.
+        doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
         has_left_over: Whether parameters had a gradient already when the first backward pass began.
     """
@@ -221,6 +189,7 @@ class MadeStep:
     is_seen_enough: bool
     others: Sequence[CapturedForward]
     has_left_over: bool
+    doubt: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +240,7 @@ class StepObserver:
 
         Args:
             setup: The training.
-            rules: The optimizers, each with the update rule that the user gave for it.
+            rules: The optimizers, each with the update rule given for it.
             groups: Their parameter groups at the last recorded step.
             weights: Returns the weights before the next step.
             report: Called with each step.
@@ -294,6 +263,8 @@ class StepObserver:
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
+        with as_written(setup.net) as self._autocast:  # which begins inside of a pass
+            pass
 
     @property
     def num_announced(self) -> int:
@@ -456,8 +427,7 @@ class StepObserver:
 
         A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
         many rows, of several the last that saw the batch's own; or the last ones that saw as many rows together. A
-        batch that is announced before its forward pass takes the first one that fits. A pass of a whole graph has a row
-        for each node, whatever nodes a batch holds.
+        batch that is announced before takes the first one that fits. A pass of a graph has a row for each node.
         """
         for batch in reversed([batch for batch in self._announced if not batch.forwards]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
@@ -501,9 +471,7 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            not torch.is_grad_enabled() or not self.setup.has_all_weights()
-        ):  # functional_call puts others in their place
+        if not torch.is_grad_enabled() or not self.setup.has_all_weights():  # as in functional_call
             self._begun.append(None)
             return
         self.complete()
@@ -524,6 +492,7 @@ class StepObserver:
             self._begun.append(None)
             return
         inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
+        dtype = torch.get_autocast_dtype(device.type)
         forward = CapturedForward(
             inputs=inputs,
             modes=torch.tensor([part.training for part in setup.net.modules()]),
@@ -531,7 +500,7 @@ class StepObserver:
             device_random_state=device_random_state(device),
             statistics=statistics,
             statistics_after=statistics,
-            autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
             difference=difference,
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
             num_arguments=len(args) + len(kwargs),

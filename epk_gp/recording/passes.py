@@ -106,6 +106,37 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedForward:
+    """Return what a pass of the whole graph holds of a batch's nodes.
+
+    Args:
+        forward: The pass.
+        nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
+
+    Raises:
+        StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
+    """
+    if forward.difference is not None:
+        raise StepMismatchError(
+            f"the network must be called with the recorded graph: {forward.difference}. Change features and edges "
+            "(DropEdge, masked features) inside the network's forward()."
+        )
+    rows, gradient = nodes.to(forward.inputs.device), forward.output_gradient
+    if forward.outputs is None or gradient is None or len(gradient) != len(forward.inputs):
+        return replace(forward, inputs=forward.inputs[rows])
+    is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
+    read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
+    if len(read):
+        raise StepMismatchError(
+            f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
+            f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
+            "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
+        )
+    counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
+    gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
+    return replace(forward, inputs=forward.inputs[rows], outputs=forward.outputs[rows], output_gradient=gradient)
+
+
 class PassRecords:
     """Makes the records of a run's forward passes.
 
@@ -121,6 +152,7 @@ class PassRecords:
         self._reads_targets = is_stated and (
             model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
         )
+        self.is_doubtful = False  # whether a factor of a loss was not found in the step of the last call
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
@@ -146,7 +178,7 @@ class PassRecords:
             StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
-        y, passes, weights = self._setup.y, list[ForwardPass](), list[Tensor]()
+        y, passes, weights, self.is_doubtful = self._setup.y, list[ForwardPass](), list[Tensor](), False
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
@@ -154,7 +186,7 @@ class PassRecords:
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             forwards = [self._with_own_draws(forward, start) for forward in forwards]
             if self._setup.model.signature.graph is not None:
-                forwards = [forward.of_nodes(samples) for forward in forwards]
+                forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             used = list(stated.split(sizes))
             for number, rows in enumerate(samples.split(sizes)):
@@ -199,7 +231,7 @@ class PassRecords:
             is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
         is_recorded &= is_known
-        inputs, targets, cotangents = None, None, None
+        inputs, targets, cotangents, is_unread = None, None, None, False
         if not is_recorded[is_known].all():
             self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
         is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
@@ -212,12 +244,15 @@ class PassRecords:
         if isinstance(setup.loss, UnstatedLoss):
             cotangents = _cotangents(forward, setup.model.spec.dtype)
         elif is_read:
-            c = c * _read_factor(setup.loss, forward, y, cuts, c)
+            found = _as_stated(setup.loss, forward, y, cuts, c, is_read=True)
+            is_unread = found is None
+            c = c if found is None else c * found[2]
+            self.is_doubtful |= is_unread
         if self._reads_targets and z is not None and delta is not None:
-            if z.ndim == 2:
-                targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
-            else:
+            if z.ndim > 2:
                 targets, c = _used_positions(setup.loss, forward, y, cuts, c)
+            elif not is_unread:
+                targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
         is_random = forward.random_state is not None or forward.device_random_state is not None
         is_special = forward.autocast is not None or forward.settings is not None
         needs_modes = is_random or is_special or self._differs_in(forward.modes)
@@ -397,25 +432,6 @@ def _as_stated(
     return None
 
 
-def _read_factor(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Tensor) -> float:
-    """Return the common factor by which the loop multiplied the stated loss of a pass's rows.
-
-    Raises:
-        StepMismatchError: The gradient in the outputs is no multiple of the stated loss's.
-    """
-    found = _as_stated(loss, forward, y, cuts, c, is_read=True)
-    if found is not None:
-        return found[2]
-    if isinstance(loss, ClassLoss) and y.ndim == 2 and not y.is_floating_point():
-        shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
-        if _as_stated(loss, forward, y, shifted, c, is_read=True) is not None:
-            raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
-    raise StepMismatchError(
-        "weight=None must find one factor for all rows of the batch: the gradient in the outputs is no multiple of "
-        f"that of {loss}. State the loop's loss, or none with loss=None."
-    )
-
-
 KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
 _Used = tuple[SeenRows | None, Tensor]  # targets of rows that have others than the recorded ones, weights of all rows
 
@@ -469,7 +485,8 @@ def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[
     ones with more positions ignored. Outputs are (n, V, ...) or (n, ..., V).
 
     Raises:
-        StepMismatchError: The pass had another number of positions than y, and its labels are not found.
+        StepMismatchError: The loop's labels are those of the next positions; or the pass had another number of
+            positions than y, and its labels are not found.
     """
     if not isinstance(loss, ClassLoss) or y.is_floating_point():
         return None, c
@@ -479,6 +496,9 @@ def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[
         is_same = labels.shape == y.shape
         index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
         return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights
+    shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
+    if _as_stated(loss, forward, y, shifted, c, is_read=True) is not None:
+        raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
     if cuts[0].shape != y.shape:
         raise StepMismatchError(
             f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "

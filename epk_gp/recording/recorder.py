@@ -28,6 +28,7 @@ from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
+from epk_gp.recording.mismatches import doubt_of_loss
 from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
@@ -472,7 +473,10 @@ class Recorder:
         last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        return self._passes.step(self.num_steps, made.lr, made.announced, last.end, known), before, after
+        step = self._passes.step(self.num_steps, made.lr, made.announced, last.end, known)
+        if self._ranks.size > 1 or self._passes.is_doubtful:
+            made.doubt = doubt_of_loss(self._setup, made, step)
+        return step, before, after
 
     def _record_step(self, made: MadeStep) -> None:
         index, setup, last = self.num_steps, self._setup, self._history.last
@@ -485,7 +489,7 @@ class Recorder:
             return
         step, before, after = whole
         observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
-        is_exact = self._schedule.is_due(index) or needs_exact_check(setup, observed)
+        is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update, momentum = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed

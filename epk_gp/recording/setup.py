@@ -30,6 +30,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    as_written,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -147,10 +148,7 @@ class TrainingSetup:
         return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
-
-        A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
-        """
+        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
         if self.has_weights(w):
             return True
         parameters = {name: p for name, p in self.net.named_parameters() if name in self.model.names}
@@ -269,7 +267,7 @@ class TrainingSetup:
         is_training = [(module, module.training) for module in net.modules()]
         net.eval()
         try:
-            with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
+            with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
                 returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
                 outputs = model.signature.outputs(returned)
@@ -464,7 +462,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             kinds = ", ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in inputs.items())
             raise ValueError(
                 f"the network must accept {kinds}: it fails with {type(error).__name__}: {error}. Several inputs are a "
-                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X)."
+                "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
+                "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):

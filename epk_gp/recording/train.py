@@ -15,7 +15,7 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.recorder import Recorder
-from epk_gp.storage.rows import Targets, TrainingInputs, num_rows
+from epk_gp.storage.rows import Stream, Targets, TrainingInputs, num_rows
 
 
 class EpochSampler:
@@ -110,6 +110,11 @@ def train(
     if batch_size is not None:
         validate_count(batch_size, "batch_size")
     validate_generator(generator)
+    if isinstance(X, Stream):
+        raise TypeError(
+            "X must be a data set, of which train() draws the batches: got a Stream. Write the loop that brings its "
+            "rows: with epk.Recorder(net, optimizer, X) as recorder, and recorder.batch(targets=y) after backward()."
+        )
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."

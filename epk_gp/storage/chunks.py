@@ -29,7 +29,7 @@ from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateC
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.rows import Rows, num_seen
+from epk_gp.storage.rows import Rows, from_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
 
 GROUPS = "groups"  # the tensor of parameter groups
@@ -415,7 +415,8 @@ def stream_data(
     for chunk in chunks:
         with opened_chunk(path, chunk) as tensors:
             if {INPUTS, TARGETS} <= {*tensors.keys()}:
-                rows.append(tensors.get_tensor(INPUTS), tensors.get_tensor(TARGETS))
+                X = from_bytes(tensors.get_tensor(INPUTS), data["inputs"].dtype)
+                rows.append(X, tensors.get_tensor(TARGETS))
     if len(rows) < num_seen(steps):
         raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
     X, y = rows.mapped()

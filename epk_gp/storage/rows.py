@@ -117,6 +117,19 @@ class Rows:
         return tuple(columns)
 
 
+def as_bytes(X: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    """Return inputs k / 255, which 8-bit images become, as k; others as they are."""
+    if not X.is_floating_point() or not bool(((X >= 0) & (X <= 1)).all()):
+        return X
+    k = (255 * X).round().to(torch.uint8)
+    return k if bytes(tensor_bytes(from_bytes(k, X.dtype))) == bytes(tensor_bytes(X)) else X  # -0.0 is none
+
+
+def from_bytes(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
+    """Return the inputs, of a dtype, of which `as_bytes` made others."""
+    return X if X.dtype == dtype else X.to(dtype) / 255
+
+
 def num_seen(steps: Iterable[Step], least: int = 0) -> int:
     """Return how many points of a stream some steps and those before have seen; `least` where they have no batch."""
     return max([least, *(int(step.batch.max()) + 1 for step in steps if step.batch is not None)])

@@ -17,7 +17,8 @@ from epk_gp.storage.chunks import MATRICES_NAME, read_steps, step_tensors
 from epk_gp.storage.files import DTYPES, Rows, atomic_write, tensor_file
 from epk_gp.storage.journal import JOURNAL, Chunk, opened_chunk, read_journal, resume_name
 from epk_gp.storage.passes import COUNTS
-from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, chunk_schema, read_data, read_header
+from epk_gp.storage.rows import from_bytes
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, INPUTS, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.training_state import read_training_state
 from epk_gp.storage.writer import explain_os_errors
 
@@ -126,8 +127,9 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         if name.removeprefix("update.") in FIELDS and count < len(steps):
             dtype = "F64"  # as the numbers per parameter of the other steps
         count = len(steps) if name in _OF_EACH_STEP else count
-        rows = _rows(folder, schema, shown if name == "states" else chunks, name, DTYPES[dtype])
-        tensors[name] = Rows((count, *own[0][0][1:]), DTYPES[dtype], rows)
+        kind = data["inputs"].dtype if name == INPUTS else DTYPES[dtype]
+        rows = _rows(folder, schema, shown if name == "states" else chunks, name, kind)
+        tensors[name] = Rows((count, *own[0][0][1:]), kind, rows)
     metadata = {
         "format": str(FORMAT["format"]),
         "digest": chunks[-1].digest,
@@ -148,7 +150,8 @@ def _rows(
     for chunk in chunks:
         with opened_chunk(folder, chunk) as tensors:
             if name in tensors.keys():  # noqa: SIM118  # not a mapping
-                value = tensors.get_tensor(name).to(dtype)
+                value = tensors.get_tensor(name)
+                value = from_bytes(value, dtype) if name == INPUTS else value.to(dtype)
                 if name.endswith(".at"):
                     value = value + torch.tensor([end, 0])
                     end += tensors.get_slice(name.removesuffix(".at")).get_shape()[0]

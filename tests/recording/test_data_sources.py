@@ -216,11 +216,12 @@ REFUSED = {
     "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
     "too many targets": (X.numpy()[:-1], Y.numpy(), ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
     "too many targets of a dataset": (TensorDataset(X[1:]), Y, ValueError, "X and y must have one row per point"),
-    "an example with fewer targets": (epk.Stream(X, Y[1:]), None, ValueError, "X and y must have one row per point"),
+    "a stream": (epk.Stream(X, Y), None, TypeError, "X must be a data set.*got a Stream. Write the loop"),
     "an empty array": (X.numpy()[:0], Y[:0], ValueError, r"at least one: got \[\(0,\)\]"),
     "an empty dataset": (TensorDataset(X[:0], Y[:0]), None, ValueError, r"at least one: got \[\(0,\)\]"),
     "a number": (np.array(1.0), Y, ValueError, r"at least one: got \[\(\), \(150,\)\]"),
     "a list of targets": (X.numpy(), Y.tolist(), TypeError, "y must be a torch.Tensor: got list"),
+    "bytes": (X.to(torch.uint8).numpy(), Y, ValueError, "accept X .* torch.uint8: it fails .* converted in X too"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
 }
 

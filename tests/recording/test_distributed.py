@@ -72,7 +72,14 @@ FAULTS = {
     "silent": "2 step 2: rank 1: optimizer.step() must be preceded by recorder.batch(indices): it was not",
     "broken": "2 step 2: rank 1: RuntimeError: inconsistent tensor size",
     "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
-    "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0",
+    "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0."
+    " Likely cause: other options of the optimizer there, such as the learning rate",
+    "edit": "2 step 2: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0."
+    " Likely cause: they, or what the optimizer holds, were changed on one rank alone",
+    "module": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of "
+    "rank 0. Likely cause: its gradient is its own. DDP averages gradients in the backward pass of net(X)",
+    "labels": "Likely cause: on rank 1 the network saw X at the announced indices, but the loop's targets are those of "
+    "other points, from row 0 of the batch on",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
 }
 

@@ -67,6 +67,37 @@ def test_accelerate_with_accumulation_clipping_and_a_schedule_is_exact():
     assert_exact(finish(recorder, model, X[:3] + 0.1, X, y))
 
 
+def in_bf16(steps, *, is_accelerated):
+    """Train in bf16, by Accelerate or by a plain loop under autocast."""
+    X, y = vectors(22, dtype=torch.float32)
+    torch.manual_seed(0)
+    net = model = perceptron().float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    if is_accelerated:
+        accelerate = pytest.importorskip("accelerate", reason="needs the extra 'huggingface'")
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model, optimizer = accelerator.prepare(net, optimizer)
+    with epk.Recorder(model, optimizer, X, y, unexplained=0.1) as recorder:
+        for rows in torch.arange(8 * steps).remainder(22).split(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=not is_accelerated):
+                outputs = model(X[rows]).float()
+            F.cross_entropy(outputs, y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return epk.attribute(recorder.trajectory, X[:3] + 0.1, head="logits"), recorder.steps
+
+
+def test_bf16_of_accelerate_is_recorded_as_that_of_a_plain_loop():
+    (parts, steps), (plain, _) = in_bf16(4, is_accelerated=True), in_bf16(4, is_accelerated=False)
+    assert parts.certified
+    assert {one.autocast for step in steps for one in step.passes} == {torch.bfloat16}
+    assert torch.equal(parts.samples, plain.samples)
+    assert torch.equal(parts.unexplained, plain.unexplained)
+    assert 0 < parts.unexplained.norm() < 0.05 * (parts.network - parts.initial).norm()
+
+
 def whole(net, **options):
     return torch.compile(net, **options)
 

@@ -148,6 +148,28 @@ def test_a_run_on_disk_holds_each_row_once(tmp_path):
     assert held == [False, True, True, False, False, False]  # initial weights; rows come in the first epoch alone
 
 
+@pytest.mark.parametrize("is_image", [True, False])
+def test_images_of_8_bits_are_stored_in_bytes_and_read_as_the_network_saw_them(is_image, tmp_path):
+    """Without rounding: what is no image stays as it is."""
+    folder, file, net = tmp_path / "run", tmp_path / "run.safetensors", mlp().float()
+    images = torch.randint(256, (9, 5), generator=torch.Generator().manual_seed(2), dtype=torch.uint8) / 255
+    images = images if is_image else torch.where(torch.arange(5) == 2, -0.0, images)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, epk.Stream(images[:3], Y[:3]), folder=folder) as recorder:
+        for rows in torch.arange(9).split(3):
+            optimizer.zero_grad()
+            LOSS(net(images[rows]), Y[rows]).backward()
+            recorder.batch(targets=Y[rows])
+            optimizer.step()
+    export_run(folder, file)
+    chunk, exported = load_file(folder / "chunk-000001.safetensors"), load_file(file)
+    assert chunk["rows.inputs"].dtype == (torch.uint8 if is_image else torch.float32)
+    assert torch.equal(torch.cat([exported["inputs"], exported["rows.inputs"]]), images)
+    run = epk.load_trajectory(folder, mlp().float())
+    assert torch.equal(run.inputs, images)
+    assert run.data_digest == recorder.trajectory.data_digest
+
+
 def test_a_run_that_lost_rows_is_not_loaded(tmp_path):
     folder = tmp_path / "run"
     record(mlp(), streams=True, folder=folder, storage=epk.Storage(steps=3))
@@ -173,6 +195,7 @@ def one_step(rows=X[:4], net=None, data=None, **batch):
     [
         ({"indices": [0, 1, 2, 3]}, "whose rows number themselves"),
         ({"data": (X, Y), "targets": Y[:4]}, "must get indices into X"),
+        ({"data": (epk.Stream(X, Y[1:]),)}, "X and y must have one row per point"),
         ({}, "must get the targets of the rows"),
         ({"targets": Y[:3]}, "rows must be seen: no call of the network on the batch's rows"),
         ({"targets": Y[:4].double()}, "all rows must have one shape and dtype, and a target"),
