@@ -50,7 +50,6 @@ from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out as process_without_one
 from epk_gp.gp.stacking import conformal_sets
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
@@ -207,6 +206,10 @@ def block(name: str, a: int = 0, b: int = 1, compute: Any = epk.gram_block, **op
     return compute(recorded(name), two_sets(name)[a], two_sets(name)[b], **options)
 
 
+def per_class(run: epk.Trajectory, a: epk.Points, b: epk.Points) -> Tensor:
+    return epk.PathKernel(run).block_per_class(a, b)
+
+
 def by_threads() -> Tensor:
     with ThreadPoolExecutor(2) as executor:
         return block("momentum", executor=executor)
@@ -344,8 +347,8 @@ RESULTS: Cases = {
     "block, checkpoint": lambda: block("Adam", checkpoint=new_path()),
     "block, executor": by_threads,
     "block, float32 in float64": lambda: block("float32", accumulate=torch.float64),
-    "block per class": lambda: block("plain", compute=gram_block_per_class),
-    "diagonal": lambda: [gram_diagonal_blocks(recorded("tanh"), points) for points in two_sets("tanh")],
+    "block per class": lambda: block("plain", compute=per_class),
+    "diagonal": lambda: [epk.PathKernel(recorded("tanh")).diagonal_blocks(points) for points in two_sets("tanh")],
     "trace block": lambda: epk.PathKernel(recorded("conv net")).trace_block(*two_sets("conv net")),
     "NTK": lambda: epk.gram_block(tangent_trajectory(recorded("tanh")), *two_sets("tanh"), rule=epk.left_endpoint()),
     "path features": lambda: on(epk.path_features, "tanh", 16, nodes=5),
@@ -354,7 +357,6 @@ RESULTS: Cases = {
     "kernel, independent": lambda: kernel(outputs="independent"),
     "kernel, trace, cosine": lambda: kernel(outputs="trace", normalize="cosine"),
     "kernel, full, cosine, evaluated": lambda: kernel(training=False, normalize="cosine"),
-    "kernel, sum, mean diagonal": lambda: kernel(outputs="sum", normalize="mean_diagonal"),
     "kernel, one class, logits": lambda: kernel(outputs=1, head="logits"),
     "kernel, chords": lambda: kernel(outputs="trace", path=epk.chords(every=2)),
     **each("attribute", lambda name: on(epk.attribute, name), RUNS),
@@ -396,8 +398,7 @@ RESULTS: Cases = {
     "next to label": lambda: epk.next_to_label(label_process(), wider()[3], 4),
     "classifier": scikit_learn,
     "scores": scores,
-    "spectrum": lambda: gram_spectrum(block("plain", 1, 1, compute=gram_block_per_class)[0]),
-    "exported run": lambda: load_file(command(f"export {command_run()}", new_path("run.safetensors"))),
+    "spectrum": lambda: gram_spectrum(block("plain", 1, 1, compute=per_class)[0]),
     "command verify": lambda: written("verify"),
     "command gram": lambda: written("gram --num-rows 5 --num-columns 4"),
     "command attribute": lambda: written("attribute --num-points 2 --outputs all"),

@@ -78,24 +78,29 @@ else:
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
     }
-    __all__ = sorted(["write_report", *" ".join(_MODULES.values()).split()])
+    _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
+    _PLACES["write_report"] = "report.write"  # not imported with a folder, for it needs matplotlib
+    _FOLDERS = {module.partition(".")[0] for module in _MODULES}
+    __all__ = sorted(_PLACES)
 
     def __getattr__(name: str) -> object:
-        """Import all public names if one is asked for, or a folder."""
-        if name == "write_report":  # imported by itself, for it needs matplotlib
-            globals()[name] = import_module("epk_gp.report.write").write_report
-            return globals()[name]
-        if name not in __all__ and (name.startswith("_") or find_spec(f"epk_gp.{name}") is None):
+        """Import the module of a public name; or a folder, and with it the modules of all names."""
+        if name in _PLACES:
+            value: object = getattr(import_module(f"epk_gp.{_PLACES[name]}"), name)
+            for folder in _FOLDERS:  # asked for later, it must have all of its modules, whatever was used before
+                globals().pop(folder, None)
+        elif name.startswith("_") or find_spec(f"epk_gp.{name}") is None:
             raise AttributeError(f"module 'epk_gp' has no attribute {name!r}")
-        # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
-        for module, names in _MODULES.items():
-            globals().update({public: getattr(import_module(f"epk_gp.{module}"), public) for public in names.split()})
-        return globals()[name] if name in globals() else import_module(f"epk_gp.{name}")
+        else:
+            for module in _MODULES:
+                import_module(f"epk_gp.{module}")
+            value = import_module(f"epk_gp.{name}")
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
         """List the public names and folders, imported or not."""
-        folders = {module.partition(".")[0] for module in _MODULES}
-        return sorted({*__all__, *folders, *(name for name in globals() if name.startswith("__"))})
+        return sorted({*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.2.0.dev0"

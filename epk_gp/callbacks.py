@@ -7,11 +7,9 @@
 
 from collections.abc import Mapping, Sequence, Sized
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch.utils.data import Dataset, Subset
-
-Item = TypeVar("Item")
 
 
 class IndexedDataset(Dataset[Any]):
@@ -29,7 +27,7 @@ class IndexedDataset(Dataset[Any]):
 
     gives_indices = True  # the recorder reads the dataset inside
 
-    def __init__(self, dataset: Dataset[Item] | Sequence[Item], *, key: str | None = None) -> None:
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], *, key: str | None = None) -> None:
         """Wrap a dataset.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_generator, validate_integer
+from epk_gp.core.checks import validate_count, validate_generator, validate_integer, validate_labels
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 
 DATA_VARIABLE = "EPK_GP_DATA"
@@ -44,16 +44,7 @@ class Dataset(Displayed):
 
     def __post_init__(self) -> None:
         """Check that the labels fit the inputs."""
-        if len(self.labels) != len(self.inputs):
-            raise ValueError(
-                f"labels must have one entry per input: got {len(self.labels)} labels for {len(self.inputs)} inputs. "
-                "Pass both from the same split, in the same order."
-            )
-        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
-            raise ValueError(
-                f"labels must lie in 0 … {self.num_classes - 1}: got {int(self.labels.min())} … "
-                f"{int(self.labels.max())}. Raise num_classes, or renumber the classes from 0."
-            )
+        validate_labels(self.labels, len(self.inputs), self.num_classes)
 
     def __len__(self) -> int:
         """Return the number of inputs."""
@@ -175,10 +166,7 @@ def mnist_folder(
         )
     path = (Path(os.environ[DATA_VARIABLE], "mnist") if folder is None else Path(folder)).expanduser()
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"the data folder must exist: got {path}, which is not a folder. Make it, and put the four idx-ubyte files "
-            "(plain or .gz) there."
-        )
+        raise FileNotFoundError(f"the data folder must exist, with four idx-ubyte files: got {path}, which is none.")
     images_path = _find(path, f"{prefixes[split]}-images-idx3-ubyte")
     labels_path = _find(path, f"{prefixes[split]}-labels-idx1-ubyte")
     images, labels = _read_idx(images_path, _IMAGES_MAGIC), _read_idx(labels_path, _LABELS_MAGIC)
@@ -188,10 +176,7 @@ def mnist_folder(
             f"labels in {labels_path.name}. Take both files from the same data set."
         )
     if int(labels.max()) >= num_classes:
-        raise ValueError(
-            f"{labels_path} must hold labels below num_classes = {num_classes}: got {int(labels.max())}. "
-            "Pass the data set's own num_classes."
-        )
+        raise ValueError(f"{labels_path} must hold labels below num_classes = {num_classes}: got {int(labels.max())}.")
     return Dataset(images[:, None].to(dtype) / 255, labels.to(torch.int64), num_classes, path.resolve().name)
 
 
@@ -220,10 +205,7 @@ def _read_idx(path: Path, magic: int) -> UInt8[Tensor, "n *shape"]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} must be a whole gzip file: it is truncated or damaged ({error}).") from error
     if found != magic:
-        raise ValueError(
-            f"{path} must begin with the magic number 0x{magic:08x}: got 0x{found:08x}. Check that images and labels "
-            "are not swapped and that the file is in the IDX format."
-        )
+        raise ValueError(f"{path} must begin with 0x{magic:08x} (are two files swapped?): got 0x{found:08x}.")
     if len(payload) != count or not count:
         raise ValueError(
             f"{path} must hold the {count} bytes that its header announces ({' × '.join(map(str, shape))}), at least "

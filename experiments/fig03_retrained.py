@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
+from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, square_grid
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import draw_colorbar, map_handles, new_figure, shades_of, uncertainty_map
 from epk_gp.plots.style import styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
+from quantities.rays import rays
 from quantities.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
 
 RADII = (1.0, 3.0, 10.0)
@@ -77,7 +77,7 @@ def run(config: Config) -> Result:
     copies = epk.Points(trajectory.inputs, is_train=True)
     # Two nodes are exact between the kinks of a network with one hidden ReLU layer.
     path = tuple(
-        gram_block_per_class(trajectory, points, copies, rule=epk.gauss_legendre(2))
+        epk.PathKernel(trajectory, rule=epk.gauss_legendre(2)).block_per_class(points, copies)
         for points in (copies, epk.Points(queries, is_train=False))
     )
     width = torch.cdist(trajectory.inputs[:500], trajectory.inputs[:500]).square().median()

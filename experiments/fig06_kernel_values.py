@@ -12,7 +12,6 @@ from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, proje
 from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import class_regions, region_handles
 from epk_gp.plots.style import INK, MAGNITUDES, SMALL, new_figure, styled
 from harness import Experiment, classes_as_text, classes_from_text, main
@@ -67,9 +66,8 @@ def run(config: Config) -> Result:
     X, labels = trajectory.inputs, trajectory.targets
     tests = X.new_zeros(3, X.shape[1])
     tests[:, :2] = torch.tensor(GAUSSIAN_MEANS, dtype=X.dtype)
-    values = gram_block_per_class(
-        trajectory, epk.Points(tests, is_train=False), epk.Points(X, is_train=True), rule=epk.gauss_legendre(2)
-    )
+    kernel = epk.PathKernel(trajectory, rule=epk.gauss_legendre(2))
+    values = kernel.block_per_class(epk.Points(tests, is_train=False), epk.Points(X, is_train=True))
     margin = margins(network_outputs(trajectory, X), labels)
     predicted = network_outputs(trajectory, tests).argmax(1)
     parts = epk.attribute(trajectory, tests)

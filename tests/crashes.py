@@ -4,6 +4,7 @@ torch is imported once; each recording is a fork of this process. Modes: "random
 random moments, "operations" kills after each single file operation of a recording, and in the middle of each write.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -68,6 +69,12 @@ def fork(work: Callable[[Report], object]) -> tuple[int, int]:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def bytes_of(folder: Path) -> bytes:
+    """Return a digest of the names and contents of a folder's files."""
+    files = sorted(folder.iterdir()) if folder.exists() else []
+    return hashlib.sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).digest()
 
 
 def last_report(pipe: int) -> int:
@@ -143,8 +150,8 @@ class Crashes:
         return {"kills": done, "reads": reads, "left_at": sorted(set(at)), "problems": self.problems}
 
     def after_operations(self) -> dict[str, object]:
-        """Kill a recording after each file operation, or every second or third of them."""
-        path, kills = self.folder / "run", 0
+        """Kill a recording after each file operation, or every third of them; resume each state of the folder once."""
+        path, kills, resumed = self.folder / "run", 0, set[bytes]()
         for half in (False, True):
             for count in range(0, 10_000, 3 * self.keep_every if half else self.keep_every):
                 pid, pipe = fork(lambda _, n=count, half=half: self.die(n, half, path))
@@ -154,9 +161,12 @@ class Crashes:
                     break
                 kills += 1
                 self.check(path)
-                self.finish(path)
+                if (state := bytes_of(path)) not in resumed:  # a resumed run follows from the bytes that are there
+                    self.finish(path)
+                resumed.add(state)
+                shutil.rmtree(path, ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)
-        return {"kills": kills, "problems": self.problems}
+        return {"kills": kills, "resumed": len(resumed), "problems": self.problems}
 
     def die(self, count: int, half: bool, path: Path) -> None:
         """Record, and kill this process at its file operation number `count`; of a write, half is done before."""

@@ -14,10 +14,10 @@ from thread_tools import content
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.work.run import Piece, Sums, run
+from helpers import gram_block_per_class, gram_diagonal_blocks
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
 OVER = "over"

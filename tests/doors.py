@@ -14,11 +14,11 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.gram.path_kernel import gram_block_per_class as per_class
-from epk_gp.gram.path_kernel import gram_diagonal_blocks as diagonal
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
+from helpers import gram_block_per_class as per_class
+from helpers import gram_diagonal_blocks as diagonal
 from helpers import refusal
 from report_cases import embedded
 
@@ -106,8 +106,8 @@ DOORS = {
     door.name.rpartition(".")[2]: door
     for door in (
         Door("gram.path_kernel.gram_block", lambda run, X, **o: epk.gram_block(run, *sides(run, X), **o), GRAM),
-        Door("gram.path_kernel.gram_block_per_class", lambda run, X, **o: per_class(run, *sides(run, X), **o), GRAM),
-        Door("gram.path_kernel.gram_diagonal_blocks", lambda run, X, **o: diagonal(run, sides(run, X)[0], **o), GRAM),
+        Door("PathKernel.block_per_class", lambda run, X, **o: per_class(run, *sides(run, X), **o), GRAM),
+        Door("PathKernel.diagonal_blocks", lambda run, X, **o: diagonal(run, sides(run, X)[0], **o), GRAM),
         Door("gram.path_kernel.PathKernel", lambda run, X, **o: epk.PathKernel(run, **o).block(*sides(run, X)), KERNEL),
         Door("gram.path_features.path_features", features, HEAD | COMPUTED, lambda features: features + 0),
         Door("kernels.epk.EPKKernel", epk_kernel, RULE | {"memory_budget"}, points=False),

@@ -4,7 +4,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,23 @@ def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected
     assert_close(kernel.trace_block(a, b), torch.einsum("ncmc->nm", expected))
     if a is b:
         assert_close(kernel.diagonal_blocks(a), torch.einsum("ncnd->ncd", expected))
+
+
+def _ask_kernel(method: str, run: epk.Trajectory, *points: epk.Points, **options: Any) -> Tensor:
+    names = {field.name for field in fields(epk.ComputeOptions)} & options.keys()
+    computed = {name: options.pop(name) for name in names}
+    result: Tensor = getattr(epk.PathKernel(run, **options), method)(*points, epk.ComputeOptions(**computed))
+    return result
+
+
+def gram_block_per_class(run: epk.Trajectory, a: epk.Points, b: epk.Points, **options: Any) -> Tensor:
+    """The kernel of each output with itself, with options as `gram_block` takes them."""
+    return _ask_kernel("block_per_class", run, a, b, **options)
+
+
+def gram_diagonal_blocks(run: epk.Trajectory, a: epk.Points, **options: Any) -> Tensor:
+    """Each point's kernel with itself, with options as `gram_block` takes them."""
+    return _ask_kernel("diagonal_blocks", run, a, **options)
 
 
 def first_step(trajectory: epk.Trajectory, X: Tensor, head: str = "logits") -> WeightSegment:

@@ -1,4 +1,4 @@
-"""Optimizers of `schedulefree` and `pytorch_optimizer`, and the shares of their steps, written out by hand.
+"""Optimizers of torch and other libraries, and the shares of their steps, written out by hand.
 
 A share function gets rows of gradients: one for each sample, one for earlier ones, and a last one for decay. It pushes
 each row through the optimizer's equations on its own. What the optimizer derives from the whole gradient is read from
@@ -85,7 +85,27 @@ def sgdw(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor
 
 
 def sgd(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
+    g[-1] += o.weight_decay * w
     return -o.lr * mean(kept, "m", g, o.momentum, 1 - o.dampening if "m" in kept else 1.0)
+
+
+def adam(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
+    """Of torch, and AdamW."""
+    (beta1, beta2), t = o.betas, float(new.step)
+    g[-1] += (not o.decoupled_weight_decay) * o.weight_decay * w
+    scale = ((new.max_exp_avg_sq if o.amsgrad else new.exp_avg_sq) / (1 - beta2**t)).sqrt() + o.eps
+    share = -o.lr / (1 - beta1**t) * mean(kept, "m", g, beta1) / scale
+    return decayed(share, w, o.lr, o) if o.decoupled_weight_decay else share
+
+
+def rmsprop(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
+    g[-1] += o.weight_decay * w
+    return -o.lr * mean(kept, "m", g / ((new.square_avg - new.grad_avg**2).sqrt() + o.eps), o.momentum, 1.0)
+
+
+def adagrad(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
+    g[-1] += o.weight_decay * w
+    return -o.lr / (1 + (float(new.step) - 1) * o.lr_decay) * g / (new.sum.sqrt() + o.eps)
 
 
 def schedule_free(g: Tensor, w: Tensor, o: Any, old: Any, new: Any, kept: Kept) -> Tensor:
@@ -160,9 +180,20 @@ def of_adamw(parameters: Any, **options: Any) -> Optimizer:
     return po.Lookahead(torch.optim.AdamW(parameters, **options), k=3, alpha=0.6)
 
 
+def in_two_groups(parameters: Any, lr: float, **options: Any) -> Optimizer:
+    """Of SGD, the second one slower."""
+    return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": lr / 2}], lr, **options)
+
+
 DECAY = {"lr": 0.01, "weight_decay": 0.1}
 DECOUPLED = DECAY | {"weight_decouple": True}
 CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], Callable[..., Tensor]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd),
+    "momentum": (in_two_groups, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, sgd),
+    "Adam": (torch.optim.Adam, DECAY | {"amsgrad": True}, adam),
+    "AdamW": (torch.optim.AdamW, DECAY, adam),
+    "RMSprop": (torch.optim.RMSprop, DECAY | {"lr": 1e-3, "momentum": 0.9, "centered": True}, rmsprop),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.01}, adagrad),
     "schedulefree AdamW": (schedulefree.AdamWScheduleFree, DECAY | {"warmup_steps": 4, "r": 0.5}, schedule_free),
     "schedulefree SGD": (schedulefree.SGDScheduleFree, {"lr": 0.3, "weight_decay": 0.1}, schedule_free),
     "ScheduleFreeAdamW": (po.ScheduleFreeAdamW, DECAY, schedule_free),
@@ -195,18 +226,8 @@ VARIANTS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "Lookahead of SGD": (lambda p, lr: po.Lookahead(torch.optim.SGD(p, lr=lr, momentum=0.9), k=2), {"lr": 0.1}),
 }
 for _name in (
-    "Lion",
-    "Tiger",
-    "AdaBelief",
-    "QHAdam",
-    "StableAdamW",
-    "Lamb",
-    "Prodigy",
-    "SGDW",
-    "CAME",
-    "Adan",
-    "AdEMAMix",
-):
+    "Lion", "Tiger", "AdaBelief", "QHAdam", "StableAdamW", "Lamb", "Prodigy", "SGDW", "CAME", "Adan", "AdEMAMix",
+):  # fmt: skip
     _kind, _options, _ = CASES[_name]
     VARIANTS[f"{_name}, coupled and maximised"] = (_kind, _options | {"weight_decouple": False, "maximize": True})
     VARIANTS[f"{_name}, one by one"] = (_kind, _options | {"foreach": False})
@@ -262,9 +283,9 @@ class ByHand:
             group = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
             self.states.append(torch.cat([w.flatten() for w in before.values()]))
             optimizer.step()
-            options, parts = SimpleNamespace(**optimizer.param_groups[0]), []
+            of_weight, parts = {p: group for group in optimizer.param_groups for p in group["params"]}, []
             for p, g in rows.items():
-                new = SimpleNamespace(**inside(optimizer).state[p])
+                options, new = SimpleNamespace(**of_weight[p]), SimpleNamespace(**inside(optimizer).state[p])
                 share = self.share(g, before[p], options, SimpleNamespace(group=group, **old[p]), new, kept[p])
                 torch.testing.assert_close(share.sum(0), p.detach() - before[p], rtol=1e-8, atol=1e-13)
                 parts.append(share.flatten(1))

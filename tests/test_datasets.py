@@ -68,8 +68,12 @@ def test_digits_are_images_in_the_unit_interval():
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (lambda folder: Dataset(torch.zeros(3, 1), torch.zeros(2).long(), 1, "x"), ValueError, "got 2 labels for 3"),
-        (lambda folder: Dataset(torch.zeros(3, 1), torch.arange(3), 2, "x"), ValueError, "lie in 0 … 1: got 0 … 2"),
+        (
+            lambda folder: Dataset(torch.zeros(3, 1), torch.zeros(2).long(), 1, "x"),
+            ValueError,
+            r"got shape \(2,\) for 3",
+        ),
+        (lambda folder: Dataset(torch.zeros(3, 1), torch.arange(3), 2, "x"), ValueError, r"lie in 0\.\.1: got 0\.\.2"),
         (lambda folder: three_gaussians(dtype=torch.int64), TypeError, r"floating type: got torch\.int64"),
         (lambda folder: digits(dtype=torch.int64), TypeError, r"floating type: got torch\.int64"),
         (lambda folder: mnist_folder(folder, dtype=torch.int64), TypeError, r"floating type: got torch\.int64"),
@@ -111,12 +115,12 @@ HUGE = 0xFFFFFFFF  # as three sizes: 8e28 bytes, which must not be allocated
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        pytest.param(b"", "magic number 0x00000803: got 0x00000000", id="empty"),
+        pytest.param(b"", "0x00000803 .*: got 0x00000000", id="empty"),
         pytest.param(GOOD_IMAGES[:10], "bytes that its header announces", id="short_header"),
         pytest.param(GOOD_IMAGES[:-1], "got fewer", id="short_payload"),
         pytest.param(GOOD_IMAGES + b"\0", "got more", id="long_payload"),
-        pytest.param(GOOD_LABELS, "magic number 0x00000803: got 0x00000801", id="labels_for_images"),
-        pytest.param(b"PNG\0" + GOOD_IMAGES[4:], "magic number 0x00000803", id="not_idx"),
+        pytest.param(GOOD_LABELS, "0x00000803 .*: got 0x00000801", id="labels_for_images"),
+        pytest.param(b"PNG\0" + GOOD_IMAGES[4:], "must begin with 0x00000803", id="not_idx"),
         pytest.param(idx(IMAGES, (HUGE, HUGE, HUGE), b"\0"), "got fewer", id="huge_header"),
         pytest.param(idx(IMAGES, (0, 28, 28), b""), "at least one", id="no_images"),
         pytest.param(idx(IMAGES, (2, 2, 2), bytes(8)), "one label per image: got 2 images", id="count"),

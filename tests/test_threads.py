@@ -34,7 +34,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Shared]:
 
 # Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
 QUICK = {
-    "gram_block", "gram_block, fewer states", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs",
+    "gram_block", "gram_block, fewer states", "block_per_class", "diagonal_blocks", "network_outputs",
     "EPKKernel full", "EPKKernel independent normalized",
     "leave_one_out", "Trajectory", "load_trajectory", "check_run", "train",
 }  # fmt: skip

@@ -36,13 +36,9 @@ def test_out_of_distribution():
 @pytest.mark.slow
 def test_regression():
     names = run("regression")
-    function, patients = names["function"], names["patients"]
+    function = names["function"]
     assert function["RBF"][0] < function["path kernel"][0] < function["network"][0]
     assert function["RBF"][1] < function["path kernel"][1] < function["network"][1]
-    for name, (error, density, inside) in patients.items():
-        assert abs(error - 0.71) < 0.02, name
-        assert abs(density - 1.08) < 0.04, name
-        assert abs(inside - 0.89) < 0.03, name
     assert abs(function["path kernel"][2] - 0.9) < 0.03
     middle, _, far = names["prediction"].std[:, 0].tolist()
     assert far > 2 * middle

@@ -19,11 +19,11 @@ from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import tangent_trajectory
-from epk_gp.storage.verify import check_run, export_run
+from epk_gp.storage.verify import check_run
+from helpers import gram_block_per_class
 
 
 class Remembers(nn.Module):
@@ -77,7 +77,7 @@ class Shared:
 
 
 RULE = epk.gauss_legendre(2)
-MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
+MODES: tuple[Any, ...] = ("full", "independent", "trace", 1)
 KERNELS = {f"{mode}{' normalized' if by else ''}": (mode, by) for mode in MODES for by in (None, "mean_diagonal")}
 
 
@@ -170,12 +170,6 @@ def _check(shared: Shared) -> object:
     return found.finished, [step.lr for step in found.steps], found.num_steps, found.files
 
 
-def _export(shared: Shared) -> object:
-    with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        size = export_run(shared.folder / "plain", Path(folder) / "run.safetensors")
-        return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
-
-
 def _report(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
         options = {"explained": 1, "outputs": 1, "rule": RULE, "kernel_points": 2}
@@ -232,7 +226,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
     "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
-    "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test, block_size=2),
+    "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test),
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
     "leave_one_out": lambda s: leave_one_out(s.gp),
@@ -246,7 +240,6 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "statistics": _statistics,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "fewer", s.build().double()).states),
     "check_run": _check,
-    "export_run": _export,
     "train": _train,
     "Trajectory": lambda s: (
         s.fewer.is_vanilla_gd, s.fewer.weights(2), s.fewer.dtype, s.fewer.step_sizes, repr(s.fewer),

@@ -12,7 +12,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from epk_gp.analysis.measures import rank_correlation
-from epk_gp.core.checks import ComputeSettings, validate_count, validate_tensor
+from epk_gp.core.checks import ComputeSettings, parse_indices, validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
@@ -63,10 +63,7 @@ def leave_one_out(
     """
     X = parse_inputs(trajectory, X)
     M = trajectory.num_points
-    chosen = torch.arange(M) if samples is None else samples
-    validate_tensor(chosen, "samples", ndim=1)
-    if chosen.dtype != torch.int64 or not len(chosen) or not 0 <= int(chosen.min()) <= int(chosen.max()) < M:
-        raise ValueError(f"samples must be int64 numbers of training samples in 0..{M - 1}: got {chosen}.")
+    chosen = torch.arange(M) if samples is None else parse_indices(samples, M, "samples")
     weights = torch.ones(len(chosen), M, dtype=torch.float64)
     weights[torch.arange(len(chosen)), chosen.cpu()] = 0
     without = retrain(trajectory, weights, **options).outputs(X, head=head)
@@ -108,9 +105,7 @@ def rank_agreement(scores: Float[Tensor, "n M"], effects: Float[Tensor, "n M"]) 
     validate_tensor(scores, "scores", ndim=2, floating=True)
     validate_tensor(effects, "effects", ndim=2, floating=True)
     if scores.shape != effects.shape:
-        raise ValueError(
-            f"scores and effects must have the same shape (n, M): got {tuple(scores.shape)} and {tuple(effects.shape)}."
-        )
+        raise ValueError(f"scores and effects must both be (n, M): got {tuple(scores.shape)}, {tuple(effects.shape)}.")
     found = [rank_correlation(a, b) for a, b in zip(scores, effects, strict=True)]
     values = [float("nan") if value is None else value for value in found]
     return Agreement(torch.tensor(values, dtype=torch.float64))

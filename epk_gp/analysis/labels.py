@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Int64, Shaped
 from scipy.stats import rankdata
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_integer
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
@@ -124,9 +124,9 @@ def label_errors(
 
 
 def area_under_margin(
-    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], labels: Int64[Tensor, " n"], num_states: int = AUM_STATES
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], labels: Int64[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """Return the margin of each point's label along a run, on average over evenly spaced states after the first.
+    """Return the margin of each point's label along a run, on average over 50 evenly spaced states after the first.
 
     Section 3 of Pleiss et al. (2020), with states in place of epochs.
 
@@ -134,14 +134,12 @@ def area_under_margin(
         trajectory: The run.
         X: n inputs.
         labels: Their labels.
-        num_states: States, at most.
 
     Raises:
-        TypeError, ValueError: The network cannot take the points, or `num_states` is no whole number above 0.
+        TypeError, ValueError: The network cannot take the points.
     """
-    validate_count(num_states, "num_states")
     S = trajectory.num_steps
-    count = min(S, int(num_states))
+    count = min(S, AUM_STATES)
     total = torch.zeros(len(X), dtype=torch.float64, device=X.device)
     for j in range(1, count + 1):
         total += margins(network_outputs(trajectory, X, state=j * S // count).to(torch.float64), labels)
@@ -186,9 +184,7 @@ class NextToLabel(Displayed):
         return Summary(f"{counted(len(self), 'point')} of a pool to label next", (), table)
 
 
-def next_to_label(
-    model: UncertainClassifier, pool: object, count: int = 10, *, num_reference: int = NUM_REFERENCE, seed: int = 0
-) -> NextToLabel:
+def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> NextToLabel:
     """Choose points of a pool whose labels teach most.
 
         score(x) = sum_{x' in pool} cov(x, x')^2 / (var(x) + noise)  *  (1 - max_c p_c(x))
@@ -201,8 +197,6 @@ def next_to_label(
         model: A fitted classifier.
         pool: n points.
         count: How many to choose.
-        num_reference: Points of the pool, drawn with the seed, over which variances are added up.
-        seed: Of that draw.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -210,14 +204,9 @@ def next_to_label(
         RuntimeError: The classifier is not fitted.
     """
     if not isinstance(model, UncertainClassifier):
-        raise TypeError(
-            f"model must be an UncertainClassifier: got {type(model).__name__}. Make one with "
-            "epk_gp.UncertainClassifier(trajectory).fit(X_val, y_val)."
-        )
+        raise TypeError(f"model must be a fitted UncertainClassifier: got {type(model).__name__}.")
     X = class_inputs(model.trajectory, pool, "pool")
     validate_count(count, "count")
-    validate_count(num_reference, "num_reference")
-    validate_integer(seed, "seed")
     if count > len(X):
         raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
     with torch.no_grad():
@@ -226,8 +215,8 @@ def next_to_label(
         mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1).to(points.device)
         variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution).to(points.device)
         drawn = torch.arange(len(X))
-        if len(X) > num_reference:
-            drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))[: int(num_reference)]
+        if len(X) > NUM_REFERENCE:
+            drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))[:NUM_REFERENCE]
         row_of, drawn = {int(point): row for row, point in enumerate(drawn)}, drawn.to(points.device)
         covariance = process.covariance(points if len(drawn) == len(X) else points[drawn], points)  # (reference, n)
         total = float(variance[drawn].sum())

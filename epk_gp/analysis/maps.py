@@ -1,7 +1,6 @@
 """Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023)."""
 
 from dataclasses import dataclass
-from math import pi
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -112,29 +111,8 @@ def grid_coordinates(x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]) -> Float[
     return torch.stack([u.reshape(-1), v.reshape(-1)], dim=1)
 
 
-def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[Tensor, "k 2"], Float[Tensor, "k 2"]]:
-    """Return two points on each of k rays from the mean of projected points, in evenly spaced directions.
-
-    Args:
-        uv: Projected points.
-        directions: Number k of directions.
-        far: Distance of the second point, as a multiple of the radius of the data.
-
-    Returns:
-        The points at the radius of the data, which is the largest distance of a projected point from the mean, and
-        those at `far` times this radius.
-    """
-    mean = uv.mean(0)
-    radius = (uv - mean).norm(dim=1).max()
-    angle = torch.arange(directions, dtype=uv.dtype) * (2 * pi / directions)
-    unit = torch.stack([angle.cos(), angle.sin()], dim=1)
-    return mean + radius * unit, mean + far * radius * unit
-
-
 def _rows(X: Tensor) -> Tensor:
-    validate_tensor(X, "inputs")
-    if not X.is_floating_point():
-        raise TypeError(f"a plane needs floating-point inputs: got {X.dtype}.")
+    validate_tensor(X, "inputs", floating=True)
     if X.ndim < 2 or not len(X):
         raise ValueError(f"a plane needs inputs of shape (n, ...), at least one: got shape {tuple(X.shape)}.")
     validate_finite(X, "inputs")
@@ -163,8 +141,6 @@ class UncertaintyMap:
         standard_error: Largest Monte Carlo standard error of `probability`.
         distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
             nearest training point; None if `std` is constant.
-        share_std_decreasing: Share of 72 rays from the mean of the data along which `std` is smaller at 3 times the
-            radius of the data than at the radius itself.
         plane: The plane.
     """
 
@@ -180,7 +156,6 @@ class UncertaintyMap:
     mutual_information: Float[Tensor, "ny nx"]
     standard_error: float
     distance_correlation: float | None
-    share_std_decreasing: float
     plane: Plane
 
 
@@ -219,19 +194,16 @@ def uncertainty_on_plane(
     training = project(plane, trajectory.inputs).double()
     x, y = square_grid(training, size, margin)
     nodes = grid_coordinates(x, y)
-    near, far = rays(training, 72, 3.0)
-    X = lift(plane, torch.cat([nodes, near, far]))
-    posterior = gp.logit_posterior(X, progress=progress)
-    u = softmax_uncertainty(posterior, num_samples, generator)
+    X = lift(plane, nodes)
+    u = softmax_uncertainty(gp.logit_posterior(X, progress=progress), num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    blocks, _ = point_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
+    blocks, _ = point_blocks(gp.kernel.config, test_copy(X))
     scale = blocks.new_full((blocks.shape[1],), 1 / gp.kernel.scale)
     kernel = gp.coupling.covariances(scale[:, None, None] * blocks).diagonal(dim1=-2, dim2=-1).mean(1)
-    std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
 
     def shaped(values: Tensor) -> Tensor:
-        return values[: len(nodes)].reshape(len(y), len(x))
+        return values.reshape(len(y), len(x))
 
     return UncertaintyMap(
         x=x,
@@ -244,9 +216,8 @@ def uncertainty_on_plane(
         std=shaped(std),
         entropy=shaped(u.entropy),
         mutual_information=shaped(u.mutual_information),
-        standard_error=float(error[: len(nodes)].max()),
-        distance_correlation=rank_correlation(std_nodes, torch.cdist(nodes, training).amin(1)),
-        share_std_decreasing=float((std_far < std_near).double().mean()),
+        standard_error=float(error.max()),
+        distance_correlation=rank_correlation(std, torch.cdist(nodes, training).amin(1)),
         plane=plane,
     )
 

@@ -65,12 +65,6 @@ def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
     return Cotangents(rows, are_constant=head == "logits")
 
 
-def summed_outputs(head: Head) -> Cotangents:
-    """Return the one cotangent of the sum of all outputs."""
-    every = all_outputs(head).of_logits
-    return Cotangents(lambda z: every(z).sum(0, keepdim=True), are_constant=head == "logits")
-
-
 def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangents:
     """Return the K cotangents of sums over the outputs of a head, each with coefficients of its own."""
 

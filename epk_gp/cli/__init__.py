@@ -30,8 +30,6 @@ COMMANDS = {
     "record": ("record", "Train a network and record every step."),
     "info": ("runs", "Show the contents of a run."),
     "verify": ("runs", "Check that the kernel machine equals the network."),
-    "export": ("runs", "Write a run to one file."),
-    "estimate": ("gram", "Say what gram or attribute will cost."),
     "attribute": ("attribute", "Write the contribution of each training point."),
     "influence": ("attribute", "Write how predictions depend on each point's weight."),
     "report": ("report", "Write predictions, contributions and certificate as a page."),

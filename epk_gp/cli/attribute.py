@@ -14,15 +14,18 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import extremes, prediction_breakdown, step_ranges, summarise, write_table
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
+from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
+from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.plots.contributions import attribution_figure, influence_figure
 from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
@@ -41,6 +44,7 @@ def attribute(
     path: opt.PathOption = "straight",
     outputs: opt.Explained = "all",
     memory: opt.Memory = 1.0,
+    estimate: opt.Estimate = None,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
@@ -59,11 +63,18 @@ def attribute(
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
-    X, folder = chosen.X, opt.make_folder(out)
+    X = chosen.X
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
     groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    classes, partial = predicted if outputs == "predicted" else None, folder / opt.PARTIAL
+    classes = predicted if outputs == "predicted" else None
+    if estimate is not None:
+        kernel, budget = PathKernel(trajectory, resolved, quadrature, path=along), int(memory * 2**30)
+        plan = plan_attribution(kernel, X, groupings, classes=classes, seconds=estimate, memory_budget=budget)
+        show_plan(plan, workers)
+        return
+    folder = opt.make_folder(out)
+    partial = folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(

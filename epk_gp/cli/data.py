@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from epk_gp.cli.networks import read_manifest
-from epk_gp.core.checks import validate_finite
+from epk_gp.core.checks import validate_finite, validate_labels
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.files import checksum, checksum_file
+from epk_gp.storage.files import checksum, verify_file
 from epk_gp.storage.run import is_run
 
 HELD_OUT = "held_out.safetensors"
@@ -201,8 +201,8 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
     X = cast_points(_inputs_like_the_run(arrays, path, trajectory), trajectory, None)
     validate_finite(X, f"`inputs` in {path} as {X.dtype}")
     labels = _class_indices(arrays, "labels", len(X), path) if "labels" in arrays else None
-    if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < trajectory.num_outputs:
-        raise ValueError(f"`labels` in {path} must lie in 0..{trajectory.num_outputs - 1}, the run's classes.")
+    if labels is not None:
+        validate_labels(labels, len(X), trajectory.num_outputs, name=f"`labels` in {path}")
     return ChosenPoints(X, labels, torch.arange(len(X)), len(X), origin)
 
 
@@ -213,8 +213,7 @@ def _has_held_out(run: Path) -> bool:
         return file.is_file()
     if not file.is_file():
         raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")
-    if checksum_file(file, manifest.held_out_bytes, str(file)) != manifest.held_out_blake2b:
-        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
+    verify_file(file, manifest.held_out_bytes, manifest.held_out_blake2b, str(file))
     return True
 
 
@@ -280,10 +279,7 @@ def _split_of_file(
     has_test = "test_inputs" in arrays or "test_labels" in arrays
     count = num_train or len(X) - (0 if has_test else num_test or 0)
     if not 1 <= count <= len(X) - (0 if has_test or num_train is None else num_test or 0):
-        raise ValueError(
-            f"--num-train and --num-test must divide the {len(X)} points of {file}, with at least one to train on: got "
-            f"{num_train} and {num_test}."
-        )
+        raise ValueError(f"--num-train and --num-test must divide {len(X)} points: got {num_train} and {num_test}.")
     test_X, test_y = X[count:], y[count:]
     if has_test:
         test_X = _inputs(arrays, "test_inputs", file)

@@ -1,8 +1,7 @@
-"""`epk-gp gram` and `estimate`: a block of the exact path kernel, and what it or an attribution costs."""
+"""`epk-gp gram`: a block of the exact path kernel, or what it costs."""
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,6 @@ import torch
 import typer
 from tqdm import tqdm
 
-from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
 from epk_gp.cli.networks import open_run
@@ -18,37 +16,32 @@ from epk_gp.cli.workers import computing
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
-from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
+from epk_gp.kernel_machine.plan import Plan, plan_gram
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 Side = Literal["test", "train"]
-RowsSide = Annotated[
-    Side,
-    typer.Option(
-        help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
-        "as test copies; train: training copies."
-    ),
-]
-ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
-NumRows = Annotated[int | None, opt.count("Largest number of points along the rows.")]
-_NO_SIDE = "--points must have a side: got --rows train and --columns train. Make one of them test."
-NumColumns = Annotated[int | None, opt.count("Largest number of points along the columns.")]
 
 
 def gram(
     run: opt.RunFolder,
     out: opt.Out = Path("gram"),
-    rows: RowsSide = "test",
-    columns: ColumnsSide = "train",
-    num_rows: NumRows = None,
-    num_columns: NumColumns = None,
+    rows: Annotated[
+        Side,
+        typer.Option(
+            help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
+            "as test copies; train: training copies."
+        ),
+    ] = "test",
+    columns: Annotated[Side, typer.Option(help="The same for the columns.")] = "train",
+    num_rows: Annotated[int | None, opt.count("Largest number of points along the rows.")] = None,
+    num_columns: Annotated[int | None, opt.count("Largest number of points along the columns.")] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "gauss-legendre:4",
     path: opt.PathOption = "straight",
     memory: opt.Memory = 1.0,
+    estimate: opt.Estimate = None,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
@@ -65,15 +58,19 @@ def gram(
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     if points is not None and rows == columns == "train":
-        raise ValueError(_NO_SIDE)
+        raise ValueError("--points must have a side: got --rows train and --columns train. Make one of them test.")
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     sides = ((rows, num_rows), (columns, num_columns))
     own: dict[str, Any] = {"dtype": opt.DTYPES.get(dtype), "seed": seed}
     (a, rows_are), (b, columns_are) = _read_sides(trajectory, run, points, sides, **own)
+    kernel = PathKernel(trajectory, resolved, quadrature, path=along)
+    if estimate is not None:
+        show_plan(plan_gram(kernel, a, b, seconds=estimate, memory_budget=int(memory * 2**30)), workers)
+        return
     folder = opt.make_folder(out)
     with computing(memory, workers, scheduler, quiet, folder / opt.PARTIAL) as settings:
-        K = PathKernel(trajectory, resolved, quadrature, path=along).block(a, b, ComputeOptions(**settings))
+        K = kernel.block(a, b, ComputeOptions(**settings))
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X, "row_is_train": a.mask, "column_is_train": b.mask}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     write_arrays(folder / "gram.safetensors", arrays, metadata)
@@ -103,70 +100,9 @@ def _read_sides(
         yield Points(X, is_train=side == "train"), said
 
 
-_RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
-_OF_ONE = {"gram": ("rows", "columns", "num_rows", "num_columns"), "attribute": ("num_points", "outputs")}
-
-
-def estimate(
-    ctx: opt.Context,
-    run: opt.RunFolder,
-    what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
-    out: opt.OptionalOut = None,
-    seconds: Annotated[
-        float,
-        opt.number("Time for measuring. A little more where one piece of each kind takes longer.", 0.1, below=1e5),
-    ] = 10.0,
-    rows: RowsSide = "test",
-    columns: ColumnsSide = "train",
-    num_rows: NumRows = None,
-    num_columns: NumColumns = None,
-    num_points: opt.NumExplained = 6,
-    outputs: opt.Explained = "all",
-    head: opt.HeadOption = None,
-    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
-    path: opt.PathOption = "straight",
-    memory: opt.Memory = 1.0,
-    points: opt.PointsFile = None,
-    network: opt.Network = None,
-    dtype: opt.RunDtype = None,
-    seed: opt.SeedOfPoints = None,
-    workers: opt.Workers = None,
-    quiet: opt.Quiet = False,
-) -> None:
-    """Say into how many pieces gram or attribute divide with the same options, their bytes, and the seconds they take.
-
-    The first pieces are computed, and the time of the others is extrapolated. Nothing is written but estimate.json if
-    --out is given.
-    """
-    options = {name: value for name, value in locals().items() if name != "ctx"}
-    opt.validate_run(run, out)
-    others = _OF_ONE["attribute" if what == "gram" else "gram"]
-    opt.refuse_ignored(ctx, options.keys() - set(others), f"beside --what {what}")
-    rule = rule or _RULES[what]
-    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
-    config, budget = options | {"rule": rule}, int(memory * 2**30)
-    if what == "gram" and points is not None and rows == columns == "train":
-        raise ValueError(_NO_SIDE)
-    trajectory = open_run(run, network)
-    own: dict[str, Any] = {"dtype": opt.DTYPES.get(dtype), "seed": seed}
-    kernel = PathKernel(trajectory, resolve_head(head, trajectory.loss, trajectory.num_outputs), quadrature, path=along)
-    if what == "gram":
-        sides = ((rows, num_rows), (columns, num_columns))
-        (a, rows_are), (b, columns_are) = _read_sides(trajectory, run, points, sides, **own)
-        config |= {"row_points": rows_are, "column_points": columns_are}
-        plan = plan_gram(kernel, a, b, seconds=seconds, memory_budget=budget)
-    else:
-        chosen = read_points(trajectory, run, points, num_points, **own)
-        typer.echo(f"explaining {chosen}")
-        config["points"] = str(chosen)
-        classes = network_outputs(trajectory, chosen.X).argmax(dim=1) if outputs == "predicted" else None
-        groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-        plan = plan_attribution(kernel, chosen.X, groupings, classes=classes, seconds=seconds, memory_budget=budget)
+def show_plan(plan: Plan, workers: int | None) -> None:
+    """Say how a computation is divided, and what it costs."""
     of_use = max(1, min(workers or 1, plan.pieces))
     typer.echo(f"pieces:  {plan.pieces}, of up to {tqdm.format_sizeof(plan.piece_bytes, 'B')}")
     typer.echo(f"result:  {tqdm.format_sizeof(plan.result_bytes, 'B')}")
     typer.echo(f"time:    {plan.seconds:.3g} s of one process; {plan.seconds / of_use:.3g} s with {of_use} workers")
-    if out is not None:
-        results = {**asdict(plan), "workers_of_use": of_use, "seconds_with_workers": plan.seconds / of_use}
-        write_json(opt.make_folder(out) / "estimate.json", "estimate", config, results, timer)
-        typer.echo(f"written to {out}: estimate.json")

@@ -126,6 +126,15 @@ Explained = Annotated[
     ExplainedOutputs,
     typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
 ]
+Estimate = Annotated[
+    float | None,
+    number(
+        "Only say into how many pieces the command divides, their bytes, and the seconds they take: the first ones are "
+        "computed for so many seconds, a little more where one piece of each kind takes longer. Nothing is written.",
+        0.1,
+        below=1e5,
+    ),
+]
 TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 

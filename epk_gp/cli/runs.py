@@ -1,7 +1,6 @@
-"""`epk-gp info`, `verify` and `export`: what a run holds, whether it is sound, and the run as one file."""
+"""`epk-gp info` and `verify`: what a run holds, and whether it is sound."""
 
 import warnings
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -18,12 +17,11 @@ from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.storage.schema import chunk_schema
-from epk_gp.storage.verify import check_run, export_run
+from epk_gp.storage.verify import check_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _BOUNDS = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
-_UNFINISHED = "not finished: record --resume resumes it"
 
 
 def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = False) -> None:
@@ -52,7 +50,7 @@ def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = Fal
         "data digest": header["data_digest"],
         "chunks": len(summary.chunks),
         "size on disk": f"{size / 1e6:.2f} MB",
-        "recording": "finished" if summary.finished else _UNFINISHED,
+        "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
         "files": f"all {summary.files} verified against their checksums",
     }
     if header["keep_every"] > 1:
@@ -79,9 +77,7 @@ def _range(values: list[float] | list[int]) -> str:
 
 
 def verify(
-    ctx: opt.Context,
     run: opt.RunFolder,
-    checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
     head: Annotated[
         Literal["both", "logits", "log_softmax"] | None,
         typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
@@ -101,17 +97,8 @@ def verify(
     quiet: opt.Quiet = False,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
-    options = {name: value for name, value in locals().items() if name != "ctx"}
-    if checksums:
-        opt.refuse_ignored(ctx, ("checksums", "run", "quiet"), "beside --checksums")
+    options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
-    if checksums:
-        summary = check_run(run, progress=not quiet)
-        state = "finished" if summary.finished else _UNFINISHED
-        typer.echo(
-            f"all {summary.files} files have the checksums they were committed with: {summary.num_steps} steps, {state}"
-        )
-        return
     if all_points and num_points is not None:
         raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
     if num_points is None and points is None and not all_points:
@@ -167,17 +154,3 @@ def _table(results: dict[Head, Reconstruction]) -> str:
         numbers = (r.max_error, r.max_residual, r.total_residual)
         rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
     return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
-
-
-def export(
-    run: opt.RunFolder,
-    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
-    quiet: opt.Quiet = False,
-) -> None:
-    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
-    opt.validate_run(run, out)
-    timer = Stopwatch()
-    if out.suffix != ".safetensors":
-        raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")
-    size = export_run(run, out, progress=not quiet)
-    typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({timer.total:.1f} s)")

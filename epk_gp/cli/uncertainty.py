@@ -174,7 +174,6 @@ def uncertainty(
         "largest_std": largest,
         "largest_standard_error": m.standard_error,
         "rank_correlation_of_std_with_distance": correlation,
-        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
         "mean_std_at_points": float(u.std.mean()),
     }
     config = options | {"num_condition": len(rows), "points": str(chosen)}
@@ -183,7 +182,6 @@ def uncertainty(
     typer.echo(f"standard deviation of the class probability over the map: at most {largest:.3f}")
     falls = "none" if correlation is None else f"{correlation:+.2f}"
     typer.echo(f"its rank correlation with the distance to the training data: {falls}")
-    typer.echo(f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %")
     typer.echo(f"written to {folder}: uncertainty.png and .json, map.safetensors, points.npz ({timer.total:.1f} s)")
     typer.echo("for scores to abstain and to detect by, add --validation held-out, or a file of labelled points")
 

@@ -1,7 +1,7 @@
 """Arguments that many functions share: checks, which raise if a value is not what its name says, and options."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -123,6 +123,33 @@ def validate_labels(labels: object, count: int, num_classes: int | None = None, 
     if num_classes is not None and count and not 0 <= int(values.min()) <= int(values.max()) < num_classes:
         low, high = int(values.min()), int(values.max())
         raise ValueError(f"{name} must lie in 0..{num_classes - 1}: got {low}..{high}.")
+
+
+def parse_indices(values: Any, count: int, name: str, device: torch.device | None = None) -> Int64[Tensor, " n"]:
+    """Return different indices of so many points, at least one, as a tensor of int64.
+
+    Raises:
+        TypeError: The value is not a list or tensor of whole numbers.
+        ValueError: An index is out of range or repeated, or there are none.
+    """
+    message = f"{name} must be a list or tensor of indices of points: got {values!r}."
+    if not isinstance(values, Tensor | Sequence | np.ndarray):
+        raise TypeError(message)
+    try:
+        indices = as_tensor(values, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(message) from error
+    if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):
+        raise TypeError(f"{name} must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
+    indices = indices.long()
+    if indices.ndim != 1 or not len(indices):
+        raise ValueError(f"{name} must be a list of at least one index: got shape {tuple(indices.shape)}.")
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= count:
+        raise ValueError(f"{name} must lie in 0..{count - 1}: got {low}..{high}.")
+    if repeated := len(indices) - len(indices.unique()):
+        raise ValueError(f"{name} must not repeat: got {repeated} repeated indices. Use unique().")
+    return indices
 
 
 def is_finite(x: Shaped[Tensor, "..."]) -> bool:
@@ -308,9 +335,7 @@ def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
     if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(
-            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
-        )
+        raise ValueError(f"step {index}: a batch must be a list of at least one index: got shape {tuple(batch.shape)}.")
     if batch.is_floating_point() or batch.dtype == torch.bool:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
     low, high = int(batch.min()), int(batch.max())
@@ -329,10 +354,7 @@ def parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
         validate_number(weight, f"step {index}: weight")
     factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()
     if factor.ndim and factor.shape != (num_rows,):
-        raise ValueError(
-            f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
-            f"{tuple(factor.shape)} for {num_rows} rows."
-        )
+        raise ValueError(f"step {index}: weight must have one entry per row: got {tuple(factor.shape)} of {num_rows}.")
     if not factor.isfinite().all():
         raise ValueError(f"step {index}: the weight of a batch, or of its rows, must be finite: got {weight}.")
     return factor if factor.ndim else float(factor)

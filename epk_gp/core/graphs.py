@@ -214,10 +214,7 @@ def _described(value: object) -> str:
 def validate_dense(value: object, label: str) -> None:
     """Raise if a value is no tensor with values, one by one."""
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor, or leave it "
-            "out and set it inside the network."
-        )
+        raise TypeError(f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
     validate_has_values(value, label)
 
 

@@ -93,14 +93,12 @@ class ModelCache:
             parameter as dense.
         plans: The plan for each dtype and device, with and without layers (`needs_dense_plan`).
         feature_bytes: Bytes that the layer Jacobians of one point take, for each way of computing them.
-        vmap_second_derivatives: Whether `torch.func.vmap` reproduces second derivatives, for each dtype and device.
         lock: Held while an entry is computed, so that several threads compute it once.
     """
 
     needs_dense_plan: bool = False
     plans: dict[tuple[TensorSpec, bool], DifferentiationPlan] = field(default_factory=dict)
     feature_bytes: dict[Hashable, int] = field(default_factory=dict)
-    vmap_second_derivatives: dict[TensorSpec, bool] = field(default_factory=dict)
     lock: Any = field(default_factory=RLock, repr=False)
 
     def __reduce__(self) -> tuple[type["ModelCache"], tuple[()]]:

@@ -172,9 +172,9 @@ def certificate_entry(findings: Sequence[str], meaning: str) -> Entry:
     return Entry("certificate", f"not certified: {'; '.join(findings)}" if findings else f"certified: {meaning}")
 
 
-def columns_note(num_shown: int, num_all: int, noun: str = "point", outputs: str = "") -> str:
+def columns_note(num_shown: int, num_all: int, outputs: str = "") -> str:
     """Return which points a table shows, and which of their outputs; empty if it shows all."""
-    shown = "" if num_shown == num_all else f"the first {num_shown} of {count(num_all, noun)}"
+    shown = "" if num_shown == num_all else f"the first {num_shown} of {count(num_all, 'point')}"
     parts = [part for part in (shown, outputs) if part]
     return f"Shown: {'; '.join(parts)}." if parts else ""
 

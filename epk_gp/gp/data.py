@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import as_tensor, validate_labels, validate_texts
+from epk_gp.core.checks import as_tensor, parse_indices, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 
@@ -39,28 +39,9 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
             "a recorded run with its training data is needed: a classifier that was read from a file holds no training "
             "data. Read the run itself, load_trajectory(path, net)."
         )
-    M = trajectory.inputs.shape[0]
     if points is None:
-        return torch.arange(M, device=trajectory.device)
-    message = f"points must be a list or tensor of indices of training points: got {points!r}."
-    if not isinstance(points, Tensor | Sequence | np.ndarray):
-        raise TypeError(message)
-    try:
-        indices = as_tensor(points, device=trajectory.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(message) from error
-    if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):
-        raise TypeError(f"points must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
-    indices = indices.long()
-    if indices.ndim != 1 or not len(indices):
-        raise ValueError(f"points must be a list of at least one index: got shape {tuple(indices.shape)}.")
-    low, high = int(indices.min()), int(indices.max())
-    if low < 0 or high >= M:
-        raise ValueError(f"points must lie in 0..{M - 1} (the training points): got {low}..{high}.")
-    repeated = len(indices) - len(indices.unique())
-    if repeated:
-        raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
-    return indices
+        return torch.arange(trajectory.num_points, device=trajectory.device)
+    return parse_indices(points, trajectory.num_points, "points", trajectory.device)
 
 
 def make_targets(
@@ -161,10 +142,7 @@ def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Floa
 def _class_labels(trajectory: Trajectory, caller: str, advice: str = "") -> Tensor:
     labels = trajectory.targets
     if labels.is_floating_point() or labels.ndim != 1:
-        raise ValueError(
-            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
-            f"{tuple(labels.shape)}.{advice}"
-        )
+        raise ValueError(f"{caller} needs class labels: the targets are {labels.dtype}, {tuple(labels.shape)}.{advice}")
     return labels
 
 
@@ -211,10 +189,7 @@ def labelled_points(
         indices = indices[has_label]
     elif not has_label[indices].all():
         missing = int(indices[~has_label[indices]][0])
-        raise ValueError(
-            f"points must have labels: the label of training point {missing} is {int(labels[missing])}, which the "
-            "loss leaves out. Leave it out here too."
-        )
+        raise ValueError(f"points must have labels: that of {missing} is {int(labels[missing])}, left out by the loss.")
     if not len(indices):
         raise ValueError("there must be training points with labels: the loss leaves all of them out.")
     return indices, labels[indices]
@@ -283,9 +258,7 @@ def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
     if names.dtype.kind == "U":
         validate_texts(names.ravel().tolist(), "classes")
     if names.shape != (num_outputs,) or len(np.unique(names)) != num_outputs:
-        raise ValueError(
-            f"classes must name each of the {num_outputs} outputs once, in their order: got {names.tolist()}."
-        )
+        raise ValueError(f"classes must name each of the {num_outputs} outputs once, in order: got {names.tolist()}.")
     return names
 
 
@@ -356,8 +329,5 @@ def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
     rows = {row.tobytes() for row in known}
     seen = sum(row.tobytes() in rows for row in points)
     if 2 * seen > len(X):
-        raise ValueError(
-            f"validation points must be points that the network has not seen: {seen} of {len(X)} are training points. "
-            "Hold others out of the training."
-        )
+        raise ValueError(f"validation points must be unseen: {seen} of {len(X)} are training points. Hold others out.")
     return seen

@@ -122,10 +122,7 @@ def require_direction(has_gradient: Bool[Tensor, " n"]) -> None:
     """
     if not has_gradient.all():
         row = int((~has_gradient).nonzero()[0])
-        raise ValueError(
-            f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
-            "weights. Leave that point out."
-        )
+        raise ValueError(f"every point must have a gradient: that of point {row} is zero throughout. Leave it out.")
 
 
 def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
@@ -151,10 +148,7 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     length = float(some.flatten(1).square().sum(1).median())  # squared; few inputs far from the others do no harm
     rounding = some[0].numel() * torch.finfo(squares.dtype).eps * length  # of equal inputs' distance 0
     if not median > rounding:
-        raise ValueError(
-            "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
-            "Use inputs_kernel=None."
-        )
+        raise ValueError("inputs must differ for a kernel on distances: their median is 0. Use inputs_kernel=None.")
     if not median > _LEAST_DISTANCE * rounding:
         raise ValueError(
             "inputs must not lie much farther from 0 than from each other, or their distances are rounding errors: got "
@@ -339,10 +333,7 @@ class LabelProcess:
             ValueError: The process was read from a file, which does not hold the training features.
         """
         if not len(self.targets):
-            raise ValueError(
-                "predictions of the training points from each other need their features: a process that was read "
-                "from a file has none. Fit it again."
-            )
+            raise ValueError("a process that was read from a file has no features of training points: fit it again.")
         if not isinstance(self.kernel, InputFeatures):
             inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
             residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]

@@ -121,10 +121,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         run = trajectory
         if nodes is not None:
             if rule != gauss_legendre(4):
-                raise ValueError(
-                    f"nodes are evaluated once each, which leaves a rule no part: got nodes={nodes} and {rule!r}. "
-                    "Leave one of them out."
-                )
+                raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
             run, rule, path = nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         likelihood = coupling.likelihood(variances)
@@ -176,10 +173,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_batches(self.coupling.batch_shape, x)
         (own,) = self.train_inputs
         if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
-            raise ValueError(
-                "in training mode a LogitGP must be called with its training points, gp.train_inputs[0]: got others. "
-                "Call gp.eval() to predict."
-            )
+            raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         with _GPYTORCH:
             return super().__call__(x, **kwargs)
 
@@ -201,10 +195,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             RuntimeError: The targets are not as `strict` demands.
         """
         if inputs is not None:
-            raise ValueError(
-                "the training points of a LogitGP must stay those of gp.points: got inputs. Make a new process, "
-                "LogitGP(trajectory, points=...)."
-            )
+            raise ValueError("a LogitGP keeps its points: got inputs. Make another, LogitGP(trajectory, points=...).")
         super().set_train_data(targets=targets, strict=strict)
         self._residual_is_zero = self._residual_is_zero and targets is None
 
@@ -265,31 +256,26 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             losses.append(loss.item())
         return losses
 
-    def logit_posterior(
-        self, X_test: Inputs, *, block_size: int | None = None, progress: bool = False
-    ) -> LogitPosterior:
+    def logit_posterior(self, X_test: Inputs, *, progress: bool = False) -> LogitPosterior:
         """Evaluate the posterior of the latent outputs at test copies.
 
         Args:
             X_test: n inputs, of the structure of the training inputs.
-            block_size: Test points at a time; from the memory budget by default.
             progress: Show a progress bar.
 
         Returns:
             Mean (n, C) and covariance (n, C, C), diagonal unless "full", float64. No noise of observations in it.
 
         Raises:
-            TypeError: The points are of a kind that the network cannot take, or `block_size` is not a whole number.
-            ValueError: The points have a shape or values that the network cannot take, `block_size` is below 1, or the
-                observations' covariance is not positive definite.
+            TypeError: The points are of a kind that the network cannot take.
+            ValueError: The points have a shape or values that the network cannot take, or the observations' covariance
+                is not positive definite.
         """
         X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.reshape(len(X_test), -1).to(self.train_inputs[0]))
-        return self.posterior_at(x, block_size=block_size, progress=progress)
+        return self.posterior_at(x, progress=progress)
 
-    def posterior_at(
-        self, x: Shaped[Tensor, "n columns"], *, block_size: int | None = None, progress: bool = False
-    ) -> LogitPosterior:
+    def posterior_at(self, x: Shaped[Tensor, "n columns"], *, progress: bool = False) -> LogitPosterior:
         """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
 
         Section 4.2, Bell et al. (2023), with equations (2.25) and (2.26) of Rasmussen & Williams (2006):
@@ -298,14 +284,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
         Args:
             x: (n, D + 1), usually test copies.
-            block_size: Points at a time; from the kernel's memory budget by default.
             progress: Show a progress bar.
 
         Raises:
             TypeError, ValueError: As `logit_posterior`.
         """
-        if block_size is not None:
-            validate_count(block_size, "block_size")
         coupling = self.coupling
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
         means, covariances = [], []
@@ -314,7 +297,6 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
             per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget
             size = posterior_points(budget, factor.element_size(), per_point, factor.shape[-1])
-            size = size if block_size is None else int(block_size)
             largest_variance = 0.0
             for number, rows in enumerate(x.split(size)):
                 blocks, norms = point_blocks(config, rows, first=number * size)

@@ -4,14 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
+from gpytorch import likelihoods
 from gpytorch.constraints import GreaterThan
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import (
-    FixedNoiseGaussianLikelihood,
-    GaussianLikelihood,
-    MultitaskGaussianLikelihood,
-    _GaussianLikelihoodBase,
-)
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
 from gpytorch.means import ConstantMean, Mean, MultitaskMean, ZeroMean
 from jaxtyping import Float, Shaped
@@ -103,7 +98,7 @@ class OutputCoupling(OutputStructure):
         is_shared = covariance.shape[:-2] != batch  # GPyTorch does not expand a covariance that the outputs share
         return MultivariateNormal(mean, covariance.expand(*batch, *covariance.shape[-2:]) if is_shared else covariance)
 
-    def likelihood(self, variances: Float[Tensor, "N C"] | None) -> _GaussianLikelihoodBase:
+    def likelihood(self, variances: Float[Tensor, "N C"] | None) -> likelihoods._GaussianLikelihoodBase:
         """Return a Gaussian likelihood: with a known variance for every target, or with one per process to be learned.
 
         Raises:
@@ -119,11 +114,13 @@ class OutputCoupling(OutputStructure):
                 )
             if not self.is_batch:
                 return MultitaskFixedNoiseGaussianLikelihood(variances)
-            return FixedNoiseGaussianLikelihood(variances.mT.contiguous(), batch_shape=self.batch_shape)
+            return likelihoods.FixedNoiseGaussianLikelihood(variances.mT.contiguous(), batch_shape=self.batch_shape)
         if not self.is_batch:
-            return MultitaskGaussianLikelihood(self.num_outputs, has_task_noise=False, noise_constraint=constraint)
+            return likelihoods.MultitaskGaussianLikelihood(
+                self.num_outputs, has_task_noise=False, noise_constraint=constraint
+            )
         batch_shape = torch.Size([]) if is_shared else self.batch_shape
-        return GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
+        return likelihoods.GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
 
 
 def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
@@ -154,7 +151,7 @@ class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  
     has_global_noise = False  # GPyTorch asks: is there one number for all points beside these?
 
     def __init__(self, noise: Float[Tensor, "n C"]) -> None:
-        super(_GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
+        super(likelihoods._GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
         self.register_buffer("noise", noise, persistent=False)
 
     def _shaped_noise_covar(
@@ -210,14 +207,13 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
             weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
             return apply_head(trajectory.model_for(X)(weights, X), head).reshape(*x.shape[:-1], -1)
         key = ("mean", trajectory.digest, head, self.state, content_key(x))
-        cached = config.cache.get(key)
-        if cached is not None:
-            return cached
-        points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
-        f = network_outputs(trajectory, points.X, state=self.state, head=head)
-        outputs = f.to(x.dtype).reshape(*x.shape[:-1], -1)
-        config.cache.put(key, outputs)
-        return outputs
+
+        def compute() -> Tensor:
+            points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
+            f = network_outputs(trajectory, points.X, state=self.state, head=head)
+            return f.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+        return config.cache.computed(key, compute)
 
 
 def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, trajectory: Trajectory) -> Mean:

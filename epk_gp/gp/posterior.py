@@ -59,23 +59,15 @@ def validate_posterior(posterior: object) -> None:
         ValueError: Mean and covariance have other shapes, or there are no outputs.
     """
     if not isinstance(posterior, LogitPosterior):
-        raise TypeError(
-            f"posterior must be a LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
-        )
+        raise TypeError(f"posterior must be a LogitPosterior, as of a LogitGP: got {type(posterior).__name__}.")
     mean, covariance = posterior.mean, posterior.covariance
     validate_tensor(mean, "the posterior's mean", ndim=2, floating=True)
     validate_tensor(covariance, "the posterior's covariance", ndim=3, floating=True)
     n, C = mean.shape
     if covariance.shape != (n, C, C) or not C:
-        raise ValueError(
-            "a posterior must have a mean (n, C) and covariances (n, C, C) with C >= 1: got shapes "
-            f"{tuple(mean.shape)} and {tuple(covariance.shape)}."
-        )
+        raise ValueError(f"a posterior is (n, C) and (n, C, C): got {tuple(mean.shape)} and {tuple(covariance.shape)}.")
     validate_number(posterior.eigenvalue_tolerance, "the posterior's eigenvalue_tolerance")
     if not 0 <= posterior.eigenvalue_tolerance < float("inf"):
-        raise ValueError(
-            "the posterior's eigenvalue_tolerance must be finite and not negative: got "
-            f"{posterior.eigenvalue_tolerance}."
-        )
+        raise ValueError(f"eigenvalue_tolerance must be finite and not negative: got {posterior.eigenvalue_tolerance}.")
     if covariance.dtype != mean.dtype:
         raise TypeError(f"a posterior must have one dtype: got {mean.dtype} and {covariance.dtype}.")

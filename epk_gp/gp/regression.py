@@ -119,9 +119,7 @@ def predict_targets(gp: LogitGP, X: Inputs) -> TargetPrediction:
     validate_gp(gp)
     noise = gp.coupling.from_rows(gp.noise_rows().detach())
     if not bool((noise == noise[:1]).all()):
-        raise ValueError(
-            "the process must have one noise variance for all points: those with targets='dirichlet' have their own."
-        )
+        raise ValueError("the process must have one noise variance for all points, as with targets='labels'.")
     posterior = gp.logit_posterior(X)
     return _prediction(gp, posterior, noise[:1].expand_as(posterior.mean))
 

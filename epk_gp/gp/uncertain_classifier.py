@@ -35,17 +35,7 @@ from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
-from epk_gp.storage.files import (
-    MAX_JSON_BYTES,
-    atomic_write,
-    checksum,
-    checksum_json,
-    checksummed_json,
-    load_tensors,
-    read_bytes,
-    read_checked,
-    read_checksummed_json,
-)
+from epk_gp.storage import files
 from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 
@@ -179,10 +169,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         names = class_names(self.classes, trajectory.num_outputs)
         classes = class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
-            raise ValueError(
-                f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
-                "points out of the training."
-            )
+            raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
         count_seen(held_out, trajectory)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
@@ -337,9 +324,9 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "classes": None if classes is None else self.classes_.tolist(),
             "tensor_bytes": len(content),
         }
-        atomic_write(place / TENSORS, content)
-        described["tensor_blake2b"] = checksum(content, checksum_json(described))
-        atomic_write(place / DESCRIPTION, checksummed_json(described))
+        files.atomic_write(place / TENSORS, content)
+        described["tensor_blake2b"] = files.checksum(content, files.checksum_json(described))
+        files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))
 
     @classmethod
     def load(
@@ -407,10 +394,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _require_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
-            raise RuntimeError(
-                "the classifier must be fitted before it is asked: call fit(X, y) with validation points that the "
-                "network has not seen."
-            )
+            raise RuntimeError("the classifier must be fitted first: call fit(X, y) with held-out points.")
 
     def _judged(self, X: object) -> _Judgement:
         """Evaluate network and process, once for the same points."""
@@ -512,17 +496,14 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
     if not file.is_file():
         raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
-    entries = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+    entries = files.read_checksummed_json(files.read_bytes(file, files.MAX_JSON_BYTES, str(file)), message)
     if entries.get("version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{file} must have version {FORMAT_VERSION}: it has {entries.get('version')}. Read it with the version "
-            "of epk_gp that wrote it."
-        )
+        raise ValueError(f"{file} must have version {FORMAT_VERSION}: another epk_gp wrote {entries.get('version')}.")
     description = validated(_Description, entries, message)
     del entries["tensor_blake2b"]
-    size, suffix = description.tensor_bytes, checksum_json(entries)
-    content = read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
-    return description, load_tensors(content, str(tensors))
+    size, suffix = description.tensor_bytes, files.checksum_json(entries)
+    content = files.read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
+    return description, files.load_tensors(content, str(tensors))
 
 
 def _read_nodes(

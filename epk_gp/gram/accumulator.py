@@ -89,11 +89,6 @@ class GramAccumulator:
             for x, y, weight in zip(a, b, weights, strict=True):
                 x.add_inner(y, self, weight, layer=number, same_points=True)
 
-    def empty_rows(self, count: int) -> "GramAccumulator":
-        """Start a tile with other points on the left, for sums that are distributed over this one's."""
-        shape = (self.shape[0], count, *self.shape[2:])
-        return GramAccumulator(shape, self.reference, num_traced=self.num_traced)
-
     def add_rows(self, rows: Int64[Tensor, " E"], values: Float[Tensor, "K E ..."]) -> None:
         """Add values to some points on the left, to a point as often as it occurs."""
         self._started_main().index_add_(1, rows, values)
@@ -384,8 +379,9 @@ class StepAverage:
             elif isinstance(nodes.weights, float):
                 jacobian.add_inner(other, self.tile, self.eta * nodes.weights, layer=layer, same_points=False)
             else:
-                points = nodes.row_points()
-                part = self.tile.empty_rows(len(points))
+                points, tile = nodes.row_points(), self.tile
+                shape = (tile.shape[0], len(points), *tile.shape[2:])
+                part = GramAccumulator(shape, tile.reference, num_traced=tile.num_traced)
                 jacobian.add_inner(other, part, self.eta, layer=layer, same_points=False)
                 products = part.result()
                 self.tile.add_rows(points, products.mul_(nodes.weights.view(1, -1, *[1] * (products.ndim - 2))))

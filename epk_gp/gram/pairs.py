@@ -20,16 +20,9 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, chosen_outputs, summed_outputs
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.representations import (
-    ContractionCost,
-    DenseJacobian,
-    LayerJacobian,
-    OuterProductJacobian,
-    concat_rows,
-)
-from epk_gp.autodiff.verification import allclose
+from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, OuterProductJacobian, concat_rows
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.planned_kernel import PlannedKernel, Steps
 from epk_gp.quadrature.rules import QuadratureRule
@@ -63,13 +56,13 @@ class SetPairs:
     """P pairs of sets of points, out of U sets on the left and V on the right.
 
     A pair has K x L matrices of n x m numbers: K = L = C for all pairs of outputs; K = L = 1 for one output of its
-    own, for the sum of the outputs, or for the trace of their matrix.
+    own, or for the trace of their matrix.
 
     Attributes:
         left: U sets of n points.
         right: V sets of m points; the same object as `left` if every pair has the same set on both sides.
-        kind: "full" for all pairs of outputs, "independent" for one output of each pair, "sum" for their sum, "trace"
-            for the sum of each output's kernel with itself.
+        kind: "full" for all pairs of outputs, "independent" for one output of each pair, "trace" for the sum of each
+            output's kernel with itself.
         classes: The output of each pair; None unless they are independent.
     """
 
@@ -84,7 +77,7 @@ def pairs_block(kernel: PlannedKernel, pairs: SetPairs) -> Float[Tensor, "P K n 
     K = kernel.trajectory.num_outputs if pairs.kind == "full" else 1
     shape = (len(pairs.left.of_pairs), K, pairs.left.X.shape[1], K, pairs.right.X.shape[1])
     result = kernel.reference.new_zeros(shape)
-    derivative = _prepare(kernel, pairs)
+    derivative = _Derivative(kernel, pairs)
     for own, left, right in _blocks(derivative, (False, False)):
         for layers, of_nodes in _evaluated_by_steps(derivative, left, right):
             products = torch.stack([_products(a, b, left, right) for a, b in layers]).sum(0)
@@ -98,9 +91,11 @@ def pairs_input_gradients(
     kernel: PlannedKernel, pairs: SetPairs, weights: Float[Tensor, "P K n L m"], wanted: tuple[bool, bool]
 ) -> tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]:
     """Differentiate a weighted sum of kernel values with respect to the points (`PathKernel`)."""
+    # Dense parameters sample by sample: torch 2.13's `vmap` gets layer norms wrong that are differentiated twice.
+    net = PlannedModel(kernel.net.model, replace(kernel.net.plan, supports_vmap=False))
     results = [torch.zeros_like(s.X) if w else None for s, w in zip((pairs.left, pairs.right), wanted, strict=True)]
     with torch.enable_grad():
-        derivative = _prepare(kernel, pairs)
+        derivative = _Derivative(replace(kernel, net=net), pairs)
         for own, left, right in _blocks(derivative, wanted):
             of_block = weights[own][:, :, left.points][..., right.points]
             gradients = _block_gradients(derivative, left, right, of_block, wanted)
@@ -115,62 +110,33 @@ class _Derivative:
     """How the layer Jacobians of a kernel are computed where its derivative is taken.
 
     Attributes:
-        kernel: The kernel; second derivatives by its network's plan were verified.
+        kernel: The kernel; its cost decides the representations: every layer in the one that it has on the other side
+            of a product, the last one too.
         pairs: The pairs.
-        cost: Decides the representations: every layer in the one that it has on the other side of a product, the last
-            one too.
     """
 
     kernel: PlannedKernel
     pairs: SetPairs
-    cost: ContractionCost
 
     def jacobians(self, at: WeightLocation, X: Tensor, cotangents: Cotangents) -> list[LayerJacobian]:
         """Compute layer Jacobians, with a graph if X asks for one; layers with several positions are written out."""
         plain, create_graph = replace(cotangents, head=None), X.requires_grad
         return [
             j if isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 else DenseJacobian(j.to_dense())
-            for j in layer_jacobians(self.kernel.net, at, X, plain, self.cost, create_graph=create_graph)
+            for j in layer_jacobians(self.kernel.net, at, X, plain, self.kernel.cost(), create_graph=create_graph)
         ]
 
     @cached_property
     def max_points(self) -> int:
         """Points on each side of a block that is differentiated at a time, at one weight state."""
         kernel, model = self.kernel, self.kernel.net.model
-        measured, key = model.cache.feature_bytes, ("derivative", kernel.head, self.cost, model.spec)
+        measured, key = model.cache.feature_bytes, ("derivative", kernel.head, kernel.cost(), model.spec)
         if key not in measured:  # what the layer Jacobians of one point take, once for each way of computing them
             X = model.spec.cast(kernel.trajectory.inputs[:1]).detach().requires_grad_()
             at = WeightLocation(flat_state(kernel.trajectory, 0, kernel.reference))
             with torch.enable_grad():
                 measured[key] = sum(own.nbytes for own in self.jacobians(at, X, all_outputs(kernel.head)))
-        return kernel.memory.derivative_points(self.cost.num_output_pairs, measured[key])
-
-    def with_vmap(self, supports_vmap: bool) -> "_Derivative":
-        """Return the same with a plan that maps over samples, or does not."""
-        model, plan = self.kernel.net.model, replace(self.kernel.net.plan, supports_vmap=supports_vmap)
-        return replace(self, kernel=replace(self.kernel, net=PlannedModel(model, plan)))
-
-
-def _prepare(kernel: PlannedKernel, pairs: SetPairs) -> _Derivative:
-    """Let `vmap` differentiate dense parameters only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
-    cost = kernel.cost() if pairs.kind != "sum" else replace(kernel.cost(), num_output_pairs=1)
-    derivative, plan, model = _Derivative(kernel, pairs, cost), kernel.net.plan, kernel.net.model
-    if not (plan.dense_params and plan.supports_vmap):
-        return derivative
-    verified = model.cache.vmap_second_derivatives
-    with model.cache.lock, torch.enable_grad():
-        if model.spec not in verified:
-            X = kernel.trajectory.inputs[:2].to(kernel.reference).requires_grad_()
-            start, end = (flat_state(kernel.trajectory, state, kernel.reference) for state in (0, 1))
-            at = WeightLocation(torch.lerp(start, end, 0.5))
-            gradients = list[Tensor]()
-            for supports_vmap in (True, False):
-                trial = derivative.with_vmap(supports_vmap)
-                values = trial.jacobians(at, X, all_outputs(kernel.head))[-1].to_dense()
-                wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
-                gradients.extend(torch.autograd.grad((values * wave).sum(), [X]))
-            verified[model.spec] = allclose(gradients[0], gradients[1])
-        return derivative.with_vmap(verified[model.spec])
+        return kernel.memory.derivative_points(kernel.num_output_pairs, measured[key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,9 +265,7 @@ def _side(
     X = side.X[sets][:, points].flatten(0, 1).detach().requires_grad_(requires_grad)
     pairs, head, outputs = derivative.pairs, derivative.kernel.head, None
     cotangents = all_outputs(head)
-    if pairs.kind == "sum":
-        cotangents = summed_outputs(head)
-    elif pairs.classes is not None:
+    if pairs.classes is not None:
         classes = pairs.classes[own]
         of_sets = classes.new_zeros(len(sets)).index_put_((of_pairs,), classes)
         if torch.equal(of_sets[of_pairs], classes):

@@ -210,9 +210,7 @@ def trace_sketch(
     require_recorded(trajectory)
     validate_path_of_nodes(path)
     if nodes is None and path_identity(path):
-        raise ValueError(
-            f"nodes must be a number with path={path!r}, along which they are spread: got None, each step at its start."
-        )
+        raise ValueError(f"nodes must be a number with path={path!r}, which they are spread along: got None.")
     run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path)
     coefficients = trace_coefficients(run, int(seed)) / run.num_outputs**0.5
     return PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed), path, run)

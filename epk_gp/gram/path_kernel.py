@@ -17,16 +17,7 @@ from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points, va
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
-from epk_gp.quadrature.rules import (
-    QuadratureRule,
-    Rule,
-    WeightPath,
-    gauss_legendre,
-    require_integrable,
-    straight,
-    validate_path,
-    validate_rule,
-)
+from epk_gp.quadrature import rules
 from epk_gp.work.run import Sums, run
 
 
@@ -56,40 +47,34 @@ class PathKernel:
 
     trajectory: Trajectory
     head: Head
-    rule: Rule
+    rule: rules.Rule
     step_weights: Float[Tensor, " S"] | None
-    path: WeightPath
+    path: rules.WeightPath
 
     def __init__(
         self,
         trajectory: Trajectory,
         head: Head | None = None,
-        rule: Rule = gauss_legendre(4),
+        rule: rules.Rule = rules.gauss_legendre(4),
         *,
         step_weights: Float[Tensor, " S"] | None = None,
-        path: WeightPath = straight(),
+        path: rules.WeightPath = rules.straight(),
     ) -> None:
         validate_trajectory(trajectory)
-        validate_path(path)
+        rules.validate_path(path)
         head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         warn_unless_live(trajectory)
         vars(self).update(trajectory=trajectory, head=head, rule=rule, step_weights=step_weights, path=path)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
-        self.validate_points(a, b, options)
-        while True:
-            with planned(self.trajectory, a.X) as net:
-                return assemble(GramWork(self.with_net(net, options), a, b, plan=net.plan)).permute(1, 0, 3, 2)
+        return self._assembled(a, b, options).permute(1, 0, 3, 2)
 
     def block_per_class(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
     ) -> Float[Tensor, "C N M"]:
-        """Compute K[n, c, m, c] for every output c; see `gram_block_per_class`."""
-        self.validate_points(a, b, options)
-        while True:
-            with planned(self.trajectory, a.X) as net:
-                return assemble(GramWork(self.with_net(net, options, is_per_class=True), a, b, plan=net.plan))
+        """Compute K[n, c, m, c] for every output c, at a C-th of the products of `block`."""
+        return self._assembled(a, b, options, is_per_class=True)
 
     def trace_block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N M"]:
         """Compute the scalar kernel sum_c K[n, c, m, c].
@@ -101,14 +86,17 @@ class PathKernel:
             b: M points.
             options: How to compute.
         """
+        return self._assembled(a, b, options, is_per_class=True, is_traced=True)[0]
+
+    def _assembled(self, a: Points, b: Points, options: ComputeOptions, **pairs: bool) -> Tensor:
+        """Compute a class-major block of the pairs of outputs that `with_net` names."""
         self.validate_points(a, b, options)
         while True:
             with planned(self.trajectory, a.X) as net:
-                kernel = self.with_net(net, options, is_per_class=True, is_traced=True)
-                return assemble(GramWork(kernel, a, b, plan=net.plan))[0]
+                return assemble(GramWork(self.with_net(net, options, **pairs), a, b, plan=net.plan))
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
-        """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
+        """Compute each point's C x C kernel with itself, block[n, :, n, :], at a cost linear in N."""
         options.require_unset("diagonal_blocks", "accumulate")
         self.validate_points(a, a, options)
         while True:
@@ -136,7 +124,7 @@ class PathKernel:
 
         Args:
             pairs: The pairs, out of U sets on the left and V on the right.
-            weights: K = L = C, or 1 where a pair has one output or the sum of the outputs.
+            weights: K = L = C, or 1 where a pair has one output or the trace.
             wanted: Of which side the derivative is wanted; the other side is held fixed, also where it is the same.
             options: How to compute.
 
@@ -160,7 +148,7 @@ class PathKernel:
             options: How to compute.
 
         Returns:
-            K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the sum of the outputs.
+            K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the trace.
         """
         self._validate_pairs("pairs_block", pairs, options)
         while True:
@@ -194,7 +182,7 @@ class PathKernel:
             TypeError, ValueError: The network cannot take the inputs, or the rule is unknown.
         """
         packed = parse_inputs(self.trajectory, X, name)
-        validate_rule(self.rule)
+        rules.validate_rule(self.rule)
         return packed
 
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
@@ -204,7 +192,7 @@ class PathKernel:
             TypeError, ValueError: See `gram_block`.
         """
         require_recorded(self.trajectory)
-        require_integrable(self.path, "the path kernel")
+        rules.require_integrable(self.path, "the path kernel")
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(self.trajectory, points, name)
@@ -219,10 +207,8 @@ class PathKernel:
 
     def _validate_pairs(self, call: str, pairs: SetPairs, options: ComputeOptions) -> None:
         options.require_unset(call, "checkpoint", "accumulate")
-        if not isinstance(self.rule, QuadratureRule):
-            raise TypeError(
-                f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
-            )
+        if not isinstance(self.rule, rules.QuadratureRule):
+            raise TypeError(f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule}.")
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
         self.validate_points(left, right, options)
 
@@ -249,10 +235,7 @@ def require_gradients_of_rows(model: FunctionalModel) -> None:
     """
     for name, module in model.module.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
-            raise ValueError(
-                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs in the "
-                "batch. Make it with scale_grad_by_freq=False."
-            )
+            raise ValueError(f"a kernel needs the gradients of a function: make {name} with scale_grad_by_freq=False.")
 
 
 def gram_block(
@@ -261,9 +244,9 @@ def gram_block(
     b: Points,
     *,
     head: Head | None = None,
-    rule: Rule = gauss_legendre(4),
+    rule: rules.Rule = rules.gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
-    path: WeightPath = straight(),
+    path: rules.WeightPath = rules.straight(),
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "N C M C"]:
     """Sum the exact path kernel over all steps.
@@ -298,57 +281,13 @@ def gram_block(
     return kernel.block(a, b, parse_options("gram_block", **options))
 
 
-def gram_block_per_class(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points,
-    *,
-    head: Head | None = None,
-    rule: Rule = gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: WeightPath = straight(),
-    **options: Unpack[ComputeSettings],
-) -> Float[Tensor, "C N M"]:
-    """Sum the exact path kernel of each output with itself, at a C-th of the products.
-
-        K[c, n, m] = gram_block[n, c, m, c]
-
-    Arguments, errors: as `gram_block`.
-    """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
-    return kernel.block_per_class(a, b, parse_options("gram_block_per_class", **options))
-
-
-def gram_diagonal_blocks(
-    trajectory: Trajectory,
-    a: Points,
-    *,
-    head: Head | None = None,
-    rule: Rule = gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: WeightPath = straight(),
-    **options: Unpack[ComputeSettings],
-) -> Float[Tensor, "N C C"]:
-    """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
-
-    Arguments, errors: as `gram_block`; `accumulate` has no meaning here.
-    """
-    parsed = parse_options("gram_diagonal_blocks", ("accumulate",), **options)
-    return PathKernel(trajectory, head, rule, step_weights=step_weights, path=path).diagonal_blocks(a, parsed)
-
-
 def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
     if step_weights is None:
         return tuple(step.lr for step in trajectory.steps)
     if not isinstance(step_weights, Tensor):
-        raise TypeError(
-            f"step_weights must be a torch.Tensor, ({trajectory.num_steps},): got {type(step_weights).__name__}. "
-            "Convert it with torch.tensor."
-        )
+        raise TypeError(f"step_weights must be a torch.Tensor, one number per step: got {type(step_weights).__name__}.")
     if step_weights.shape != (trajectory.num_steps,):
         raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
     if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):
-        raise ValueError(
-            "step_weights must be finite and not negative, or the Gram matrix is not positive semi-definite."
-        )
+        raise ValueError("step_weights must be finite and not negative, or the kernel is not positive semi-definite.")
     return tuple(step_weights.tolist())

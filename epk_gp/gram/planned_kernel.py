@@ -23,16 +23,8 @@ from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan
 from epk_gp.core.show import warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.accumulator import NodeBatch
+from epk_gp.quadrature import rules
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.quadrature.rules import (
-    AdaptiveRule,
-    QuadratureRule,
-    QuadratureStatus,
-    Rule,
-    WeightPath,
-    stretch_of,
-    stretches_of,
-)
 from epk_gp.storage.chunks import StoredStates
 from epk_gp.work.run import Sums
 
@@ -95,7 +87,7 @@ def warn_of_integrals(sums: Sums) -> None:
     if "integrals" not in sums.added:
         return
     counts, residuals = sums.added["integrals"].tolist(), sums.largest["residuals"].tolist()
-    found = [status for status in QuadratureStatus if counts[status] and not status.is_supported]
+    found = [status for status in rules.QuadratureStatus if counts[status] and not status.is_supported]
     if found:
         reasons = ", ".join(f"{counts[status]} {status.name}" for status in found)
         warn_uncertified(
@@ -130,9 +122,9 @@ class PlannedKernel:
     trajectory: Trajectory
     net: PlannedModel
     head: Head
-    rule: Rule
+    rule: rules.Rule
     step_weights: tuple[float, ...]
-    path: WeightPath
+    path: rules.WeightPath
     options: ComputeOptions
     is_per_class: bool = False
     is_traced: bool = False
@@ -186,7 +178,7 @@ class PlannedKernel:
 
     def stretch(self, s: int) -> range:
         """Return the steps of the stretch of the path that a step belongs to."""
-        return stretch_of(self.path, s, self.trajectory.num_steps)
+        return rules.stretch_of(self.path, s, self.trajectory.num_steps)
 
     def stretches(self, steps: Steps) -> list[tuple[int, Steps]]:
         """Group steps that count, in their order, by the stretch that they belong to, which its first step names."""
@@ -199,7 +191,7 @@ class PlannedKernel:
             num_contractions: Products that a step costs if no factor can be averaged; by default those of the rule,
                 as between copies of one kind. Along chords gradients that are written out are written out once: 1.
         """
-        is_adaptive = isinstance(self.rule, AdaptiveRule)
+        is_adaptive = isinstance(self.rule, rules.AdaptiveRule)
         return ContractionCost(
             num_output_pairs=self.num_output_pairs,
             num_contractions=num_contractions or self.rule.num_contractions,
@@ -235,7 +227,7 @@ class PlannedKernel:
 
     def batch_size(self, num_jacobians: int) -> int:
         """Count the steps or nodes that are added together; an adaptive rule takes one at a time."""
-        if isinstance(self.rule, AdaptiveRule):
+        if isinstance(self.rule, rules.AdaptiveRule):
             return 1
         return self.memory.steps_per_batch(num_jacobians * self.feature_bytes)
 
@@ -287,7 +279,7 @@ class PlannedKernel:
             X: n inputs.
             cost: Decides the representations.
         """
-        if isinstance(self.rule, AdaptiveRule):
+        if isinstance(self.rule, rules.AdaptiveRule):
             for s in steps:
                 yield self._adaptive_nodes(s, X, self.rule, cost)
             return
@@ -296,7 +288,9 @@ class PlannedKernel:
         for _ in steps:
             yield map(NodeBatch, islice(jacobians, len(weights)), weights)
 
-    def _adaptive_nodes(self, s: int, X: Tensor, rule: AdaptiveRule, cost: ContractionCost) -> Iterator[NodeBatch]:
+    def _adaptive_nodes(
+        self, s: int, X: Tensor, rule: rules.AdaptiveRule, cost: ContractionCost
+    ) -> Iterator[NodeBatch]:
         segment, integral = self._integrate(s, X, rule)
         for rows in torch.arange(len(integral.point), device=X.device).split(len(X)):
             points = integral.point[rows]
@@ -315,20 +309,20 @@ class PlannedKernel:
         """
         nodes = []
         for first, own in self.stretches(steps):
-            if isinstance(self.rule, QuadratureRule):
+            if isinstance(self.rule, rules.QuadratureRule):
                 of_stretch = list(self.rule)
             else:
                 of_stretch = union_mesh(self._integrate(first, X, self.rule)[1], self.rule)
             nodes += [(first, t, sum(eta for _, eta in own) * weight) for t, weight in of_stretch]
         return nodes
 
-    def _integrate(self, s: int, X: Tensor, rule: AdaptiveRule) -> tuple[WeightSegment, Integral]:
+    def _integrate(self, s: int, X: Tensor, rule: rules.AdaptiveRule) -> tuple[WeightSegment, Integral]:
         """Integrate the outputs over a stretch, and count the integrals on the device."""
         stretch = self.stretch(s)
         start, end = self.prefetcher.get(s, 1), self.prefetcher.get(stretch.stop, 1 + len(stretch))
         segment = WeightSegment(self.net, start, end - start, self.head, self.options.memory_budget)
-        integral = integrate(segment, X, rule, len(stretches_of(self.path, self.trajectory.num_steps)))
-        has_it = integral.status[:, None] == torch.arange(len(QuadratureStatus), device=integral.status.device)
+        integral = integrate(segment, X, rule, len(rules.stretches_of(self.path, self.trajectory.num_steps)))
+        has_it = integral.status[:, None] == torch.arange(len(rules.QuadratureStatus), device=integral.status.device)
         residuals = (integral.residual[:, None] * has_it).nan_to_num(0.0).amax(dim=0)
         self.integrations.merge(Sums({"integrals": has_it.sum(dim=0)}, {"residuals": residuals.double()}))
         return segment, integral

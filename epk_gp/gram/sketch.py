@@ -67,10 +67,7 @@ def nodes_trajectory(
     require_recorded(trajectory)
     if trajectory.update_rule == _RULE.format(nodes):
         if path_identity(path):
-            raise ValueError(
-                f"nodes along {path!r} must be those of a recorded run: this run is {nodes} nodes of another one "
-                "already. Take them from that run."
-            )
+            raise ValueError(f"nodes along {path!r} must be those of a recorded run: this one is {nodes} nodes.")
         return trajectory
     ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
     if not ends[-1] > 0:
@@ -110,10 +107,7 @@ def validate_path_of_nodes(path: WeightPath) -> None:
     """
     validate_path(path)
     if isinstance(path, LayerwisePath):
-        raise ValueError(
-            f"a node is one state of all weights, on straight() steps or on chords(every=k): got "
-            f"layerwise(every={path.every}), along which operations move apart."
-        )
+        raise ValueError(f"nodes lie on straight() steps or on chords(every=k): got layerwise(every={path.every}).")
 
 
 def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:

@@ -4,7 +4,7 @@ Each block is computed once.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from numbers import Integral
 from threading import RLock
@@ -22,11 +22,11 @@ from epk_gp.gram.pairs import PairedSets, SetPairs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.tagging import as_points, distinct_points, same_points
 
-Kind = Literal["full", "independent", "trace", "sum"]
+Kind = Literal["full", "independent", "trace"]
 Outputs = Kind | int
 
 # What is made of each of n blocks K(x_i, x_i), as an equation of `torch.einsum`.
-_EQUATIONS: dict[str, str] = {"full": "ncd->ncd", "independent": "ncc->nc", "trace": "ncc->n", "sum": "ncd->n"}
+_EQUATIONS: dict[str, str] = {"full": "ncd->ncd", "independent": "ncc->nc", "trace": "ncc->n"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class OutputStructure:
 
     Attributes:
         kind: "full" - all of the block, one matrix with C rows per point; "independent" - its diagonal, one matrix per
-            output; "trace" - one scalar kernel, sum_c K(x, x')[c, c]; "sum" - the scalar kernel of the sum of the
-            outputs, sum_{c, d} K(x, x')[c, d].
+            output; "trace" - one scalar kernel, sum_c K(x, x')[c, c].
         num_outputs: C, the network's outputs.
     """
 
@@ -64,12 +63,8 @@ class OutputStructure:
             return kernel.block_per_class(a, b, options)
         if self.kind == "trace":
             return kernel.trace_block(a, b, options)[None]
-        if self.kind == "full":
-            block = kernel.block(a, b, options)
-            return block.reshape(1, block.shape[0] * block.shape[1], -1)
-        # C x C float64 blocks fill half of the budget before they are summed over outputs
-        size = max(1, options.memory_budget // (2 * 8 * self.num_outputs**2 * len(b)))
-        return torch.cat([kernel.block(rows, b, options).sum((1, 3)) for rows in _split_rows(a, size)])[None]
+        block = kernel.block(a, b, options)
+        return block.reshape(1, block.shape[0] * block.shape[1], -1)
 
     def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
         """Return what the structure makes of each of n blocks K(x_i, x_i)."""
@@ -85,7 +80,7 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
     """Return the structure that a kernel's argument `outputs` asks for, and the matrices that the kernel takes of it.
 
     Args:
-        outputs: "full", "independent", "trace", "sum" or a class index; see `EPKKernel`.
+        outputs: "full", "independent", "trace" or a class index; see `EPKKernel`.
         num_outputs: C.
 
     Returns:
@@ -113,15 +108,6 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
 def diagonals(blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "K rows"]:
     """Join the diagonals of R x R blocks, one per point and matrix, to the diagonals of the K matrices, (K, n * R)."""
     return blocks.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1)
-
-
-def _split_rows(a: Points, size: int) -> Iterator[Points]:
-    if size >= len(a):
-        yield a  # the same object: a block of points with themselves is computed at half the cost
-        return
-    for start in range(0, len(a), size):
-        rows = slice(start, start + size)
-        yield Points(a.X[rows], a.is_train if isinstance(a.is_train, bool) else a.is_train[rows])
 
 
 class BlockCache:

@@ -15,14 +15,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, diagonal_blocks, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values
-from epk_gp.quadrature.rules import (
-    QuadratureRule,
-    WeightPath,
-    gauss_legendre,
-    path_identity,
-    require_integrable,
-    straight,
-)
+from epk_gp.quadrature import rules
 
 Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 
@@ -82,8 +75,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     are joined with others, as training with test points in a posterior, are left out where nobody uses their gradient;
     should the joint tensor retain its own, it is NaN there. Inducing points that all classes share are differentiated
     as one set.
-    Parameters that belong to no layer are differentiated sample by sample where torch cannot batch that: such networks
-    take many times longer, and fewer points or steps are what helps.
+    Parameters that belong to no layer are differentiated sample by sample: such networks take many times longer, and
+    fewer points or steps are what helps.
 
     Args:
         trajectory: Training run with C outputs.
@@ -91,7 +84,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             "full" - all of it. A Gram matrix has n * C rows; row i * C + k is class k of point i.
             "independent" - one kernel per class, K(x, x')[c, c], as a batch of shape [C].
             "trace" - sum_c K(x, x')[c, c], one scalar kernel.
-            "sum" - sum_{c, d} K(x, x')[c, d], the kernel of the sum of the outputs.
             an integer c - K(x, x')[c, c].
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
@@ -120,10 +112,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         trajectory: Trajectory,
         outputs: Outputs = "full",
         head: Head | None = None,
-        rule: QuadratureRule = gauss_legendre(4),
+        rule: rules.QuadratureRule = rules.gauss_legendre(4),
         normalize: Normalization = None,
         *,
-        path: WeightPath = straight(),
+        path: rules.WeightPath = rules.straight(),
         cache_bytes: int = CACHE_BYTES,
         active_dims: Sequence[int] | None = None,
         **options: Unpack[ComputeSettings],
@@ -132,8 +124,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
         structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
         path_kernel = PathKernel(trajectory, head, rule, path=path)
-        require_integrable(path, "EPKKernel")
-        if not isinstance(rule, QuadratureRule):
+        rules.require_integrable(path, "EPKKernel")
+        if not isinstance(rule, rules.QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
         is_named = normalize is None or isinstance(normalize, str)
         if not is_named:
@@ -259,7 +251,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     def __repr__(self) -> str:
         scale = "normalize='cosine'" if self.config.is_cosine else f"scale={self.scale:g}"
-        along = "".join(f"path={path!r}, " for path in path_identity(self.config.path_kernel.path))
+        along = "".join(f"path={path!r}, " for path in rules.path_identity(self.config.path_kernel.path))
         return (
             f"EPKKernel({self.trajectory!r}, outputs={self.outputs!r}, head={self.config.path_kernel.head!r}, "
             f"rule={self.config.path_kernel.rule!r}, {along}{scale}, batch_shape={tuple(self.batch_shape)})"

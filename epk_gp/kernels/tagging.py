@@ -54,10 +54,7 @@ def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     _validate_entries(X)
     if X.ndim < 2:
         shape = f"shape {tuple(X.shape)}" if X.ndim else "a scalar"
-        raise ValueError(
-            f"inputs must have shape (n, ...), one row per point: got {shape}. A single point is X[None], n points of "
-            "one number each are X[:, None]."
-        )
+        raise ValueError(f"inputs must have shape (n, ...): got {shape}. One point is X[None], n numbers X[:, None].")
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 
@@ -164,10 +161,7 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
     if not trajectory.inputs.is_floating_point() and X.is_floating_point():
         integers = X.to(trajectory.inputs.dtype)
         if not torch.equal(integers.to(X.dtype), X):
-            raise ValueError(
-                f"inputs must be whole numbers, as the run was trained on {trajectory.inputs.dtype}: got a fraction. "
-                "Round them."
-            )
+            raise ValueError("inputs must be whole numbers, as those of the run: got a fraction. Round them.")
         X = integers
     is_one_kind = len(is_train) and bool((is_train == is_train[:1]).all())
     return Points(X, bool(is_train[0]) if is_one_kind else is_train)

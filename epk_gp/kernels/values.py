@@ -17,15 +17,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.kernels.blocks import (
-    KernelConfig,
-    batch_of_blocks,
-    batch_of_diagonals,
-    block,
-    diagonal_blocks,
-    diagonals,
-    set_pairs,
-)
+from epk_gp.kernels import blocks
 from epk_gp.kernels.tagging import first_of, is_transformed, repeated_dims, requires_graph, same_points
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
@@ -42,7 +34,7 @@ _MOVES = {
 
 
 def kernel_values(
-    config: KernelConfig,
+    config: blocks.KernelConfig,
     x: Shaped[Tensor, "*b n columns"],
     y: Shaped[Tensor, "*c m columns"],
     matrices: Int64[Tensor, "*k"],
@@ -114,7 +106,7 @@ def cosine_of(
 
 
 def point_blocks(
-    config: KernelConfig, x: Shaped[Tensor, "n columns"], *, first: int = 0
+    config: blocks.KernelConfig, x: Shaped[Tensor, "n columns"], *, first: int = 0
 ) -> tuple[Float[Tensor, "n K R R"], Float[Tensor, "K rows"] | None]:
     """Evaluate the R x R blocks of every point with itself in the K matrices, without a graph.
 
@@ -129,17 +121,17 @@ def point_blocks(
     Raises:
         ValueError: A cosine is asked for at a point whose kernel with itself is zero.
     """
-    blocks = config.structure.reduce_blocks(diagonal_blocks(config, x))
+    values = config.structure.reduce_blocks(blocks.diagonal_blocks(config, x))
     if not config.is_cosine:
-        return blocks, None
-    n, K, R, _ = blocks.shape
-    norms = inverse_norms_of(diagonals(blocks), R, first=first)
+        return values, None
+    n, K, R, _ = values.shape
+    norms = inverse_norms_of(blocks.diagonals(values), R, first=first)
     of_points = norms.reshape(K, n, R).movedim(0, 1)
-    return cosine_of(blocks.clone(), of_points, of_points, same_points=True), norms
+    return cosine_of(values.clone(), of_points, of_points, same_points=True), norms
 
 
 def normalized_block(
-    config: KernelConfig,
+    config: blocks.KernelConfig,
     x: Shaped[Tensor, "n columns"],
     y: Shaped[Tensor, "m columns"],
     norms: tuple[Float[Tensor, "K rows"] | None, Float[Tensor, "K cols"] | None],
@@ -155,7 +147,7 @@ def normalized_block(
     Returns:
         (K, n * R, m * R), owned by the caller.
     """
-    values, (left, right) = block(config, x, y), norms
+    values, (left, right) = blocks.block(config, x, y), norms
     return values if left is None or right is None else cosine_of(values, left, right, same_points=_are_same(x, y))
 
 
@@ -185,14 +177,14 @@ def inverse_norms_of(
     return diagonal.rsqrt()
 
 
-def _inverse_norms(config: KernelConfig, x: Tensor, matrices: Tensor) -> Tensor:
+def _inverse_norms(config: blocks.KernelConfig, x: Tensor, matrices: Tensor) -> Tensor:
     diagonal = _raw_values(config, x, x, matrices, diag=True)
     return inverse_norms_of(diagonal, config.structure.rows_per_point)
 
 
-def _raw_values(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor, *, diag: bool) -> Tensor:
+def _raw_values(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor, *, diag: bool) -> Tensor:
     """Evaluate the kernel without normalisation, with derivatives."""
-    evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
+    evaluate, value_ndim = (blocks.batch_of_diagonals, 1) if diag else (blocks.batch_of_blocks, 2)
     left = x.detach()
     values = evaluate(config, left, left if y is x else y.detach(), matrices)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
@@ -284,7 +276,7 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
 
 
 def _gradients(
-    config: KernelConfig,
+    config: blocks.KernelConfig,
     matrices: Tensor,
     is_diagonal: bool,
     points: Sequence[Tensor],
@@ -298,7 +290,7 @@ def _gradients(
         x, y, matrices = x.unsqueeze(-2), y.unsqueeze(-2), matrices[..., None].expand(weights.shape[:-2])
     R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
     of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
-    pairs = set_pairs(config, x, y, matrices)
+    pairs = blocks.set_pairs(config, x, y, matrices)
     found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
     return [
         None if gradient is None else torch.nn.functional.pad(gradient.flatten(2), (0, 1)).reshape(z.shape).to(z.dtype)

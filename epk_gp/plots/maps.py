@@ -168,7 +168,6 @@ def map_figure(
     axis_names: tuple[str, str] = _COORDINATES,
     *,
     plane: str = "",
-    names: Sequence[str] | None = None,
 ) -> Figure:
     """Draw the misclassification probability, its standard deviation, the entropy and the kernel over a plane.
 
@@ -177,7 +176,6 @@ def map_figure(
         labels: Targets of the training points, which give their colours if they are classes.
         axis_names: Names of the two directions.
         plane: Which plane is shown, and what the other coordinates are there.
-        names: Names of the classes, in order.
     """
     panels = (
         (1 - m.probability, "probability that the network's class is wrong", "probability", m.network_class),
@@ -188,7 +186,7 @@ def map_figure(
     stride = math.ceil(len(m.training) / _MAX_POINTS)
     classes = style.class_labels(labels)
     shown = None if classes is None else classes[::stride]
-    training = {"points": m.training[::stride], "labels": shown, "names": names}
+    training = {"points": m.training[::stride], "labels": shown}
     figure = style.new_figure(7.1 if plane else 6.8)
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
     words = [name if name in _COORDINATES else style.plain(name) for name in axis_names]
@@ -199,7 +197,7 @@ def map_figure(
     if plane:
         figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
     if shown is not None:
-        handles = map_handles(shown, names=names)
+        handles = map_handles(shown)
         columns = len(handles) if len(handles) <= _MOST_COLUMNS else math.ceil(len(handles) / 2)
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
     return figure
@@ -308,9 +306,7 @@ def _even(name: str, values: style.Numbers) -> np.ndarray:
     grid = style.as_numpy(name, values)
     steps = np.diff(grid)
     if grid.ndim != 1 or len(grid) < 2 or steps.min() <= 0 or np.ptp(steps) > 1e-3 * steps.mean():
-        raise ValueError(
-            f"{name} must be increasing and evenly spaced: got shape {grid.shape} that is not. Make it with linspace."
-        )
+        raise ValueError(f"{name} must be increasing and evenly spaced, as linspace gives: got shape {grid.shape}.")
     return grid
 
 

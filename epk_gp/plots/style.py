@@ -167,9 +167,7 @@ def class_name(number: int, names: Sequence[str] | None, word: str = "class ") -
     if names is None:
         return f"{word}{number}"
     if number >= len(names):
-        raise ValueError(
-            f"names must name each class: got {len(names)} names, none for class {number}. Add the others."
-        )
+        raise ValueError(f"names must name each class: got {len(names)} names, none for class {number}. Add others.")
     return plain(names[number])
 
 

@@ -9,10 +9,10 @@ before those of rank 0, whose last one leaves the statistics of the run.
 import copy
 import gc
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,6 +51,7 @@ class Ranks:
 
     Attributes:
         net: The network without its wrapper, with all weights.
+        called: The network without its wrapper, as it was given.
         optimizer: Its optimizer, or several, with all of their state.
         rank: Number of this process among them.
         size: How many they are.
@@ -65,11 +66,11 @@ class Ranks:
         Raises:
             ValueError: The network normalises by the rows of all ranks, or it is divided in several dimensions.
         """
-        self.net: Any = net.module if isinstance(net, DistributedDataParallel) else net
+        self.net = self.called = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
         self.is_divided, self.warning = False, cast("str | None", None)
         self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
-        self._sends_states, self._loaded = False, cast("list[dict[str, Tensor]] | None", None)
+        self._sends_states, self._loaded = False, cast("list[Any] | None", None)
         self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_sharded = _is_sharded(self.net)
@@ -151,7 +152,7 @@ class Ranks:
         Args:
             record: Returns this rank's part of the step, with all moving statistics of its passes.
             setup: The training.
-            made: The step as this rank saw it; it learns what calls a rank saw that saw none on its rows.
+            made: The step as this rank saw it; it learns of the doubts of other ranks.
             end: The weights after the step.
 
         Raises:
@@ -159,6 +160,11 @@ class Ranks:
         """
         own, error = None, None
         try:
+            if self._wrapper is not None and self._wrapper._join_config.enable:
+                raise StepMismatchError(
+                    "all ranks must have as many batches, for they record a step together: net.join() is for others. "
+                    "Leave it out, and give each rank as many (DistributedSampler does, or drop_last)."
+                )
             own = record()
         except Exception as raised:  # of any kind: the other ranks wait for this one
             error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
@@ -167,12 +173,11 @@ class Ranks:
         bits = {name: value.view(_INTEGER[value.dtype]).sum().item() for name, value in numbers.items()}
         doubt, made.doubt = made.doubt or made.unseen, None
         parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, doubt, bits))
-        active = [(rank, *part) for rank, part in enumerate(parts) if part is not None]
-        for rank, _, error, doubt, bits in active:
+        for rank, (_, error, doubt, bits) in enumerate(parts):
             if error is not None:
                 raise StepMismatchError(f"rank {rank}: {error}")
-            if bits["weights"] != active[0][-1]["weights"]:
-                cause = next(text for name, text in _DIFFERENCES.items() if bits[name] != active[0][-1][name])
+            if bits["weights"] != parts[0][-1]["weights"]:
+                cause = next(text for name, text in _DIFFERENCES.items() if bits[name] != parts[0][-1][name])
                 raise StepMismatchError(
                     f"the weights after a step must be the same on all ranks: those of rank {rank} are not those of "
                     f"rank 0. Likely cause: {cause}."
@@ -181,60 +186,13 @@ class Ranks:
         if own is None or not self.is_writer:
             return None
         made.announced = ()  # what one rank saw says nothing of the whole step
-        divides_by_all = getattr(self._wrapper, "_divide_by_initial_world_size", True)  # set by net.join()
-        factor = 1 / (self.size if divides_by_all else len(active))
         _, before, after = own
-        steps = [step for _, step, *_ in reversed(active) if step is not None]
-        return _joined(steps, factor, setup, before, after), before, after
-
-    def shadow_step(self) -> None:
-        """Take part in a step whose rows are all on other ranks.
-
-        Raises:
-            StepMismatchError: This is the writing rank.
-        """
-        self.gather(None)
-        if self.is_writer:
-            raise StepMismatchError(
-                "rank 0 must have as many batches as any other rank, for it writes the run: it has fewer. Give the "
-                "longest part of the data to rank 0."
-            )
-
-    def start(self, shadow: Callable[[], None], rejoin: Callable[[], None]) -> None:
-        """Watch what ranks hold parts of; in `net.join()` a rank takes part when it has used up its rows.
-
-        Args:
-            shadow: Called for each step that other ranks make then.
-            rejoin: Called when all ranks have used up their rows, and have the same weights again.
-        """
-        if self._twin is not None:
-            self._twin.start()
-        if self.size == 1 or not isinstance(self._wrapper, DistributedDataParallel):
-            return
-        wrapper: Any = self._wrapper
-
-        def join_hook(**options: Any) -> SimpleNamespace:
-            hook = type(wrapper).join_hook(wrapper, **options)
-
-            def main_hook() -> None:
-                hook.main_hook()
-                if wrapper.require_forward_param_sync:  # not for a backward pass of no_sync()
-                    shadow()
-
-            def post_hook(is_last_joiner: bool) -> None:
-                hook.post_hook(is_last_joiner)
-                rejoin()
-
-            return SimpleNamespace(main_hook=main_hook, post_hook=post_hook)
-
-        vars(wrapper)["join_hook"] = join_hook
+        return _joined([step for step, *_ in reversed(parts) if step is not None], setup, before, after), before, after
 
     def stop(self) -> None:
-        """Leave the network, its optimizers and `net.join()` as they were."""
+        """Leave the network as it was."""
         if self._twin is not None:
             self._twin.stop()
-        if self._wrapper is not None:
-            vars(self._wrapper).pop("join_hook", None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states that the other ranks send; none before the first step."""
@@ -250,23 +208,19 @@ class Ranks:
             raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
         self._loaded = state["states"]
 
-    def complete_iteration(self, own: TrainingState, setup: TrainingSetup) -> None:
+    def complete_iteration(self, own: TrainingState) -> None:
         """Note options that a scheduler changed, and send what this rank goes on from to the writing rank."""
         if self._twin is not None:
             self._twin.pull_options()
         if self._sends_states and not self.is_writer:
-            statistics = setup.statistics()
-            self.gather(own.state_dict() | ({} if statistics is None else {"statistics": statistics.cpu()}))
+            self.gather({"state": own.state_dict(), "buffers": {n: b.cpu() for n, b in self.net.named_buffers()}})
 
-    def restore(
-        self, optimizers: Sequence[Optimizer], own: TrainingState, setup: TrainingSetup, steps: Sequence[Step]
-    ) -> list[Step]:
+    def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
         """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
 
         Args:
             optimizers: The optimizers, whose state is that of the writing rank.
             own: What this rank goes on from beside them, which becomes what it was on this rank.
-            setup: The training.
             steps: The recorded steps, on the writing rank.
 
         Returns:
@@ -274,39 +228,34 @@ class Ranks:
         """
         state = TrainingState(optimizers, {}, torch.zeros(0))
         self._sends_states = self.size > 1
-        known = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps])
-        loaded, tensors, steps = self.share(known)
+        values = {n: p.data for n, p in self.net.named_parameters()} | dict(self.net.named_buffers())
+        on_cpu = {name: value.cpu() for name, value in values.items()}
+        known = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps], on_cpu)
+        loaded, tensors, steps, on_cpu = self.share(known)
         if loaded is None:
             return list(steps)
-        for tensor in (*self.net.parameters(), *self.net.buffers()) if self.size > 1 else ():
-            on_cpu = tensor.detach().cpu()
-            dist.broadcast(on_cpu, self._first, self.group)
-            tensor.data.copy_(on_cpu)
         if not self.is_writer:
+            for name, value in on_cpu.items():
+                values[name].copy_(value)
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
         if not self.is_writer and loaded:
-            mine, model = loaded[self.rank], setup.model
-            buffers = own.load_state_dict(mine, f"rank {self.rank}")
-            if model.statistics:  # torch moves them without counting that, so that they are not among the buffers
-                parts = mine["statistics"].split([shape.numel() for shape in model.statistic_shapes])
-                shaped = zip(parts, model.statistic_shapes, strict=True)
-                buffers |= dict(zip(model.statistics, (part.view(shape) for part, shape in shaped), strict=True))
-            for name, buffer in buffers.items():
-                self.net.get_buffer(name).copy_(buffer)
+            own.load_state_dict(loaded[self.rank]["state"], f"rank {self.rank}")
+            for name, value in loaded[self.rank]["buffers"].items():
+                values[name].copy_(value)
         if self._twin is not None:
             self._twin.push()
         return list(steps)
 
 
-def _joined(steps: Sequence[Step], factor: float, setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
-    """Join the parts of a step, whose rows have the weights of their own rank times a factor."""
+def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
+    """Join the parts of a step, whose rows have the weights of their own rank divided by the number of ranks."""
     y, batches, weights, passes = setup.y, list[Tensor](), list[Tensor](), list[ForwardPass]()
     for step in steps:
         rows = torch.arange(len(setup.X)) if step.batch is None else step.batch
         c = sample_weights(setup.loss, y[rows.to(y.device)]) if step.sample_weights is None else step.sample_weights
         batches.append(rows)
-        weights.append(factor * c.cpu().double())
+        weights.append(c.cpu().double() / len(steps))
         passes += step.passes or [ForwardPass(len(rows))]
     for number, one in enumerate(passes):
         start = None if one.statistics is None or torch.equal(one.statistics.to(before), before) else one.statistics
@@ -328,8 +277,8 @@ def _wrapper_of(net: Any) -> Any:
 class WholeTwin:
     """A network and optimizers with all weights, gradients and state of those whose ranks hold parts of them.
 
-    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of the twin are called where those of
-    the originals are, after all ranks have gathered the values.
+    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of a twin are those of the original,
+    and are called when all ranks have gathered the values.
 
     Attributes:
         net: The network with all weights: the original one where it has them.
@@ -347,6 +296,12 @@ class WholeTwin:
         for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
             groups = optimizer.param_groups
             twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
+            for place, gather in (("pre", self.pull_gradients), ("post", self.pull)):
+                register = getattr(optimizer, name := f"register_step_{place}_hook")
+                vars(twin)[name] = partial(_register_after, gather, register, twin)
+        if self.net is not net:
+            for register in (net.register_forward_pre_hook, net.register_forward_hook):
+                self._hooks.append(register(self._follow_modes))
         self.pull()
 
     @torch.no_grad()
@@ -392,52 +347,27 @@ class WholeTwin:
             _copy_options(twin, local)
             _copy_options(twin, optimizer)
 
-    def start(self) -> None:
-        """Call the twin's hooks from now on."""
-
-        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._follow_modes()
-            for hook in [*self.net._forward_pre_hooks.values()]:
-                hook(self.net, args, kwargs)
-
-        def after_forward(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> Any:
-            self._follow_modes()
-            for hook in [*self.net._forward_hooks.values()]:
-                seen = hook(self.net, args, kwargs, returned)
-                returned = returned if seen is None else seen
-            return returned
-
-        if self.net is not self._original:
-            self._hooks.append(self._original.register_forward_pre_hook(before_forward, with_kwargs=True))
-            self._hooks.append(self._original.register_forward_hook(after_forward, with_kwargs=True))
-        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            before = self._call_hooks(twin, twin._optimizer_step_pre_hooks, self.pull_gradients)
-            after = self._call_hooks(twin, twin._optimizer_step_post_hooks, self.pull)
-            self._hooks.append(optimizer.register_step_pre_hook(before))
-            self._hooks.append(optimizer.register_step_post_hook(after))
-
-    @staticmethod
-    def _call_hooks(twin: Optimizer, hooks: Mapping[int, Any], gather: Callable[[], None]) -> Callable[..., None]:
-        """Return a hook that gathers what the twin needs, and calls the twin's hooks."""
-
-        def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            gather()
-            for hook in [*hooks.values()]:
-                hook(twin, args, kwargs)
-
-        return call
-
     def stop(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _follow_modes(self) -> None:
+    def _follow_modes(self, *_: Any) -> None:
         """Have the original's modes and buffers, which are not divided."""
         for part, original in zip(self.net.modules(), self._original.modules(), strict=True):
             part.training = original.training
             part._buffers.update(original._buffers)
+
+
+def _register_after(gather: Callable[[], None], register: Callable[..., Any], twin: Optimizer, hook: Any) -> Any:
+    """Call a hook of the twin of an optimizer when that one's are called, and the values are gathered."""
+
+    def call(optimizer: Optimizer, *arguments: Any) -> Any:
+        gather()
+        return hook(twin, *arguments)
+
+    return register(call)
 
 
 def _local(optimizer: Any) -> Optimizer:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import ClipNorm
-from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
 
 INDEX_KEY = "index"
@@ -23,7 +22,7 @@ def logits_of(returned: Any) -> Tensor:
     return logits
 
 
-class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
+class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
     """Record a run of `transformers.Trainer` as `epk_gp.Recorder` records a loop.
 
         arguments = TrainingArguments(..., remove_unused_columns=False)
@@ -39,6 +38,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
     its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
     error in `train` call `close`.
     """
+
+    _begins = "trainer.train"
 
     def __init__(
         self,
@@ -60,21 +61,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         """
         self._data: tuple[Any, Any] = (X, y)
         self._loss, self._options = as_loss(loss), {"output": output, **options}
-        self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._hooks: list[Any] = []
         self._seen: list[Tensor] = []  # rows of batches since the last announcement
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The run recorded so far.
-
-        Raises:
-            RuntimeError: The training has not started.
-        """
-        if self._recorder is None:
-            raise RuntimeError("there must be a run: training has not started. Call trainer.train first.")
-        trajectory: Trajectory = self._recorder.trajectory
-        return trajectory
 
     def on_train_begin(self, args: TrainingArguments, *states: Any, **kwargs: Any) -> None:
         """Start the recorder.

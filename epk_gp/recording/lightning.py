@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.losses import UnstatedLoss
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
-from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
 
 
@@ -19,7 +18,7 @@ def first_entry(batch: Any) -> Any:
     return batch[0]
 
 
-class RecorderCallback(Callback):
+class RecorderCallback(RunOfCallback, Callback):
     """Record a Lightning run as `epk_gp.Recorder` records a loop.
 
         callback = RecorderCallback(module.net, X, y, folder="run")
@@ -59,21 +58,8 @@ class RecorderCallback(Callback):
         self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
         self._data: tuple[Any, Any] = (X, y)
         self._options = options
-        self._recorder: Any = None  # the `Recorder`, once the training has begun
         self._batch: Any = None  # the batch of `training_step`
         self._is_announced = False  # whether a backward pass of it was seen
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The run recorded so far.
-
-        Raises:
-            RuntimeError: The training has not started.
-        """
-        if self._recorder is None:
-            raise RuntimeError("there must be a run: training has not started. Call trainer.fit first.")
-        trajectory: Trajectory = self._recorder.trajectory
-        return trajectory
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the recorder.

@@ -222,9 +222,6 @@ class StepObserver:
 
     Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
     is complete when all have stepped, or when the loop begins something new.
-
-    Attributes:
-        num_passes: Number of forward passes so far.
     """
 
     def __init__(
@@ -397,14 +394,17 @@ class StepObserver:
         missing = next((batch for batch in self._announced if not batch.forwards), None)
         if missing is None:
             return None, True
-        if any(batch.forwards and torch.equal(batch.samples, missing.samples) for batch in self._announced):
+        others = [batch.samples for batch in self._announced if batch.forwards and batch.targets is None]
+        if any(torch.equal(samples, missing.samples) for samples in others):
             return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
         unseen = (
             f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
             "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
             "and announce the rows that it saw"
         )
-        return unseen, self.setup.stream is None and not isinstance(self.setup.loss, UnstatedLoss)
+        if self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss):
+            return f"rows of a stream or without a stated loss must be seen: {unseen}", False
+        return unseen, True
 
     def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.

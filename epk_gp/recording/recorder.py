@@ -143,7 +143,7 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.net is net else self._ranks.net  # a wrapper moves buffers before it calls it
+        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before its call
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -181,7 +181,7 @@ class Recorder:
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
         if folder is not None and self._ranks.is_divided:
-            steps = self._ranks.restore(self._optimizers, self._training, self._setup, self._history.steps)
+            steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
@@ -262,7 +262,6 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
         self._observer.start()
-        self._ranks.start(self._shadow_step, self._rejoin)
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
@@ -388,8 +387,8 @@ class Recorder:
         """
         history = self._history
         if not self._ranks.is_writer:
-            if not torch.equal(w, history.last.end):  # rank 0 finds out what it is
-                self._rejoin()
+            if history.steps and not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+                history.follow(history.steps.pop(), w, statistics)
                 self._observer.take_up(w, statistics)
         elif history.num_steps > self.num_committed:
             found = history.find_move(w, self._setup.model.sizes, self._recorded)
@@ -456,7 +455,8 @@ class Recorder:
             self._record_step(made)
         self._has_refused = False
         if not self._ranks.is_writer:
-            self._follow(made.lr, [batch.samples for batch in made.announced])
+            batch = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.samples for batch in made.announced)])
+            self._history.follow(Step(self.num_steps, made.lr, batch), self._setup.weights(), self._setup.statistics())
         if not self._in_until:  # committed with the next step, for the loop may move the weights before it
             self._complete_iteration(commits=False)
 
@@ -465,7 +465,7 @@ class Recorder:
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         if not made.is_seen_enough:
-            raise StepMismatchError(f"rows must be seen: {made.unseen}.")
+            raise StepMismatchError(f"{made.unseen}.")
         if not is_finite(end):
             raise StepMismatchError(
                 "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
@@ -503,28 +503,10 @@ class Recorder:
         self._training.momentum = momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
 
-    def _follow(self, lr: float, samples: Sequence[Tensor] = ()) -> None:
-        """Go on from a step that rank 0 has recorded."""
-        batch = torch.cat([torch.zeros(0, dtype=torch.int64), *samples])
-        self._history.follow(Step(self.num_steps, lr, batch), self._setup.weights(), self._setup.statistics())
-
-    def _shadow_step(self) -> None:
-        """Take part in a step of other ranks inside of `net.join()`, where this one has used up its batches."""
-        with _errors_of_step(self.num_steps), self._ranks.together():
-            self._ranks.shadow_step()
-        self._follow(learning_rate(self._optimizers))
-        self._complete_iteration()
-
-    def _rejoin(self) -> None:
-        """Take the weights that all ranks have at the end of `net.join()`."""
-        if not self._ranks.is_writer and self.num_steps:
-            last = self._history.steps.pop()
-            self._history.follow(last, self._setup.weights(), self._setup.statistics())
-
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._ranks.is_divided:
-            self._ranks.complete_iteration(self._training, self._setup)
+            self._ranks.complete_iteration(self._training)
         if self._commits is not None:
             self._commits.complete_iteration(commits=commits)
 
@@ -592,3 +574,22 @@ class Recorder:
                 ) from None
         if self._commits is not None:
             self._commits.writer.mark_complete()
+
+
+class RunOfCallback:
+    """The run that a callback records, which begins with the training."""
+
+    _recorder: Any = None  # the `Recorder`, once the training has begun
+    _begins = "trainer.fit"
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Raises:
+            RuntimeError: The training has not started.
+        """
+        if self._recorder is None:
+            raise RuntimeError(f"there must be a run: training has not started. Call {self._begins} first.")
+        trajectory: Trajectory = self._recorder.trajectory
+        return trajectory

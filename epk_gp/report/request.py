@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer, validate_labels
+from epk_gp.core.checks import ComputeOptions, parse_indices, validate_count, validate_labels
 from epk_gp.core.graphs import Graph
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, apply_head, resolve_head
@@ -134,14 +134,7 @@ def _parse_points(explained: object, count: int) -> Int64[Tensor, " m"]:
     if not isinstance(explained, Sequence | Tensor):
         validate_count(explained, "explained")
         return torch.arange(min(int(explained), count))  # type: ignore[call-overload]  # validated
-    indices = explained.tolist() if isinstance(explained, Tensor) else list(explained)
-    for index in indices:
-        validate_integer(index, "an index in explained")
-    if not indices or len(set(indices)) < len(indices) or not 0 <= min(indices) <= max(indices) < count:
-        raise ValueError(
-            f"explained must be a number of points, or different indices of X, 0..{count - 1}: got {indices}."
-        )
-    return torch.tensor(indices)
+    return parse_indices(explained, count, "explained").cpu()
 
 
 def _wanted(outputs: object, network: Tensor, true: Tensor | None, is_classifier: bool) -> Bool[Tensor, "m C"]:
@@ -174,20 +167,14 @@ def validate_results(request: ReportRequest) -> None:
     run, process, shape = request.trajectory, request.posterior, tuple(request.network.shape)
     if isinstance(process, LogitPosterior):
         if process.mean.shape != shape:
-            raise ValueError(
-                f"posterior must be that of X, {shape}: got {tuple(process.mean.shape)}. Use gp.logit_posterior(X)."
-            )
+            raise ValueError(f"posterior must be that of X, {shape}: got {tuple(process.mean.shape)}.")
     elif process is not None and process.trajectory.trained.digest != run.trained.digest:
-        raise ValueError(
-            f"posterior must be of the reported run, {run.digest[:12]}: it is of {process.trajectory.digest[:12]}."
-        )
+        raise ValueError(f"posterior must be of the run {run.digest[:12]}: it is of {process.trajectory.digest[:12]}.")
     if isinstance(process, UncertainClassifier):
         if not process.__sklearn_is_fitted__():
             raise ValueError("posterior must be fitted: call fit(X, y) with validation points first.")
     elif request.outside is not None:
-        raise ValueError(
-            "outside needs scores that tell such inputs: pass posterior=UncertainClassifier(trajectory).fit(X, y) too."
-        )
+        raise ValueError("outside needs scores of such inputs: pass posterior=UncertainClassifier(run).fit(X, y) too.")
     influence_on(request)
     labels, suspects, m = request.training_labels, request.suspects, request.uncertainty_map
     if suspects is not None and (labels is None or int(suspects.points.max()) >= len(labels)):

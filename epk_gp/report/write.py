@@ -405,9 +405,7 @@ def page(content: dict[str, Any]) -> str:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
-        raise ValueError(
-            "numbers of the content must be finite, since JSON has no others: got NaN or infinity. Write None there."
-        ) from error
+        raise ValueError("numbers of the content must be finite, as JSON has no others. Write None there.") from error
     text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")  # no text ends the script element, or is a comment
     script = "(function () {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "}());\n"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -4,7 +4,6 @@
     resume_run        check that a run is the same, and restore weights, optimizer and random numbers of its last commit
     load_trajectory   open a run for reading
     check_run         read every file of a run and compare it with what was committed
-    export_run        write a run to one safetensors file
     Storage           how often steps are committed, and which weight states are kept
 
 The first two return a `RunWriter`, whose `append` is one commit. The format is described in docs/format.md. Nothing is
@@ -12,26 +11,6 @@ pickled, opening a run executes nothing, and nothing that stands in a file is us
 
 The files, from the lowest: `files` (atomic writes, checksums, tensors by name), `schema` (header and data), `journal`,
 `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `writer` (locks and commits), `verify` (checks and exports), `run`. `partial_sums` stores unfinished sums
+generators), `writer` (locks and commits), `verify` (checks), `run`. `partial_sums` stores unfinished sums
 of long computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """
-
-from epk_gp.storage.run import create_run, is_run, load_trajectory, resume_run
-from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
-from epk_gp.storage.verify import RunSummary, check_run, export_run
-from epk_gp.storage.writer import RunWriter, Storage
-
-__all__ = [
-    "RunSummary",
-    "RunWriter",
-    "Stateful",
-    "StatefulObjects",
-    "Storage",
-    "TrainingState",
-    "check_run",
-    "create_run",
-    "export_run",
-    "is_run",
-    "load_trajectory",
-    "resume_run",
-]

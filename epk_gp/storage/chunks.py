@@ -120,7 +120,7 @@ def chunk_tensors(
     schema: ChunkSchema,
     statistics: Sequence[Tensor] = (),
     *,
-    digests: Sequence[str] = (),
+    digests: Sequence[str],
 ) -> dict[str, Tensor]:
     """Return the tensors of a chunk by their names on disk.
 
@@ -143,7 +143,7 @@ def chunk_tensors(
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors |= step_tensors(steps) | pass_tensors(steps, schema)
-    if steps and digests:
+    if steps:
         content = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
         tensors[DIGESTS] = content.view(len(steps), -1)
     if schema.thins:
@@ -229,7 +229,7 @@ def _validate_layout(
     if j:
         optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
-        optional |= {GROUPS: ((any_length,), "U8"), MOVES: ((j, 2), "F64"), DIGESTS: ((j, DIGEST_BYTES), "U8")}
+        optional |= {GROUPS: ((any_length,), "U8"), MOVES: ((j, 2), "F64")}
         if schema.is_stream:
             optional |= {name: actual[name] for name in (INPUTS, TARGETS) if name in actual}
         if MATRICES_NAME in actual:
@@ -237,7 +237,7 @@ def _validate_layout(
         if PASSES in actual:
             expected |= {name: ((any_length,), dtype) for name, dtype in PASS_LAYOUT.items()}
             expected[f"{PASSES}.at"] = ((any_length, 2), "I64")
-        expected["update"] = ((j, len(FIELDS), L), "F64")
+        expected |= {"update": ((j, len(FIELDS), L), "F64"), DIGESTS: ((j, DIGEST_BYTES), "U8")}
         expected |= {name: layout for name, layout in optional.items() if name in actual}
     if different := sorted(actual.keys() ^ expected.keys()):
         raise ValueError(f"{where} must hold {sorted(expected)}: {different[0]!r} is not in both.")
@@ -291,12 +291,10 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
 
 
 def read_digests(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> tuple[str, ...]:
-    """Return the digests of the runs up to each state; none of a run that an earlier version recorded."""
+    """Return the digests of the runs up to each state."""
     digests = [chunks[0].digest]
     for chunk in chunks[1:]:
         with opened_chunk(path, chunk) as tensors:
-            if DIGESTS not in tensors.keys():  # noqa: SIM118  # not a mapping
-                return ()
             digests += [bytes(row).hex() for row in tensors.get_tensor(DIGESTS).numpy()]
     return tuple(digests)
 

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -47,18 +46,8 @@ _SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getat
 _CAN_SYNC_FOLDERS = os.name != "nt"
 
 
-DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Those that a network's buffers may have beside.
 _OTHER_DTYPES = {torch.complex64: "C64", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A tensor that is written without being in memory as a whole: shape, dtype, and its rows one after another."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Iterable[Tensor]
 
 
 def checksum(content: bytes, suffix: str = "") -> str:
@@ -73,23 +62,25 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int, where: str, suffix: str = "") -> str:
-    """Return the checksum of a file followed by a text; the file is read block by block.
+def verify_file(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> None:
+    """Raise if a file, followed by a text, has another checksum; the file is read block by block.
 
     Args:
         file: A regular file.
         size: The size that the file must have, in bytes; a file of another size is not read.
+        blake2b: The checksum.
         where: Name of the file in an error message.
         suffix: A text that is hashed after the file.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: The file is not a regular file, or it has another size.
+        ValueError: The file is not a regular file, or it has another size or checksum.
     """
     with open_regular(file, where, size) as stream:
         hasher = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
     hasher.update(suffix.encode())
-    return hasher.hexdigest()
+    if hasher.hexdigest() != blake2b:
+        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
 
 
 def open_descriptor(file: Path, flags: int) -> int:
@@ -338,7 +329,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def tensor_file(tensors: Mapping[str, Tensor | Rows], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Give the content of a safetensors file, part by part: the same bytes whenever tensors and metadata are the same.
 
     A large tensor needs its own memory only once, and metadata are not in a random order, as safetensors writes them.
@@ -358,5 +349,4 @@ def tensor_file(tensors: Mapping[str, Tensor | Rows], metadata: Mapping[str, str
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        value = tensors[name]
-        yield from (tensor_bytes(part) for part in (value.parts if isinstance(value, Rows) else (value,)))
+        yield tensor_bytes(tensors[name])

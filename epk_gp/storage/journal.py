@@ -164,8 +164,7 @@ def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
     """
     file, where = chunk_file(path, chunk)
     stamp = _stamp(file)  # before it is read
-    if files.checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
-        raise ValueError(f"{where} must have the checksum it was written with. {DAMAGED}")
+    files.verify_file(file, chunk.bytes, chunk.blake2b, where, chunk.digest)
     _COMPARED[str(file), chunk.blake2b] = stamp
 
 

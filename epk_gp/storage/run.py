@@ -21,14 +21,7 @@ from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, initial_momentum
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
-from epk_gp.storage.chunks import (
-    StoredStates,
-    StoredUpdates,
-    read_digests,
-    read_steps,
-    stream_data,
-    with_computed_states,
-)
+from epk_gp.storage import chunks
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
@@ -291,9 +284,9 @@ def load_trajectory(
     header = read_header(folder)
     schema = chunk_schema(header)
     data = read_data(folder, header)
-    chunks = read_journal(folder).chunks
+    committed = read_journal(folder).chunks
     model = recorded_model(header, data, net, output)
-    steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
+    steps = tuple(step for chunk in committed for step in chunks.read_steps(folder, schema, chunk))
     modules = [name for name, _ in net.named_modules()]
     if header["modules"] != modules and any(step.passes for step in steps):  # recorded modes would say nothing of them
         raise ValueError(f"the network must have the recorded modules: {_difference(header['modules'], modules)}.")
@@ -307,25 +300,25 @@ def load_trajectory(
         targets=data["targets"],
         loss=recorded_loss(header, loss),
         update_rule=header["law"]["name"],
-        states=StoredStates(path, schema, chunks),
-        updates=StoredUpdates(path, schema, chunks),
+        states=chunks.StoredStates(path, schema, committed),
+        updates=chunks.StoredUpdates(path, schema, committed),
         steps=steps,
         num_outputs=header["num_outputs"],
-        digest=chunks[-1].digest,
+        digest=committed[-1].digest,
         data_digest=header["data_digest"],
-        statistics=StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None,
+        statistics=chunks.StoredStates(path, schema, committed, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
         clip=clip_from_json(header["clip"]),
         momentum=data.get("momentum"),
-        digests=read_digests(path, chunks),
+        digests=chunks.read_digests(path, committed),
     )
     validate_forward_function(trajectory, data["probe"])
     if schema.is_stream:
-        X, y = stream_data(path, data, chunks, steps)
+        X, y = chunks.stream_data(path, data, committed, steps)
         trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
-    trajectory = with_computed_states(trajectory)
+    trajectory = chunks.with_computed_states(trajectory)
     validate_loss_function(trajectory)
     return trajectory

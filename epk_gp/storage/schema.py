@@ -274,9 +274,8 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
     where, size, blake2b = str(file), header["data_bytes"], header["data_blake2b"]
     if size <= _IN_MEMORY:
         data = load_tensors(read_checked(file, size, blake2b, where), where)
-    elif files.checksum_file(file, size, where) != blake2b:
-        raise ValueError(f"{where} must have the checksum it was written with. {files.DAMAGED}")
     else:
+        files.verify_file(file, size, blake2b, where)
         data = files.map_tensors(file)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):

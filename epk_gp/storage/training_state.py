@@ -90,10 +90,7 @@ def validate_resumable(
         raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
     for optimizer in optimizers:
         if optimizer.state_dict().keys() != {"state", "param_groups"}:
-            raise ValueError(
-                "resume=True needs optimizers whose state_dict() holds state and param_groups alone, as torch's: that "
-                f"of {type(optimizer).__name__} does not."
-            )
+            raise ValueError(f"resume=True needs torch's state_dict(): {type(optimizer).__name__} has another one.")
     is_scheduled = any("initial_lr" in group for optimizer in optimizers for group in optimizer.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError("resume=True must know the learning-rate schedule: pass stateful={'scheduler': scheduler}.")
@@ -287,9 +284,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[_encode(key, tensors, where), _encode(entry, tensors, where)] for key, entry in value.items()]}
-    raise TypeError(
-        f"the {where} must consist of numbers, texts, lists, dicts and tensors: got {type(value).__name__}."
-    )
+    raise TypeError(f"the {where} must consist of numbers, texts, lists, dicts, tensors: got {type(value).__name__}.")
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -435,18 +435,12 @@ def _opened(folder: str, key: str) -> tuple[Work, PartialSums, int]:
             "environment variable TMPDIR."
         ) from error
     if checksum(content) != key:
-        raise ValueError(
-            f"{file} must be what the job's owner wrote: it is damaged, or another job was started in this folder. "
-            "Give each job a folder of its own."
-        )
+        raise ValueError(f"{file} must be what the job's owner wrote: it is damaged, or another's. Take a new folder.")
     header, _, rest = content.partition(b"\n")
     described = json.loads(header)
     if (own := _versions()) != (theirs := described["versions"]):
         unlike = ", ".join(f"{name} {own[name]}, not {theirs[name]}" for name in own if own[name] != theirs[name])
-        raise ValueError(
-            f"a worker must have the versions of the job's owner: on {platform.node()} it has {unlike}. Install the "
-            "same versions on all workers."
-        )
+        raise ValueError(f"a worker must have the versions of the job's owner: {platform.node()} has {unlike}.")
     work: Work = pickle.loads(rest)
     work.check()
     return work, PartialSums(folder, described["identity"], is_durable=described["is_durable"]), 1

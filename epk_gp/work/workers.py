@@ -68,10 +68,7 @@ def only_owner(folder: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=_LOCK_SECONDS)
         except Timeout as error:
-            raise BlockingIOError(
-                f"a checkpoint must serve one job at a time: another computes into {folder}. Wait for it to end, or "
-                "choose another folder."
-            ) from error
+            raise BlockingIOError(f"a checkpoint must serve one job at a time: another is in {folder}.") from error
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ def fit_support_vector_machines(
     Section 4.1 of Bell et al. (2023): the kernel stays the same and its coefficients a_i are trained again.
 
     Args:
-        gram: K_c over the M training copies, as `gram_block_per_class` returns it.
+        gram: K_c over the M training copies, as `PathKernel.block_per_class` returns it.
         labels: Class of each point.
         penalty: The SVM's C, for the kernel divided by its mean diagonal.
 

@@ -11,8 +11,7 @@ import epk_gp as epk
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, principal_directions, rank_correlation
 from epk_gp.core.trajectory import flat_weights, network_outputs
 from epk_gp.datasets import three_gaussians
-from epk_gp.gram.path_kernel import gram_block_per_class
-from helpers import assert_close, make_case
+from helpers import assert_close, gram_block_per_class, make_case
 from quantities.alignment import angle, gradient_alignment, output_gradients
 from quantities.boundary import boundary_weight_ratio
 from quantities.path_geometry import line_profile, path_profile

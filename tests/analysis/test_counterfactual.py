@@ -57,7 +57,7 @@ def test_wrong_arguments_are_refused(run: epk.Trajectory) -> None:
     for call, message in (
         (lambda: leave_one_out(run, LOOP.test_points, samples=torch.tensor([12])), r"in 0\.\.11"),
         (lambda: random_subsets(10, 2, share=0.01), "share must keep some of 10 samples"),
-        (lambda: rank_agreement(scores, scores[:2]), "the same shape"),
+        (lambda: rank_agreement(scores, scores[:2]), "must both be"),
         (lambda: datamodeling_score(scores, scores[:, :5], scores), "must fit: got"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -50,12 +50,13 @@ def test_the_process_leaves_each_point_out(wrong_run, path):
     assert torch.equal(found.margin, epk.label_errors(run, nodes=4).margin) == (path == epk.straight())
 
 
-def test_the_area_under_the_margin_is_the_mean_over_states(wrong_run):
+def test_the_area_under_the_margin_is_the_mean_over_states(wrong_run, monkeypatch):
     run, _ = wrong_run
     X, y = run.inputs, run.targets
     of_states = [margins(epk.network_outputs(run, X, state=s), y) for s in range(1, 41)]
     assert_close(area_under_margin(run, X, y), torch.stack(of_states).mean(0))
-    assert_close(area_under_margin(run, X, y, 4), torch.stack(of_states)[[9, 19, 29, 39]].mean(0))
+    monkeypatch.setattr("epk_gp.analysis.labels.AUM_STATES", 4)
+    assert_close(area_under_margin(run, X, y), torch.stack(of_states)[[9, 19, 29, 39]].mean(0))
 
 
 def test_some_points_are_judged_from_each_other(wrong_run, unchecked):
@@ -68,7 +69,7 @@ def test_some_points_are_judged_from_each_other(wrong_run, unchecked):
     assert int(found.indices[0]) in wrong
     with pytest.raises(ValueError, match="at least 2: got 1"):
         epk.label_errors(run, points=[3])
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise"):
+    with pytest.raises(ValueError, match=r"nodes lie on straight.*got layerwise"):
         epk.label_errors(run, path=epk.layerwise())
 
 
@@ -83,7 +84,7 @@ def pool():
     return gaussians(8, 2)[0]
 
 
-def test_the_choice_is_the_greedy_one(model, pool):
+def test_the_choice_is_the_greedy_one(model, pool, monkeypatch):
     """Against the posterior covariance over the whole pool, conditioned anew on every set of points."""
     prior, noise = model.process_.covariance(pool, pool), model.process_.noise
     mistaken = 1 - model.predict_proba(pool).amax(1)
@@ -108,7 +109,8 @@ def test_the_choice_is_the_greedy_one(model, pool):
     assert_close(found.misclassification, mistaken[chosen])
     variance = model.uncertainty(pool).out_of_distribution
     assert set(variance.topk(4).indices.tolist()) != set(chosen)  # the control
-    part = epk.next_to_label(model, pool, 6, num_reference=12)  # points outside of it are candidates too
+    monkeypatch.setattr("epk_gp.analysis.labels.NUM_REFERENCE", 12)
+    part = epk.next_to_label(model, pool, 6)  # points outside of it are candidates too
     assert len(part.indices.unique()) == 6
 
 
@@ -127,5 +129,5 @@ def test_a_point_that_is_there_twice_is_chosen_once_at_first(model, pool):
 def test_more_points_than_there_are_cannot_be_chosen(model, pool, unchecked):
     with pytest.raises(ValueError, match="at most the number of points in the pool, 24: got 25"):
         epk.next_to_label(model, pool, 25)
-    with pytest.raises(TypeError, match="model must be an UncertainClassifier: got Trajectory"):
+    with pytest.raises(TypeError, match="model must be a fitted UncertainClassifier: got Trajectory"):
         epk.next_to_label(model.trajectory, pool)

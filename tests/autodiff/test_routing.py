@@ -10,8 +10,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 import reference
 from epk_gp.autodiff.verification import plan_for, probe_rows
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
-from helpers import assert_close
+from helpers import assert_close, gram_diagonal_blocks
 
 RULE = epk.gauss_legendre(2)
 HEADS = ("logits", "log_softmax")

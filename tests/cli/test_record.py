@@ -1,4 +1,4 @@
-"""`epk-gp record`, `info` and `export`: runs are written, resumed, described and exported."""
+"""`epk-gp record` and `info`: runs are written, resumed and described."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run
-from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import read_header
@@ -117,14 +117,6 @@ def test_info_says_what_a_run_holds_and_writes_what_it_says(recorded, tmp_path, 
     assert out.splitlines() == [f"{name}: {value}" for name, value in results.items()]
 
 
-def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
-    asked = ("export", recorded, "--out", tmp_path / "run.safetensors", "--quiet")
-    assert run(*asked) == 0
-    states = torch.stack(list(open_run(recorded, None).states))
-    assert torch.equal(load_file(tmp_path / "run.safetensors")["states"], states)
-    assert "must be a new file" in refused(capsys, *asked)
-
-
 def test_a_run_is_recorded_with_fewer_states(tmp_path, capsys):
     folder, steps = tmp_path / "run", ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
     assert run("record", "--out", folder, "--keep-every", 3, *steps) == 0
@@ -133,5 +125,3 @@ def test_a_run_is_recorded_with_fewer_states(tmp_path, capsys):
     assert run("info", folder, "--quiet") == 0
     assert "one in 3 is kept" in capsys.readouterr().out
     assert run("record", "--resume", "--out", folder, "--steps", 7, "--quiet") == 0  # as it was recorded
-    capsys.readouterr()
-    assert "must hold every state" in refused(capsys, "export", folder, "--quiet", "--out", tmp_path / "x.safetensors")

@@ -18,8 +18,8 @@ from written_files import PAGE, described, names, pattern
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
 OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
 UNCERTAINTY = ("uncertainty", "uncertainty --validation")
-DESCRIBED = ("info", "verify", "attribute", "influence", "gram", "estimate", *UNCERTAINTY, "audit", "report")
-RUNS = ("record", "export")
+DESCRIBED = ("info", "verify", "attribute", "influence", "gram", *UNCERTAINTY, "audit", "report")
+RUNS = ("record",)
 MADE = (*RUNS, *DESCRIBED)
 FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -70,15 +70,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("written")
     made = {name: folder / name.replace(" --", "-") for name in MADE}
     recorded = made["record"]
-    made["export"].mkdir()
     made["report"].mkdir()
     options = {
-        "export": ("--out", made["export"] / "run.safetensors"),
         "verify": ("--num-points", 2),
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
         "influence": ("--num-points", 2),
         "gram": ("--num-rows", 6, "--num-columns", 7),
-        "estimate": ("--num-rows", 6, "--num-columns", 7, "--seconds", 1),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
         "uncertainty --validation": ("--validation", "held-out"),
@@ -87,7 +84,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert run("record", "--out", recorded, *data, "--quiet") == 0
     for name in MADE:
         if name != "record":
-            out = () if name in ("export", "report") else ("--out", made[name])
+            out = () if name == "report" else ("--out", made[name])
             assert run(name.split()[0], recorded, *out, *options.get(name, ()), "--quiet") == 0, name
     return made
 
@@ -141,7 +138,7 @@ def keys(file: Path) -> set[str]:
 
 def test_every_command_that_writes_has_its_section():
     sections = re.findall(r"^## epk-gp (.*)$", PAGE, flags=re.MULTILINE)
-    assert sections == ["record and export", *DESCRIBED[:-2], "uncertainty --save-model", *DESCRIBED[-2:], "demo"]
+    assert sections == ["record", *DESCRIBED[:-2], "uncertainty --save-model", *DESCRIBED[-2:], "demo"]
 
 
 def test_another_shape_name_or_dtype_is_found():

@@ -96,7 +96,7 @@ USES = OF_TYPER | {
         "{verify,attribute,gram} run --points folder.npz",
     "--data must be three-gaussians, digits, mnist": "RECORD --data cifar",
     "it does not exist": "RECORD --data missing.npz; verify run --points nowhere.npz",
-    "the data folder must exist: got nowhere": "RECORD --data mnist --data-dir nowhere",
+    "the data folder must exist, with four idx-ubyte files: got nowhere": "RECORD --data mnist --data-dir nowhere",
     "the cnn needs images": "record --out new --network cnn; verify run --network cnn",
     "it raised ModuleNotFoundError": "record --out new --network no.such.module:net",
     "--rule must be a fixed rule": "uncertainty run --rule adaptive",
@@ -105,7 +105,7 @@ USES = OF_TYPER | {
     "arguments must not be empty": "RECORD --data=; verify run --rule=",
     "--data-dir belongs to --data mnist": "RECORD --data-dir folder",
     "--num-classes belongs to a file of one's own": "RECORD --num-classes 3",
-    "--num-train and --num-test must divide the 12 points of ok.npz":
+    "--num-train and --num-test must divide 12 points":
         "OWN --num-train 13; OWN --num-test 12; OWN --num-train 12 --num-test 1",
     "--batch-size must be at most the 12 training points": "OWN --batch-size 13",
     "--nesterov must come with a positive --momentum": "OWN --nesterov",
@@ -115,21 +115,18 @@ USES = OF_TYPER | {
     "--activation belongs to --network mlp": "record --out new --network a:b --activation tanh",
     "--out must be a new or empty folder": "OWN --out {file,full}",
     "RUN must hold a recorded run: ok.npz/run.json does not exist":
-        "{info,verify,attribute,gram,uncertainty,audit,export,report} ok.npz",
-    "must hold a recorded run": "{info,verify,export,gram} nowhere",
+        "{info,verify,attribute,gram,uncertainty,audit,report} ok.npz",
+    "must hold a recorded run": "{info,verify,gram} nowhere",
     "--rule must be adaptive[:TOL], gauss-legendre:N":
         "{verify,attribute,gram,uncertainty} run --rule gauss-legendre:100000; report run --rule simpson; "
-        "{estimate,gram} run --rule left-endpoint:3; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
+        "gram run --rule left-endpoint:3 --estimate 1; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
         f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
         "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
-    "would be ignored beside --checksums": "verify run --checksums --num-points 3",
     "--all-points must stand without --num-points": "verify run --all-points --num-points 3",
-    "--points must have a side": "{gram,estimate} run --rows train --points ok.npz",
-    "--num-points would be ignored beside --what gram": "estimate run --num-points 3",
-    "--rows would be ignored beside --what attribute": "estimate run --what attribute --rows train",
+    "--points must have a side": "gram run --rows train --points ok.npz",
     "chords:K or layerwise[:K]: got":
         "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
-        "estimate run --path zigzag; uncertainty run --path chords:-1; report run --path layerwise:0",
+        "attribute run --path zigzag --estimate 1; uncertainty run --path chords:-1; report run --path layerwise:0",
     "leaves a rule no part: got nodes=4": "uncertainty run --nodes 4 --rule midpoint:2 --out full",
     "on chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
     "integrates along a path of the weights": "verify run --path layerwise",
@@ -149,7 +146,7 @@ USES = OF_TYPER | {
     "at least 20 validation points: got 19": "uncertainty judged --validation few.npz --points points.npz",
     "validation points: got 10": "uncertainty judged --validation few.npz",
     "validation points must have labels: points.npz has no `labels`.": "uncertainty judged --validation points.npz",
-    "`labels` in wrong.npz must lie in 0..2, the run's classes.": "uncertainty judged --validation wrong.npz",
+    "`labels` in wrong.npz must lie in 0..2: got 1..3.": "uncertainty judged --validation wrong.npz",
     "20 of 20 are training points. Hold others out": "uncertainty judged --validation seen.npz",
     "t10k-images": "uncertainty judged --validation .",
     "has none. Name a file.": "{uncertainty,report} run --validation held-out",
@@ -163,12 +160,9 @@ USES = OF_TYPER | {
     "cannot be used: ":
         "{info,verify,attribute,gram,uncertainty,audit} run --out file; demo --out file; "
         f"info run --out {{file/below,{'a' * 300}}}; report run --out file/report.html",
-    "must be a new file": "export run --out file.safetensors",
-    "--out must be a .safetensors file": "export run --out {x.npz,x,x.safetensors.gz}",
     "--out must lie outside the folder of the run":
         "{info,verify,attribute,gram,uncertainty,audit} run --out {run,run/below,full/../run,link}; "
-        "report run --out run/report.html; export run --out run/run.safetensors",
-    "no/where": "export run --out no/where.safetensors",
+        "report run --out run/report.html",
     "--memory must be at least 0.001": "{attribute,report,gram,audit} run --memory {0,-1,nan,inf,1e300,1e-300}",
     "--lr must be positive and finite": "OWN --lr {0,-1,nan,inf}",
     "--momentum must be at least 0 and below 1": "OWN --momentum {2,1,-0.1,nan,inf,1e300}",
@@ -176,7 +170,7 @@ USES = OF_TYPER | {
     "--clip-norm must be positive and finite": "OWN --clip-norm {0,-1,nan}",
     "--commit-seconds must be positive and finite": "OWN --commit-seconds {0,-1,nan,inf}",
     "--margin must be at least 0 and below 1000": "uncertainty run --margin {-1,nan,inf}",
-    "--seconds must be at least 0.1 and below 100000": "estimate run --seconds 0",
+    "--estimate must be at least 0.1 and below 100000": "{gram,attribute} run --estimate 0",
     "--tol must be at least 0 and finite": "verify run --tol {-1,nan,inf}",
     **{f"Invalid value for '{option}'": f"{uses} {option} {{{values}}}" for option, uses, values in (
         ("--num-classes", "OWN", "1,1000000000"),
@@ -191,7 +185,7 @@ USES = OF_TYPER | {
          f"-1,{2**63},{BEYOND}"),
         ("--num-points", "{verify,attribute,report} run", f"0,-1,{BEYOND}"),
         ("--top", "{attribute,report} run", f"0,-1,{BEYOND},51"),
-        ("--workers", "{gram,attribute,estimate} run", "0,5000"),
+        ("--workers", "{gram,attribute} run", "0,5000"),
         ("--kernel-points", "report run", "501"),
         ("--nodes", "uncertainty run", "0"),
         ("--num-rows", "gram run", f"0,-1,{BEYOND}"),

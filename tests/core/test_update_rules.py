@@ -1,14 +1,11 @@
 """Update rules: every optimizer's run is a kernel machine, and each sample has the share that it had in the buffers."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-import reference
 from epk_gp.core.losses import NegativeLogLikelihood
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue, LinearStep, stack_coefficients
@@ -18,12 +15,10 @@ SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 RMSPROP, ADAGRAD = torch.optim.RMSprop, torch.optim.Adagrad
 OPTIMIZERS = {
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
     "decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "adam_decay": (ADAM, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     "adamw": (ADAMW, {"lr": 0.01, "weight_decay": 0.1}),
     "rmsprop_momentum": (RMSPROP, {"lr": 0.001, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
-    "adagrad": (ADAGRAD, {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.01}),
 }
 
 
@@ -31,131 +26,6 @@ def problem() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     return net, torch.randn(11, 4).double(), torch.randint(0, 3, (11,)), torch.randn(3, 4).double()
-
-
-def batches() -> list[Tensor]:
-    """Two epochs in batches of 4, the last one of 3."""
-    generator = torch.Generator().manual_seed(5)
-    return [batch for _ in range(2) for batch in torch.randperm(11, generator=generator).split(4)]
-
-
-def groups(net: nn.Module, optimizer_of) -> torch.optim.Optimizer:
-    """Two parameter groups, the second one slower."""
-    optimizer = optimizer_of([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
-    optimizer.param_groups[1]["lr"] *= 0.5
-    return optimizer
-
-
-def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
-    net, X, y, X_test = problem()
-    optimizer = groups(net, optimizer_of)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for batch in batches():
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            schedule.step()
-    return recorder.trajectory, X_test
-
-
-@dataclass
-class Simulation:
-    """A run and the shares of its steps, from per-sample buffers beside the optimizer: `shares[s]` is (M + 1, P).
-
-    Row i of a buffer holds what sample i put there; the last holds what decay did. Second moments are the optimizer's.
-    """
-
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
-    X: Tensor
-    y: Tensor
-    states: list[Tensor] = field(default_factory=list)
-    shares: list[Tensor] = field(default_factory=list)
-    buffers: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-
-    def step(self, batch: Tensor) -> None:
-        """Train on a batch, and split the step into shares."""
-        rows = {p: torch.zeros(len(self.X) + 1, *p.shape, dtype=p.dtype) for p in self.net.parameters()}
-        for i in batch.tolist():
-            self.net.zero_grad()
-            (F.cross_entropy(self.net(self.X[i : i + 1]), self.y[i : i + 1]) / len(batch)).backward()
-            for p in rows:
-                rows[p][i] += p.grad
-        self.net.zero_grad()
-        F.cross_entropy(self.net(self.X[batch]), self.y[batch]).backward()
-        before = {p: p.detach().clone() for p in rows}
-        self.states.append(torch.cat([p.flatten() for p in before.values()]))
-        self.optimizer.step()
-        shares = []
-        for p, g in rows.items():
-            group = next(group for group in self.optimizer.param_groups if any(q is p for q in group["params"]))
-            share = self._share(p, before[p], g, group)
-            torch.testing.assert_close(share.sum(dim=0), p.detach() - before[p], rtol=1e-9, atol=1e-14)
-            shares.append(share.flatten(1))
-        self.shares.append(torch.cat(shares, dim=1))
-
-    def _share(self, p: nn.Parameter, w: Tensor, g: Tensor, group: dict) -> Tensor:
-        lr, decay, state = group["lr"], group["weight_decay"], self.optimizer.state[p]
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            share = self._adam(p, g, group)
-            share[-1] -= lr * decay * w
-            return share
-        g[-1] += decay * w
-        if isinstance(self.optimizer, torch.optim.Adam):
-            return self._adam(p, g, group)
-        if isinstance(self.optimizer, torch.optim.Adagrad):
-            rate = lr / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-            return -rate * g / (state["sum"].sqrt() + group["eps"])
-        mu = group["momentum"]
-        if isinstance(self.optimizer, torch.optim.RMSprop):
-            spread = state["square_avg"] - (state["grad_avg"] ** 2 if group["centered"] else 0)
-            g = g / (spread.sqrt() + group["eps"])
-            self.buffers[p] = mu * self.buffers.get(p, torch.zeros_like(g)) + g
-            return -lr * self.buffers[p]
-        if mu == 0:
-            return -lr * g
-        old = self.buffers.get(p)
-        self.buffers[p] = g.clone() if old is None else mu * old + (1 - group["dampening"]) * g
-        return -lr * self.buffers[p]
-
-    def _adam(self, p: nn.Parameter, g: Tensor, group: dict) -> Tensor:
-        (beta1, beta2), state = group["betas"], self.optimizer.state[p]
-        self.buffers[p] = beta1 * self.buffers.get(p, torch.zeros_like(g)) + (1 - beta1) * g
-        count = float(state["step"])
-        v = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] / (1 - beta2**count)
-        return -group["lr"] * self.buffers[p] / (1 - beta1**count) / (v.sqrt() + group["eps"])
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_contributions_are_those_of_per_sample_buffers_and_sum_to_the_network(kind, options):
-    """Each sample's own share of every step, from buffers run beside the optimizer, against Phi by brute force."""
-
-    def made(parameters):
-        return kind(parameters, **options)
-
-    trajectory, X_test = recorded(made)
-    net, X, y, _ = problem()
-    simulation = Simulation(net, groups(net, made), X, y)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(simulation.optimizer, 0.9)
-    for batch in batches():
-        simulation.step(batch)
-        schedule.step()
-    rule = epk.gauss_legendre(6)
-    expected = torch.zeros(len(X_test), 3, len(X) + 1, dtype=torch.float64)
-    for s, share in enumerate(simulation.shares):
-        assert_close(simulation.states[s], trajectory.states[s])
-        for n, x in enumerate(X_test):
-            phi = sum(w * reference.jacobian(trajectory, s, t, x, "log_softmax") for t, w in rule)
-            expected[n] += phi @ share.T
-    parts = epk.attribute(trajectory, X_test, rule=rule)
-    scale = expected.abs().max()
-    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-9 * scale
-    assert (parts.decay - expected[:, :, -1]).abs().max() <= 1e-9 * scale
-    assert epk.attribute(trajectory, X_test, head="logits").max_error <= 1e-11
-    assert epk.reconstruct(trajectory, X_test).max_error <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
@@ -176,25 +46,6 @@ def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
     assert torch.equal(epk.attribute(loaded, X_test).samples, epk.attribute(runs[0], X_test).samples)
 
 
-def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
-    """Momentum's memory: the control is the same sum with each gradient counted in its own step only."""
-    trajectory, X_test = recorded(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    parts = epk.attribute(trajectory, X_test, head="logits")
-    forgetful = parts.initial.clone()
-    for step in trajectory.steps:
-        rows = step.batch
-        w = trajectory.weights(step.index)
-        for n, x in enumerate(X_test):
-            phi = reference.jacobian(trajectory, step.index, 0.5, x, "logits")
-            for i in rows.tolist():
-                z = reference.output(trajectory, w, trajectory.inputs[i], "logits").detach().requires_grad_()
-                (dz,) = torch.autograd.grad(F.cross_entropy(z, trajectory.targets[i]), z)
-                gradient = dz @ reference.jacobian(trajectory, step.index, 0.0, trajectory.inputs[i], "logits")
-                forgetful[n] -= step.lr / len(rows) * (phi @ gradient)
-    assert (forgetful - parts.network).abs().max() > 0.05
-    assert parts.max_error <= 1e-12
-
-
 @pytest.mark.slow
 def test_stated_clipping_is_part_of_the_coefficients():
     for clip in (ClipNorm(0.05), ClipNorm(0.03, norm_type=float("inf")), ClipValue(0.01)):
@@ -204,37 +55,6 @@ def test_stated_clipping_is_part_of_the_coefficients():
         assert any(float(trajectory.updates[s].grad_scale.min()) < 0.9 for s in range(4)), "the bound never acted"
         assert epk.attribute(trajectory, X_test).max_error <= 1e-12
         assert epk.reconstruct(trajectory, X_test).max_error <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("done", "message"), [(1e6, "that of the stated loss before clipping"), (0.02, "clipped or scaled after backward")]
-)
-def test_clipping_other_than_stated_is_named(done, message):
-    net, X, y, _ = problem()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y, clip=ClipNorm(0.01)) as recorder:
-        F.cross_entropy(net(X), y).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), done)
-        recorder.batch(None)
-        with pytest.raises(epk.StepMismatchError, match=f"^step 0: .*{message}"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.5, 1 / 3])
-def test_accumulated_gradients_are_one_step(weight):
-    net, X, y, X_test = problem()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for _ in range(4):
-            optimizer.zero_grad()
-            for batch in torch.arange(11).split(4):
-                (weight * F.cross_entropy(net(X[batch]), y[batch])).backward()
-                recorder.batch(batch, weight=weight)
-            optimizer.step()
-    trajectory = recorder.trajectory
-    assert trajectory.num_steps == 4
-    assert trajectory.steps[0].sample_weights[0] == weight / 4
-    assert epk.attribute(trajectory, X_test).max_error <= 1e-12
 
 
 LOSSES = {

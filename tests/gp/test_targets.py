@@ -38,7 +38,7 @@ def test_dirichlet_targets_need_labels():
         dirichlet_targets(torch.tensor([-1, 2]), 3)
     X = torch.randn(5, D, dtype=torch.float64)
     regression = make_run(make_net(), X, torch.randn(5, C, dtype=torch.float64), MeanSquaredError())
-    with pytest.raises(ValueError, match=r"needs class labels, .* torch.float64 targets of shape \(5, 3\)"):
+    with pytest.raises(ValueError, match=r"needs class labels: .* torch.float64, \(5, 3\)"):
         LogitGP(regression, targets="dirichlet")
     assert LogitGP(regression).train_targets.shape == (5, C)
 

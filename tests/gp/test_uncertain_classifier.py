@@ -210,7 +210,7 @@ SETTINGS = [
     ({"nodes": 0}, ValueError, "nodes must be at least 1"),
     ({"power": 0}, ValueError, "power must be"),
     ({"points": [0, 0]}, ValueError, "points must not repeat"),
-    ({"path": epk.layerwise()}, ValueError, r"a node is one state of all weights.*got layerwise\(every=1\)"),
+    ({"path": epk.layerwise()}, ValueError, r"nodes lie on straight.*got layerwise\(every=1\)"),
     ({"path": "chords"}, TypeError, "path must be a path such as .*: got 'chords'"),
 ]
 
@@ -226,11 +226,11 @@ def test_what_cannot_be_used_is_named(model, run, unchecked):
         (X, y[:-1], r"got shape \(59,\) for 60 points"),
         (X[:, :2], y, "must have shape"),
         (X, y + 1, r"must lie in 0..2"),
-        (seen, torch.cat([run.targets, y[:5]]), "the network has not seen: 45 of 50 are training points"),
+        (seen, torch.cat([run.targets, y[:5]]), "must be unseen: 45 of 50 are training points"),
     ):
         with pytest.raises(ValueError, match=message):
             fresh.fit(points, labels)
-    with pytest.raises(RuntimeError, match="must be fitted before it is asked"):
+    with pytest.raises(RuntimeError, match="must be fitted first"):
         fresh.predict(X)
     with pytest.raises(ValueError, match="alpha must lie between 0 and 1: got 1.5"):
         model.predict_set(X, 1.5)

@@ -94,7 +94,7 @@ def test_points_without_a_label_are_left_out():
     run = run_of(net, X, y)
     found = epk.label_errors(run, nodes=3)
     assert sorted(found.indices.tolist()) == [i for i in range(24) if i != 5]
-    with pytest.raises(ValueError, match="the label of training point 5 is -100, which the loss leaves out"):
+    with pytest.raises(ValueError, match="that of 5 is -100, left out by the loss"):
         epk.label_errors(run, nodes=3, points=[4, 5, 6])
     model = epk.UncertainClassifier(run, nodes=3).fit(torch.randn(20, 3).double(), torch.arange(20) % 3)
     assert len(model.process_.training) == 23
@@ -108,5 +108,5 @@ def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
     model = epk.UncertainClassifier(run, nodes=2).fit(held_out, y[12:32])
     assert sorted(model.process_.training.flatten().tolist()) == trained.tolist()
     assert sorted(epk.label_errors(run, nodes=2).indices.tolist()) == trained.tolist()
-    with pytest.raises(ValueError, match="has not seen: 12 of 20 are training points"):
+    with pytest.raises(ValueError, match="must be unseen: 12 of 20 are training points"):
         epk.UncertainClassifier(run, nodes=2).fit(torch.arange(20)[:, None], y[:20])

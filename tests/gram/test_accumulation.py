@@ -20,10 +20,9 @@ from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, So
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.planned_kernel import WeightPrefetcher
 from epk_gp.storage.chunks import StoredStates
-from helpers import NETWORKS, assert_blocks, assert_close, make_case
+from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
 STACKED = {
     "relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "cnn", "conv1d", "conv3d", "wide_conv",

@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.quadrature.rules import Rule
-from helpers import NETWORKS, Case, make_case
+from helpers import NETWORKS, Case, gram_block_per_class, gram_diagonal_blocks, make_case
 
 WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",

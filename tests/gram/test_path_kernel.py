@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epk_gp as epk
 import reference
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.quadrature.rules import Rule
-from helpers import NETWORKS, assert_blocks, assert_close, make_case
+from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
 RULE = epk.gauss_legendre(2)
 

@@ -12,9 +12,8 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import planned_kernel
 from epk_gp.gram.accumulator import GramAccumulator, StepAverage
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import assert_blocks, assert_close, make_case
+from helpers import assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
 RULE = epk.gauss_legendre(2)
 
@@ -175,13 +174,13 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
 def test_paths_that_cannot_be_followed_are_refused(tmp_path):
     run = recorded("relu_sgd")
     nodes_run, points, chords = nodes_trajectory(run, 4), mixed_points(run), epk.chords(2)
-    one_state, no_path = "a node is one state of all weights.*got layerwise", "path must be a path such as .*: got"
+    one_state, no_path = "nodes lie on straight.*got layerwise", "path must be a path such as .*: got"
     for call, error, message in (
         (lambda: epk.gram_block(run, points, points, path="chords"), TypeError, no_path),
         (lambda: epk.path_features(run, queries(2), 8, path=4), TypeError, no_path),
         (lambda: nodes_trajectory(run, 4, path=epk.layerwise(2)), ValueError, one_state),
         (lambda: epk.path_features(run, queries(2), 8, path=epk.layerwise()), ValueError, one_state),
-        (lambda: nodes_trajectory(nodes_run, 4, path=chords), ValueError, "is 4 nodes of another one already"),
+        (lambda: nodes_trajectory(nodes_run, 4, path=chords), ValueError, "this one is 4 nodes"),
         (lambda: epk.path_features(nodes_run, queries(2), 8, nodes=None, path=chords), ValueError, "got None"),
     ):
         with pytest.raises(error, match=message):

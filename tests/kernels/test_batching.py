@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import test_copy, train_copy
 from kernel_cases import MODES, C, D, assert_close, mixed, path_kernel_block, reduced
 
 SHAPES = {
@@ -61,11 +60,3 @@ def test_single_points_cost_one_diagonal_and_shared_points_one_block(trajectory,
     assert (counter.calls, counter.points) == (["diagonal_blocks"], 50)
     EPKKernel(trajectory)(mixed(20, 2), mixed(5).expand(20, 5, D + 1)).to_dense()
     assert (counter.calls[1:], counter.points - 50) == (["block"], 20 * 2 + 5)
-
-
-def test_the_sum_over_classes_obeys_the_memory_budget(trajectory, counter):
-    x = test_copy(torch.randn(40, D, dtype=torch.float64))
-    y = train_copy(torch.randn(400, D, dtype=torch.float64))
-    bounded = EPKKernel(trajectory, "sum", memory_budget=2 * 8 * C * C * 400 * 20)(x, y).to_dense()
-    assert len(counter.calls) == 2
-    assert_close(bounded, EPKKernel(trajectory, "sum")(x, y).to_dense())

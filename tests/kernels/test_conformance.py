@@ -63,10 +63,6 @@ class TestPeerTrace(Peer, unittest.TestCase):
     outputs = "trace"
 
 
-class TestPeerSum(Peer, unittest.TestCase):
-    outputs = "sum"
-
-
 class TestPeerClass(Peer, unittest.TestCase):
     outputs = 1
 

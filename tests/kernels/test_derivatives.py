@@ -11,7 +11,7 @@ from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
-MODES = ["full", "independent", "trace", "sum", 1]
+MODES = ["full", "independent", "trace", 1]
 RULE = epk.gauss_legendre(2)
 TWICE = "an EPKKernel must be differentiated at most once: got a second derivative, .* Take finite differences"
 

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from epk_gp.kernels.tagging import as_points, tag_points, test_copy, train_copy
-from helpers import with_value
-
-NOT_FINITE = r"inputs must be finite: got .* at index \(3, 1\)"
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 1, 2, 3), (0, 3)])
@@ -36,22 +33,3 @@ def test_a_copy_column_that_is_not_0_or_1_is_refused_with_its_row(trajectory, va
         tag_points(trajectory, x)
     with pytest.raises(ValueError, match=r"in row \(1, 2\)"):
         tag_points(trajectory, torch.stack([train_copy(torch.zeros(4, 2, dtype=torch.float64)), x]))
-
-
-def test_inputs_of_the_wrong_kind_or_shape_are_refused(trajectory, unchecked):
-    refusals = [
-        (torch.ones(3, 2, dtype=torch.bool), TypeError, "real numbers: got torch.bool"),
-        (torch.ones(3, 2, dtype=torch.complex64), TypeError, "real numbers: got torch.complex64"),
-        (torch.zeros(5), ValueError, r"one row per point: got shape \(5,\). A single point is X\[None\]"),
-        (torch.tensor(1.0), ValueError, "got a scalar"),
-        *((with_value(torch.ones(4, 2), value), ValueError, NOT_FINITE) for value in (float("nan"), -float("inf"))),
-    ]
-    for copy in (train_copy, test_copy):
-        for X, error, message in refusals:
-            with pytest.raises(error, match=message):
-                copy(X)
-    with pytest.raises(ValueError, match=NOT_FINITE):
-        tag_points(trajectory, with_value(torch.ones(4, 2), float("nan")))
-    for x in (torch.ones(3), torch.ones(3, 1)):
-        with pytest.raises(ValueError, match=r"shape \(\.\.\., n, 3\)"):
-            tag_points(trajectory, x)

@@ -87,7 +87,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     m = UncertaintyMap(
         x=x, y=x, training=values[:2].reshape(6, 2), network_class=classes, plane=coordinate_plane(values),
         boundary_classes=classes.repeat_interleave(5, 0).repeat_interleave(5, 1), standard_error=0.1,
-        distance_correlation=None, share_std_decreasing=0.5, **shown,
+        distance_correlation=None, **shown,
     )  # fmt: skip
     figure = map_figure(m, torch.arange(6) % 2, plane=describe_plane("coordinates", 100))
     assert "the others are 0" in words_of(figure)

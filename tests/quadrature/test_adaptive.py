@@ -14,12 +14,11 @@ import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_parameter
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import QuadratureStatus, Rule
-from helpers import first_step, make_case
+from helpers import first_step, gram_block_per_class, gram_diagonal_blocks, make_case
 
 DOUBLE, SINGLE = torch.float64, torch.float32
 ONE = torch.ones(1, 1, dtype=DOUBLE)

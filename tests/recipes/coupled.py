@@ -12,7 +12,6 @@ from recipes.problem import C, train, vectors
 
 X, Y = vectors(24)
 TEST = vectors(26)[0][24:]
-NO_SAMPLE = torch.full((8,), -1)
 
 
 def unstated(net, loss_of_batch, *passes, **options):
@@ -23,16 +22,6 @@ def unstated(net, loss_of_batch, *passes, **options):
             recorder.batch(rows(batch))
 
     return train(net, X, None, TEST, loss_of_batch, announce=announce, loss=None, **options)
-
-
-def focal(logits, labels, gamma=2.0):
-    ce = F.cross_entropy(logits, labels, reduction="none")
-    return ((1 - torch.exp(-ce)) ** gamma * ce).mean()
-
-
-def focal_loss():
-    net = mlp(dropout=0.2)
-    return unstated(net, lambda b: focal(net(X[b]), Y[b]))
 
 
 def smoothed_and_mixed():
@@ -82,31 +71,6 @@ def triplets_in_one_pass():
     return unstated(net, lambda b: triplet(*net(X[rows(b)]).chunk(3)), rows)
 
 
-def negatives_of_no_data():
-    """Noise-contrastive: rows of noise are to be scored below those of the data."""
-    net = mlp()
-
-    def loss(batch):
-        score, of_noise = net(torch.cat([X[batch], 2 * torch.randn(8, 5).double()])).logsumexp(dim=1).chunk(2)
-        return F.softplus(-score).mean() + F.softplus(of_noise).mean()
-
-    return unstated(net, loss, lambda b: torch.cat([b, NO_SAMPLE]), optimizer=torch.optim.AdamW(net.parameters()))
-
-
-def supervised_contrastive():
-    """Khosla et al. (2020)."""
-    net = mlp(dropout=0.1)
-
-    def loss(batch):
-        z, labels = F.normalize(net(X[batch]), dim=1), Y[batch]
-        own = torch.eye(len(z), dtype=torch.bool)
-        log_p = F.log_softmax((z @ z.T / 0.5).masked_fill(own, -1e9), dim=1)
-        positive = (labels[:, None] == labels).double().masked_fill(own, 0.0)
-        return -((positive * log_p).sum(dim=1) / positive.sum(dim=1).clamp(min=1)).mean()
-
-    return unstated(net, loss)
-
-
 def mean_teacher():
     """Tarvainen and Valpola (2017): the targets are those of a moving average of the network."""
     net = mlp(dropout=0.3)
@@ -127,16 +91,6 @@ def mean_teacher():
 
 
 ACTIONS, RETURNS = torch.arange(24) * 7 % C, torch.linspace(-1.0, 2.0, 24).double().cos()
-
-
-def reinforce():
-    """Williams (1992): weights of both signs."""
-    net = mlp()
-
-    def loss(batch):
-        return -(Categorical(logits=net(X[batch])).log_prob(ACTIONS[batch]) * RETURNS[batch]).sum()
-
-    return unstated(net, loss, optimizer=torch.optim.Adam(net.parameters(), lr=0.01))
 
 
 class ActorCritic(nn.Module):
@@ -174,14 +128,10 @@ def ppo():
 
 
 RECIPES = [
-    focal_loss,
     smoothed_and_mixed,
     info_nce_of_two_passes,
     siamese_pairs,
     triplets_in_one_pass,
-    negatives_of_no_data,
-    supervised_contrastive,
     mean_teacher,
-    reinforce,
     ppo,
 ]

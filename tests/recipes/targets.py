@@ -91,38 +91,3 @@ def grad_scaler():
 
 RECIPES = [vae]
 IN_LOW_PRECISION = [bf16_autocast, grad_scaler]
-
-
-def contrastive():
-    """SimCLR's loss: every row's term holds all rows of the batch, and the network sees each row twice."""
-    X, y = vectors(16)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, C)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for batch in batches(len(X), 8, epochs=1):
-            views = torch.cat([X[batch] + 0.1 * torch.randn(8, 5, dtype=torch.float64) for _ in range(2)])
-            z = F.normalize(net(views), dim=1)
-            similarity = (z @ z.T / 0.5).masked_fill(torch.eye(16, dtype=torch.bool), -torch.inf)
-            optimizer.zero_grad()
-            F.cross_entropy(similarity, torch.arange(16).roll(8)).backward()
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-
-
-def lbfgs():
-    X, y = vectors(16)
-    net = nn.Linear(5, C).double()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(net(X), y)
-        loss.backward()
-        return loss
-
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        recorder.batch(None)  # recorder
-        optimizer.step(closure)
-
-
-REFUSED = [contrastive, lbfgs]

@@ -171,16 +171,3 @@ def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe, least
     assert least * change < parts.unexplained.norm() < most * change
     assert (parts.total - parts.network).norm() < 1e-6 * change  # gradients are replayed in float32
     assert (parts.network - result.outputs).norm() < 1e-4 * change
-
-
-@pytest.mark.parametrize(
-    ("recipe", "error", "message"),
-    [
-        pytest.param(targets.contrastive, epk.StepMismatchError, "step 0: .* no call of the network", id="contrastive"),
-        pytest.param(targets.lbfgs, ValueError, "must take one gradient a step: LBFGS", id="lbfgs"),
-        pytest.param(unusual.dropout_in_evaluation, ValueError, "also in evaluation mode", id="mc_dropout"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused_in_words(recipe, error, message):
-    with pytest.raises(error, match=message):
-        recipe()

@@ -21,22 +21,6 @@ def train(net, X, y, X_test, loss_of_batch, **options):
     return train_on_batches(net, X, y, X_test, loss, **options)
 
 
-def distillation():
-    """Hinton et al. (2015): softened outputs of a teacher, and the labels."""
-    X, y = vectors(24)
-    teacher = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, C)).double()
-    student = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, C)).double()
-
-    def loss(z, batch):
-        with torch.no_grad():
-            soft = F.softmax(teacher(X[batch]), dim=1)
-        return 0.7 * F.kl_div(F.log_softmax(z, dim=1), soft, reduction="batchmean") + 0.3 * F.cross_entropy(z, y[batch])
-
-    with torch.no_grad():  # recorder: the loss is a cross entropy with these targets, and a constant
-        targets = 0.7 * F.softmax(teacher(X), dim=1) + 0.3 * F.one_hot(y, C).double()
-    return train(student, X, targets, vectors(26)[0][24:], loss)
-
-
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,53 +124,10 @@ def spectral_norm():
     return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
 
 
-def sharpness_aware():
-    """SAM (Foret et al. 2021): the step takes the gradient at other weights than those it moves."""
-    X, y = vectors(20)
-    X, y, X_test = X[:16], y[:16], X[16:]
-    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, C)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for batch in batches(len(X), 8, epochs=2):
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            with torch.no_grad():
-                climbs = [0.05 * p.grad for p in net.parameters()]
-                for p, climb in zip(net.parameters(), climbs, strict=True):
-                    p += climb
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            with torch.no_grad():
-                for p, climb in zip(net.parameters(), climbs, strict=True):
-                    p -= climb
-            recorder.batch(batch)  # recorder
-            optimizer.step()
-    return finish(recorder, net, X_test, X, y)
-
-
 RECIPES = [
-    sharpness_aware,
-    distillation,
     several_tasks,
     noise_inside,
     weighted_sampler,
     statistics_moved_without_gradients,
     spectral_norm,
 ]
-
-
-def dropout_in_evaluation():
-    """Monte Carlo dropout: the trained network has no one output that training points could have made."""
-    X, y = vectors(16)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 6), nn.Linear(6, C)
-
-        def forward(self, x):
-            return self.last(F.dropout(torch.tanh(self.first(x)), 0.5, training=True))
-
-    train(Net().double(), X, y, X[:2], lambda z, b: F.cross_entropy(z, y[b]))
-
-
-REFUSED = [dropout_in_evaluation]

@@ -240,43 +240,6 @@ def test_a_hugging_face_run_is_exact(data, net, tmp_path, reads):
     assert_exact(trajectory, data[0])
 
 
-def bert(transformers):
-    """A classifier with dropout, which counts the labels of all batches of a step (`num_items_in_batch`)."""
-    sizes = {"vocab_size": 9, "hidden_size": 4, "intermediate_size": 6, "max_position_embeddings": 6}
-    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=C)
-    tokens = torch.randint(1, 9, (20, 5)) * (torch.arange(5) < torch.randint(2, 6, (20, 1)))
-    X, y = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}, torch.arange(20) % C
-    return transformers.BertForSequenceClassification(config).double(), X, y, y, {}
-
-
-def gpt(transformers):
-    """A language model: its labels have a position more than its loss, which divides by those of all batches."""
-    sizes = {"vocab_size": 9, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    ids = torch.randint(1, 9, (20, 6))
-    y = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
-    return model, {"input_ids": ids}, ids, y, {"output": lambda returned: returned.logits[:, -1]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "tolerance"), [(bert, 1e-10), (gpt, 1e-5)])
-def test_a_transformers_model_with_its_own_loss_is_exact(tmp_path, make, tolerance):
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    model, X, labels, y, options = make(transformers)
-    items = [{name: value[i] for name, value in X.items()} | {"labels": labels[i]} for i in range(20)]
-    callback = callbacks.HuggingFaceRecorderCallback(X, y, **options)
-    train_huggingface(transformers, model, IndexedDataset(items, key="index"), callback, tmp_path,
-                      gradient_accumulation_steps=3, num_train_epochs=1)  # fmt: skip
-    assert callback.trajectory.num_steps == 2
-    X_test = {name: value[:2] for name, value in X.items()}
-    parts = epk.attribute(callback.trajectory, X_test, head="logits")
-    assert parts.certified
-    assert float((parts.total - parts.network).abs().max()) < tolerance
-    with torch.no_grad():
-        logits = model.eval()(**X_test).logits
-    assert float(((logits if make is bert else logits[:, -1]) - parts.network).abs().max()) < tolerance
-
-
 @pytest.mark.slow
 def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
     with pytest.raises(ValueError, match="remove_unused_columns=False"):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.callbacks import HuggingFaceRecorderCallback, IndexedDataset
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 
 STEPS, BEST = 10, 5
@@ -206,42 +205,6 @@ def test_a_trajectory_taken_earlier_says_which_step_the_network_has_reached():
                 epk.attribute(taken, queries())
     with pytest.warns(UserWarning, match=r"after step 2 of 2.* after step 4, which recorder.trajectory.until\(4\)"):
         epk.attribute(taken, queries())
-
-
-@pytest.mark.slow
-def test_hugging_face_s_trainer_may_load_the_best_model_at_the_end(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 9, "hidden_size": 4, "intermediate_size": 6, "max_position_embeddings": 6}
-    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
-    model = transformers.BertForSequenceClassification(config)
-    X, y = {"input_ids": torch.randint(1, 9, (20, 5))}, torch.arange(20) % 3
-    rows = [{"input_ids": ids, "labels": int(label)} for ids, label in zip(X["input_ids"], y, strict=True)]
-    callback = HuggingFaceRecorderCallback(X, y, output=lambda returned: returned["logits"])
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), remove_unused_columns=False, per_device_train_batch_size=6, num_train_epochs=3,
-        use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=0.05, logging_strategy="no", max_grad_norm=0,
-        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="eval_loss",
-        greater_is_better=True,
-    )  # fmt: skip
-    dataset = IndexedDataset(rows, key="index")
-    trainer = transformers.Trainer(model, arguments, train_dataset=dataset, eval_dataset=rows[:9], callbacks=[callback])
-    losses = []
-    trainer.add_callback(
-        type(
-            "Losses",
-            (transformers.TrainerCallback,),
-            {"on_evaluate": lambda _, *a, metrics, **k: losses.append(metrics["eval_loss"])},
-        )
-    )
-    trainer.train()
-    best = 4 * (1 + losses.index(max(losses)))
-    with pytest.warns(UserWarning, match=rf"trajectory\.until\({best}\) explains"):
-        epk.attribute(callback.trajectory, {"input_ids": X["input_ids"][:2]}, head="logits")
-    parts = epk.attribute(callback.trajectory.until(best), {"input_ids": X["input_ids"][:2]}, head="logits")
-    assert best < 12
-    assert parts.certified
-    assert (parts.network - model.eval()(X["input_ids"][:2]).logits).abs().max() <= 1e-6
 
 
 def test_results_name_the_state_that_they_explain():

@@ -261,15 +261,6 @@ def another_optimizer(loop):
     torch.optim.SGD(loop.net.parameters(), lr=0.01).step()
 
 
-def clip_one(loop):
-    nn.utils.clip_grad_norm_([first_weight(loop)], 0.5 * float(first_weight(loop).grad.norm()))
-
-
-def other_reduction(loop):
-    reduction = "sum" if loop.reduction == "mean" else "mean"
-    return (F.mse_loss if "regression" in loop.feature else F.cross_entropy)(loop.z, loop.q, reduction=reduction)
-
-
 def clip(function, bound):
     return lambda loop: function(loop.net.parameters(), bound)
 
@@ -288,7 +279,6 @@ REFUSED = {
         "were changed"),
     "weights_edited_before_the_step": (("plain", "dropout"), "step", edit(first_weight), "weights .* were changed"),
     "frozen_weights_edited": (("frozen_layer",), "begin", edit(first_weight), "'0.weight' changed"),
-    "another_optimizer_before_the_step": (PLAIN, "step", another_optimizer, "another optimizer"),
     "another_optimizer_between_steps": (PLAIN, "end", another_optimizer, "they were changed in between"),
     "two_steps_of_a_batch": (PLAIN, "end", lambda loop: loop.optimizers[0].step(), NOT_ANNOUNCED),
     "no_learning_rate": (PLAIN, "begin", options(lr=float("nan")), "learning rate must be finite"),
@@ -303,24 +293,14 @@ REFUSED = {
     "targets_of_another_batch": (AS_RECORDED, "forward", setting("q", of_others), OTHER_GRADIENT),
     "loss_scaled": (ALL, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean()),
         OTHER_GRADIENT),
-    "another_reduction": (("plain", "sum", "regression", "regression_sum"), "forward", with_loss(other_reduction),
-        "that of (CrossEntropy|MeanSquaredError).reduction='(sum|mean)'., not of the stated"),
-    "squares_for_labels": (PLAIN, "forward", with_loss(lambda loop: F.mse_loss(loop.z, loop.q)),
-        "that of MeanSquaredError.reduction='mean'., not of the stated CrossEntropy"),
     "labels_for_squares": (("one_hot_regression",), "forward", with_loss(lambda loop: F.cross_entropy(loop.z, loop.q)),
         "that of CrossEntropy.reduction='mean'., not of the stated MeanSquaredError"),
     "another_loss": (("dropout", "batch_norm", "mixup", "weights"), "forward",
         with_loss(lambda loop: (loop.z - loop.q).square().mean()), OTHER_GRADIENT),
-    "smoothed_labels": (("plain", "mixup", "dropout"), "forward",
-        setting("q", lambda loop: 0.9 * loop.q + 0.1 / CLASSES), OTHER_GRADIENT),
     "temperature": (("augmentation", "weights"), "forward",
         with_loss(lambda loop: -(loop.weight * (loop.q * (loop.z / 2).log_softmax(1)).sum(1)).mean()), OTHER_GRADIENT),
     "backward_twice": (("plain", "weights", "accumulation"), "value",
         lambda loop: loop.value().backward(retain_graph=True), OTHER_GRADIENT),
-    "accumulated": (PLAIN, "value", lambda loop: loop.value().backward(retain_graph=True),
-        "2 times that .*backward.. went through the pass 2 times"),
-    "clipped_one_by_one": (("plain", "batch_norm"), "announced", clip_one,
-        "gradients of '0.weight' alone were clipped"),
     "gradient_of_others_added": (("plain", "dropout", "batch_norm"), "forward", backward_elsewhere, OTHER_GRADIENT),
     "gradient_of_others_instead": (AS_RECORDED, "announce", gradient_of_other_rows, ""),
     "gradient_of_others_after_the_announcement": (("plain", "accumulation"), "announced", gradient_of_other_rows,

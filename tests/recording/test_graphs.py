@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.graphs import RecordedGraph
-from epk_gp.storage.files import checksum_file
+from epk_gp.storage.files import checksum
 from loops import sgd
 from stored_runs import replace_header
 
@@ -197,8 +197,8 @@ def edit_data(folder, change):
     data = load(file.read_bytes())
     change(data)
     file.write_bytes(save(data))
-    size = file.stat().st_size
-    replace_header(folder, data_blake2b=checksum_file(file, size, str(file)), data_bytes=size)
+    content = file.read_bytes()
+    replace_header(folder, data_blake2b=checksum(content), data_bytes=len(content))
 
 
 MISSING = "must hold the tensor of its graph that the header describes by .*'key': 1"

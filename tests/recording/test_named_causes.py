@@ -314,29 +314,6 @@ def test_a_number_that_changes_in_the_network_is_named():
     assert "something else in it changes" in cause
 
 
-class OwnStream(nn.Module):
-    """Draws other random numbers than a copy of it, as a network does that Inductor has compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.number = nn.Linear(4, 3), id(self)
-
-    def forward(self, x):
-        h = self.inner(x)
-        if self.training and self.number == id(self):
-            torch.rand(3)
-        return F.dropout(h, 0.5, self.training)
-
-
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_random_numbers_of_a_compiled_network_are_named(is_compiled):
-    net = OwnStream()
-    vars(net)["_compiled_call_impl"] = net._call_impl if is_compiled else None
-    cause = cause_of(lambda: small(net))
-    assert "draws other random numbers than torch's default generator" in cause
-    assert "torch.compile set torch._inductor.config.fallback_random = True" in cause
-
-
 REGRESSIONS = {
     "mean for sum": (epk.MeanSquaredError("sum"), F.mse_loss, r"MeanSquaredError\(reduction='mean'\), not of"),
     "absolute": (epk.MeanSquaredError(), F.l1_loss, "that of L1Loss, reduction='mean', not of the stated"),

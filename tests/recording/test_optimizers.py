@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optimizer_cases import CASES, batches, optimizer_for, problem
+from optimizer_cases import batches, optimizer_for, problem
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,9 +11,6 @@ from epk_gp.recording.setup import trained_names
 from loops import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-
-
-EXPLAINED = {name: options for name, options in CASES.values() if name != "Muon"}  # the last ones of each
 
 
 def recorded_by(net, optimizer, X, y, epochs=2, trained=(), set_to_none=True, **actions) -> epk.Trajectory:
@@ -32,22 +29,6 @@ def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
     result = epk.reconstruct(run, X[:2], head="logits")
     assert result.max_error <= 1e-10
     assert result.certified
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("name", "options"), EXPLAINED.items(), ids=EXPLAINED)
-def test_a_recorded_run_is_explained(name, options):
-    """`test_optimizer_rules` compares the steps of all options with torch's."""
-    net, X, y = problem(name)
-    assert_explained(recorded_by(net, optimizer_for(name, options, net), X, y), X)
-
-
-def test_muon_asks_for_a_share_that_may_be_left_and_lbfgs_is_refused():
-    net, X, y = problem("Muon")
-    with pytest.raises(ValueError, match="unexplained must be given for Muon"):
-        epk.Recorder(net, optimizer_for("Muon", {}, net), X, y)
-    with pytest.raises(ValueError, match="must take one gradient a step: LBFGS evaluates the loss several times"):
-        epk.Recorder(net, torch.optim.LBFGS(net.parameters()), X, y)
 
 
 def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

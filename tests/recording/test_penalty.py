@@ -1,5 +1,8 @@
 """An L2 penalty in the loop's loss is recorded as the weight decay that it is; other penalties are refused by name."""
 
+from types import SimpleNamespace
+
+import library_cases
 import pytest
 import torch
 from torch import nn
@@ -107,18 +110,9 @@ class Shares:
             self.gradients = [g * f.view_as(p) for g, f, p in zip(self.gradients, factors, parameters, strict=True)]
 
     def share(self, k, p, optimizer):
-        g, w, group, state = self.gradients[k], self.start[k], optimizer.param_groups[0], optimizer.state[p]
-        is_decoupled = isinstance(optimizer, torch.optim.AdamW)
-        g[-1] += (not is_decoupled) * group["weight_decay"] * w
-        if "betas" not in group:
-            self.buffers[k] = group["momentum"] * self.buffers[k] + g if k in self.buffers else g
-            return -group["lr"] * self.buffers[k]
-        (b1, b2), t = group["betas"], float(state["step"])
-        self.buffers[k] = b1 * self.buffers.get(k, 0) + (1 - b1) * g
-        scale = (state["exp_avg_sq"] / (1 - b2**t)).sqrt() + group["eps"]
-        share = -group["lr"] / (1 - b1**t) * self.buffers[k] / scale
-        share[-1] -= is_decoupled * group["lr"] * group["weight_decay"] * w
-        return share
+        group, state = SimpleNamespace(**optimizer.param_groups[0]), SimpleNamespace(**optimizer.state[p])
+        rule = library_cases.adam if hasattr(group, "betas") else library_cases.sgd
+        return rule(self.gradients[k], self.start[k], group, None, state, self.buffers.setdefault(k, {}))
 
 
 def assert_exact(run, shares):

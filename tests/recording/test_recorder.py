@@ -290,13 +290,7 @@ def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pas
     net, (X, y) = Annealed(), data()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     folder = tmp_path / "run" if is_on_disk else None
-    with epk.Recorder(net, optimizer, X, y, folder=folder) as recorder:
-        for step in range(5):
-            net.anneal(step)
-            optimizer.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch(None)
-            optimizer.step()
+    recorder = record(net, optimizer, X, y, [None] * 5, before=net.anneal, folder=folder)
     run = epk.load_trajectory(folder, Annealed()) if is_on_disk else recorder.trajectory
     parts = epk.attribute(run, X[:3], head="logits")
     assert parts.certified

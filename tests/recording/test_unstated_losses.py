@@ -17,6 +17,7 @@ from epk_gp.kernel_machine.influence import self_influence
 from epk_gp.recording.causes import StepMismatchError
 from helpers import refusal
 from loops import data, mlp, sgd
+from loops import record as record_stated
 
 X, Y = data()
 BATCHES = [torch.tensor(rows) for rows in ([0, 3, 5, 7], [1, 2, 9, 3], [8, 0, 4, 6])]
@@ -312,7 +313,8 @@ def test_wrong_uses_are_refused_at_the_door():
             with_its_loss, BATCHES[0], ReturnsItsLoss(), output=lambda returned: returned[0]
         ),
         "no gradient came into what the network returned": without_backward,
-        "must find one factor for all rows": wrong_factor,
+        "must be seen: no call of the network on the batch's rows": lambda: run(focal, BATCHES[0][:2]),
+        "the loop weights the stated losses of the rows by": wrong_factor,
         "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
     }
     for message, call in refusals.items():
@@ -336,16 +338,14 @@ def test_wrong_indices_are_found_without_a_loss():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_common_factor_is_read_where_it_is_not_stated(dtype):
     """Whatever the loop multiplies a batch's loss with: the run is the one in which it is stated."""
+
+    def scaled(z, y):
+        return 0.75 * F.cross_entropy(z, y)
+
     digests = []
     for weight in (0.75, None):
         net = mlp(dtype)
-        optimizer, inputs = sgd(net), X.to(dtype)
-        with epk.Recorder(net, optimizer, inputs, Y) as recorder:
-            for rows in BATCHES:
-                optimizer.zero_grad()
-                (0.75 * F.cross_entropy(net(inputs[rows]), Y[rows])).backward()
-                recorder.batch(rows, weight=weight)
-                optimizer.step()
+        recorder = record_stated(net, sgd(net), X.to(dtype), Y, BATCHES, value=scaled, weight=weight)
         digests.append(epk.attribute(recorder.trajectory, X_TEST.to(dtype)).samples)
         assert torch.allclose(recorder.steps[0].sample_weights, torch.full((4,), 0.1875).double(), rtol=1e-6)
     assert torch.allclose(*digests, rtol=1e-5)

@@ -32,13 +32,15 @@ def run(mode, keep_every=1, kills=200):
 
 @pytest.mark.slow
 def test_a_recording_read_and_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been():
-    result = run("random", kills=50)
-    assert result["kills"] == 50
+    result = run("random", kills=25)
+    assert result["kills"] == 25
     assert {2, 4} & set(result["left_at"])  # kills within the run, not at its ends alone
-    assert result["reads"] > 50
+    assert result["reads"] > 25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_every", [1, 3])
 def test_a_recording_killed_after_each_file_operation_is_resumed(keep_every):
-    assert run("operations", keep_every)["kills"] > 45 // keep_every
+    result = run("operations", keep_every)
+    assert result["kills"] > 45 // keep_every
+    assert result["resumed"] > 20 // keep_every

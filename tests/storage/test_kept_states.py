@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.states import recomputation_of
 from epk_gp.storage.schema import read_header
-from epk_gp.storage.verify import check_run, export_run
+from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import KEPT_STEPS as STEPS
 from stored_runs import changed, chunk_files, entry, refused, step, with_tensor
@@ -92,8 +92,6 @@ def test_what_does_not_fit_is_refused(run):
     for keep_every in (1, 2):
         with pytest.raises(ValueError, match=r"keep_every must be the recorded one to resume"):
             record(run, resume=True, keep_every=keep_every)
-    with pytest.raises(ValueError, match="must hold every state to be exported"):
-        export_run(run, run.with_name("file.safetensors"))
     assert file_hashes(run) == before
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.storage import partial_sums as checkpoints
 from epk_gp.storage.partial_sums import PartialSums
-from helpers import surprising_run
+from helpers import gram_block_per_class, surprising_run
 from stored_runs import flip
 
 RULE = epk.gauss_legendre(2)
@@ -138,7 +137,7 @@ SCRIPT = """
     checkpoint.SECONDS = 0.0
     X, folder = torch.randn(40, 3, dtype=torch.float64), Path(sys.argv[1])
     net = torch.nn.Sequential(torch.nn.Linear(3, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)).double()
-    run = epk.train(net, X, torch.arange(40) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=100)
+    run = epk.train(net, X, torch.arange(40) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=40)
     both = epk.Points(X, torch.arange(40) < 20)
 
     def start(name):

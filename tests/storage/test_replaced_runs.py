@@ -86,5 +86,5 @@ def test_a_copy_of_the_same_run_is_read_and_unchanged_files_are_not_hashed_again
     shutil.rmtree(run)
     shutil.copytree(tmp_path / "copy", run)
     assert all(torch.equal(a, b) for a, b in zip(trajectory.states, expected, strict=True))
-    monkeypatch.setattr("epk_gp.storage.files.checksum_file", pytest.fail)
+    monkeypatch.setattr("epk_gp.storage.files.verify_file", pytest.fail)
     epk.attribute(trajectory, trajectory.inputs[:2])

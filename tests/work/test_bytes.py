@@ -13,10 +13,9 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import CALLS, RULE, SMALL, Shuffled, alone, inputs, mixed, recorded, run_of, same
-from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
-from helpers import surprising_run
+from helpers import gram_diagonal_blocks, surprising_run
 
 
 def test_budgets_and_splits_of_the_statistics_are_of_the_identity(folder, tmp_path):

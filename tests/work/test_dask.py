@@ -69,7 +69,7 @@ def kill_at_random(work, kills, cluster, over):
 
 def test_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     (tmp_path / "notes").mkdir()
-    work, kills, count, over = Squares(str(tmp_path / "notes"), seconds=0.02), 5, 200, threading.Event()
+    work, kills, count, over = Squares(str(tmp_path / "notes"), seconds=0.02), 3, 100, threading.Event()
     with new_cluster() as cluster, distributed.Client(cluster) as client, ThreadPoolExecutor(1) as pool:
         killer = pool.submit(kill_at_random, work, kills, cluster, over)
         try:

@@ -105,7 +105,7 @@ def test_a_worker_refuses_a_folder_without_its_job_whole_and_of_its_versions(fol
     file = folder / jobs.JOB
     content = file.read_bytes()
     file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    with pytest.raises(ValueError, match=r"must be what the job's owner wrote: it is damaged, or another job"):
+    with pytest.raises(ValueError, match=r"must be what the job's owner wrote: it is damaged, or another's"):
         as_worker(folder, written, 0)
     file.write_bytes(content)
     other = {**jobs._versions(), "torch": "1.0"}
@@ -144,7 +144,7 @@ def test_a_damaged_piece_is_never_used_and_what_killed_writers_left_is_removed(f
 def test_a_folder_serves_one_job_at_a_time(folder, work):
     first = carry_out(work, epk.ComputeOptions(checkpoint=folder), "squares")
     assert int(next(first)[1].added["value"]) == 0
-    with pytest.raises(BlockingIOError, match="a checkpoint must serve one job at a time: another computes into"):
+    with pytest.raises(BlockingIOError, match="a checkpoint must serve one job at a time: another is in"):
         squares(work, None, folder, COUNT)
     first.close()
     assert squares(work, None, folder, COUNT) == RESULT
