@@ -172,8 +172,7 @@ class MadeStep:
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
-        unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
-        is_seen_enough: Whether the step can be recorded all the same.
+        unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
         doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
         has_left_over: Whether parameters had a gradient already when the first backward pass began.
@@ -426,8 +425,8 @@ class StepObserver:
         """Find the forward passes of each announced batch, and take them from those that wait.
 
         A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
-        many rows, of several the last that saw the batch's own; or the last ones that saw as many rows together. A
-        batch that is announced before takes the first one that fits. A pass of a graph has a row for each node.
+        many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
+        saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
         for batch in reversed([batch for batch in self._announced if not batch.forwards]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
@@ -442,7 +441,8 @@ class StepObserver:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
         whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
         if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
-            if len(whole) > 1 and batch.targets is None:  # rows of a stream are no points yet
+            own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._announced)
+            if len(whole) > max(own, 1) and batch.targets is None:  # more passes than batches; no rows of a stream
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
                 whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
             return whole[-1:]
