@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import epk_gp as epk
 import reference
+from loops import record
 
 Kept = dict[str, Tensor]
 
@@ -300,3 +301,40 @@ class ByHand:
                 phi = sum(w * reference.jacobian(run, s, t, x, "logits") for t, w in epk.gauss_legendre(6))
                 total[n] += phi @ share.T
         return total
+
+
+def recorded(make, dtype=torch.float64, at_step=lambda s, net, optimizer: None, folder=None, **options):
+    """Record the problem's loop; `at_step` is called before the step of its number."""
+    net, X, y, steps = problem(dtype)
+    optimizer = train(make(list(net.parameters())))
+    with epk.Recorder(net, optimizer, X, y, folder=folder, **options) as recorder:
+        for s, batch in enumerate(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            at_step(s, net, optimizer)
+            optimizer.step()
+    return recorder.trajectory, X[:2]
+
+
+BEGUN = {
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2), sgd),
+    "schedulefree AdamW": (lambda p: schedulefree.AdamWScheduleFree(p, lr=0.02), schedule_free),
+    "Lion": (lambda p: po.Lion(p, lr=0.01), lion),
+    "Adan": (lambda p: po.Adan(p, lr=0.01), adan),
+    "AdEMAMix": (lambda p: po.AdEMAMix(p, lr=0.01, t_alpha_beta3=10), ademamix),
+    "Lookahead": (lambda p: CASES["Lookahead"][0](p, lr=0.01, weight_decay=0.0), lookahead),
+}
+
+
+def continued(make, num_before=4, **options):
+    """Record a loop from a step on, whose network and optimizer are those of a checkpoint."""
+    net, X, y, steps = problem()
+    first = train(make(list(net.parameters())))
+    for batch in steps[:num_before]:
+        first.zero_grad()
+        F.cross_entropy(net(X[batch]), y[batch]).backward()
+        first.step()
+    optimizer = make(list(net.parameters()))
+    optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+    return record(net, train(optimizer), X, y, steps[num_before:], **options).trajectory, X[:2]

@@ -1,17 +1,23 @@
 """The same numbers on a GPU. Skipped, visibly, where there is none."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import epk_gp as epk
 from epk_gp.quadrature.rules import Rule, WeightPath
 from helpers import assert_close, make_case
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS", "ignore:Synchronization debug mode is a prototype"),
+]
 NAMES = ["relu", "wide", "cnn", "wide_conv", "twice", "attention", "transformer"]
 
 
@@ -124,3 +130,85 @@ def test_influence_and_retraining_on_a_gpu_equal_those_on_the_cpu(clip: float | 
         found.append((epk.influence(run, X[:3]).values.cpu(), epk.retrain(run, weights).outputs(X[:3]).cpu()))
     for on_cpu, on_gpu in zip(*found, strict=True):
         assert_close(on_gpu, on_cpu, rounding=1e8)
+
+
+def _recorded(
+    net: nn.Module, optimizer: torch.optim.Optimizer, X: torch.Tensor, y: torch.Tensor, **options: Any
+) -> epk.Trajectory:
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for batch in torch.arange(20).split(7):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(X[batch].cuda()), y[batch].cuda()).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def test_data_on_the_cpu_are_moved_to_the_network() -> None:
+    (X, y), net = data(20), mlp().cuda()
+    run = _recorded(net, torch.optim.Adam(net.parameters()), X, y)
+    assert run.inputs.is_cuda
+    assert epk.attribute(run, X[:2].cuda()).certified
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_steps_that_torch_counts_on_the_gpu_are_read_as_it_computes_them(optimizer: Any, foreach: bool | None) -> None:
+    (X, y), net = data(20), mlp().cuda()
+    run = _recorded(net, optimizer(net.parameters(), lr=0.01, capturable=True, foreach=foreach), X, y)
+    assert epk.attribute(run, X[:2].cuda()).max_error <= 1e-12
+
+
+def test_rates_in_float32_are_a_named_cause() -> None:
+    (X, y), net = data(20), mlp().cuda()
+    optimizer = torch.optim.Adamax(net.parameters(), lr=0.01, capturable=True)
+    with pytest.raises(epk.StepMismatchError, match="torch computes its rates in float32"):
+        _recorded(net, optimizer, X, y)
+    assert epk.attribute(_recorded(net, optimizer, X, y, unexplained=1e-3), X[:2].cuda()).certified
+
+
+@pytest.mark.parametrize("name", ["Adan", "AdEMAMix"])
+def test_a_second_buffer_is_read_on_the_gpu(name: str) -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    (X, y), net = data(20), mlp().cuda()
+    run = _recorded(net, getattr(library, name)(net.parameters(), lr=0.01), X, y)
+    assert epk.attribute(run, X[:2].cuda()).max_error <= 1e-12
+
+
+class Encoder(nn.Module):
+    """A transformer's layer over the inputs as a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(1, 16), nn.Linear(16, 3)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.layer(self.embed(x[:, :, None])).mean(dim=1))
+        return out
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Linear(5, 108), nn.Unflatten(1, (3, 6, 6)), nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "cause", "context"),
+    [
+        (Encoder, "fused attention draws its dropout", lambda: sdpa_kernel(SDPBackend.MATH)),
+        (convolutions, "in less than its dtype", lambda: torch.backends.cudnn.flags(enabled=True, allow_tf32=False)),
+    ],
+)
+def test_what_the_kernels_of_a_loop_do_otherwise_is_named(make: Any, cause: str, context: Any) -> None:
+    X, y = data(20)
+    for chosen in (nullcontext, context):
+        torch.manual_seed(0)
+        net = make().cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        expected = pytest.raises(epk.StepMismatchError, match=cause) if chosen is nullcontext else nullcontext()
+        with chosen(), expected:
+            assert epk.attribute(_recorded(net, optimizer, X.float(), y), X[:2].float().cuda()).certified
+    if make is convolutions:  # the loop stays as it is
+        run = _recorded(net, optimizer, X.float(), y, unexplained=0.05)
+        assert 0 < epk.attribute(run, X[:2].float().cuda()).unexplained.abs().max() < 1e-2

@@ -47,6 +47,8 @@ def test_names_are_there_before_they_are_imported():
         assert "torch" not in sys.modules
         assert set(epk_gp.__all__) <= set(dir(epk_gp))
         assert "torch" not in sys.modules
+        recorder = epk_gp.Recorder, epk_gp.attribute  # which need no more than torch and these modules
+        assert not {"gpytorch", "sklearn", "scipy.stats"} & set(sys.modules)
         rule = epk_gp.adaptive()  # a name first, then modules of its folder and of others
         assert "matplotlib.figure" not in sys.modules
         print(epk_gp.quadrature.kinks.locate_kinks is not None and epk_gp.core.trajectory.Trajectory is not None)

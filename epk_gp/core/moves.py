@@ -44,7 +44,9 @@ class Move:
 def share_of_way(
     u: Float[Tensor, " P"], w: Float[Tensor, " P"], anchor: Float[Tensor, " P"], sizes: tuple[int, ...]
 ) -> float | None:
-    """Return which share of the way to an anchor leads from u to w; None if w is not on the line, up to rounding.
+    """Return which share of the way to an anchor leads from u to w; None if w is not on the way, up to rounding.
+
+    Beyond u or the anchor nothing is a move: a step that is made twice leads away from where it began.
 
     Args:
         u: The weights before the move.
@@ -59,7 +61,8 @@ def share_of_way(
     missed, size = (moved - share * way).abs(), torch.stack([u, w, anchor]).abs().amax(dim=0)
     eps = _ROUNDING * torch.finfo(w.dtype).eps
     parts = zip(missed.split(list(sizes)), size.split(list(sizes)), strict=True)
-    return share if all(bool(own.max() <= eps * scale.max()) for own, scale in parts if len(own)) else None
+    is_near = all(bool(own.max() <= eps * scale.max()) for own, scale in parts if len(own))
+    return share if is_near and 0 < share <= 1 + _ROUNDING * torch.finfo(w.dtype).eps else None
 
 
 @dataclass(eq=False)
@@ -130,7 +133,7 @@ class LiveNetwork:
             changed: Its buffers and frozen parameters that are not as recorded, by name.
         """
         model, S = trajectory.model, trajectory.num_steps
-        P, statistics = model.num_weights, trajectory.statistics
+        P, statistics = model.num_weights, trajectory.trained.statistics
         states = [
             state
             for state in self.samples.equal_to(present[:P])
@@ -151,12 +154,12 @@ class LiveNetwork:
             return
         advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
         if "ScheduleFree" in trajectory.update_rule:
-            advice = "In optimizer.eval() it is an average: averaged_trajectory(run, schedule_free_coefficients(run))"
-        if states and S not in states:
+            advice = "In optimizer.eval() it is an average: schedule_free_average(run) of epk_gp.core.states"
+        if changed:
+            advice = f"Frozen weights or buffers were changed: {', '.join(changed)}"
+        elif states:
             call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
             advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
-        elif states:
-            advice = f"Frozen weights or buffers were changed: {', '.join(changed)}"
         warn_caller(
             f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its "
             f"weights were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. "

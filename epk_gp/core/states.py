@@ -50,6 +50,7 @@ from epk_gp.core.trajectory import (
     validate_trajectory,
 )
 from epk_gp.core.update_law import OptimizerMemory, UpdateLaw, restore_update, scaled_fields
+from epk_gp.optimizers.library_rules import share_of_average
 from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
 
 # Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what
@@ -103,7 +104,11 @@ def averaging_coefficients(
 
 
 def averaged_trajectory(
-    trajectory: Trajectory, coefficients: Float[Tensor, " S"], *, network: nn.Module | None = None
+    trajectory: Trajectory,
+    coefficients: Float[Tensor, " S"],
+    *,
+    network: nn.Module | None = None,
+    start: Float[Tensor, " P"] | None = None,
 ) -> Trajectory:
     """Return the path of the averaged weights of a run, whose end is the averaged network.
 
@@ -116,6 +121,10 @@ def averaged_trajectory(
         trajectory: Training run with S steps.
         coefficients: a_s in [0, 1], as `averaging_coefficients` gives them.
         network: The averaged network that the loop made, such as an `AveragedModel`. It is compared with the average.
+            Its moving statistics may be others than the run's (`update_bn`, averaged buffers): the last step of the
+            path leads to them, and what that adds is a part of the term `statistics`.
+        start: The average wbar_0 when recording began, where it is not w_0. What it adds to the predictions is a part
+            of the source "before the recording".
 
     Raises:
         TypeError: The trajectory is no recorded run.
@@ -131,30 +140,72 @@ def averaged_trajectory(
             f"coefficients must be one number in [0, 1] per step, ({trajectory.num_steps},): got shape "
             f"{tuple(a.shape)} and values {a[:5].tolist()}."
         )
-    digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
-    digest.update(tensor_bytes(a))
-    average, states = WeightAverage(trajectory, a), AveragedStates(trajectory.states, a)
-    result = replace(trajectory, states=states, average=average, digest=digest.hexdigest())
+    lead = None if start is None else trajectory.states[0].double() - start
+    states, statistics = AveragedStates(trajectory.states, a, lead), None
     if network is not None:
-        _validate_average(result, network)
-    return result
+        statistics = _statistics_of_average(trajectory, states, network)
+    digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
+    for value in (a, lead, statistics):
+        digest.update(b"" if value is None else tensor_bytes(value))
+    whole = (
+        trajectory.statistics if statistics is None else EndingWith(trajectory.statistics, len(states), end=statistics)
+    )
+    return replace(
+        trajectory,
+        states=states,
+        statistics=whole,
+        average=WeightAverage(trajectory, a, lead),
+        digest=digest.hexdigest(),
+    )
 
 
-def _validate_average(average: Trajectory, network: nn.Module) -> None:
-    model, S = average.model, average.num_steps
+def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None = None) -> Trajectory:
+    """Return the path of the average x of a schedule-free run, which `optimizer.eval()` puts into the network.
+
+    Args:
+        trajectory: The run; the weights of all parameters move at the same rate of averaging.
+        network: The network in evaluation mode; see `averaged_trajectory`.
+
+    Raises:
+        ValueError: The optimizer is not schedule-free, or its groups have different betas.
+    """
+    groups = trajectory.optimizer_groups
+    betas = [share_of_average(group.options) for group in groups if "ScheduleFree" in group.rule]
+    if not betas or len(betas) < len(groups) or len({*betas}) > 1:
+        rule = trajectory.update_rule
+        raise ValueError(f"the run must be of a schedule-free optimizer, with one beta for all groups: got {rule}.")
+    beta, u = betas[0], trajectory.momentum  # the lead of z before y
+    shares = [1 - float(trajectory.updates[s].beta.min()) for s in range(trajectory.num_steps)]
+    a = torch.tensor([c / (1 - beta * (1 - c)) for c in shares], dtype=torch.float64)
+    # y = (1 - beta) (y + u) + beta x
+    start = None if u is None else trajectory.states[0] - (1 - beta) / beta * u.to(trajectory.states[0])
+    return averaged_trajectory(trajectory, a, network=network, start=start)
+
+
+@dataclass(frozen=True, eq=False)
+class EndingWith(FirstOf):
+    """Moving statistics of which the last ones, `end`, are others than the run's."""
+
+    end: Any = None
+
+    def __getitem__(self, place: int) -> Any:
+        """Read those of one state."""
+        return self.end if place == self.count - 1 else super().__getitem__(place)
+
+
+def _statistics_of_average(run: Trajectory, states: States, network: nn.Module) -> Tensor | None:
+    """Return the moving statistics of an averaged network, if they are not the run's last ones.
+
+    Raises:
+        ValueError: Its weights are not the average, or a parameter is missing.
+    """
+    model, S = run.model, run.num_steps
     named = {**dict(network.named_buffers()), **dict(network.named_parameters())}
     held = {name.removeprefix("module."): value.detach() for name, value in named.items()}
     missing = [name for name in model.names if name not in held]
     if missing:
         raise ValueError(f"network must have the parameters of the trained one: got none of the name {missing[0]!r}.")
-    if average.statistics is not None and all(name in held for name in model.statistics):
-        statistics = model.flatten_statistics(held)
-        if not torch.allclose(statistics, average.statistics[S].to(statistics), rtol=1e-6, atol=0):
-            raise ValueError(
-                "network must have the moving statistics of the run's last step: it has others (update_bn, or averaged "
-                "buffers), which the path of the average does not lead to."
-            )
-    expected = average.states[S]
+    expected = states[S]
     w = model.flatten({name: held[name] for name in model.names}).to(expected)
     difference = float((w - expected).abs().max())
     allowed = 4 * torch.finfo(expected.dtype).eps * (S + 1) * float(expected.abs().max())
@@ -163,6 +214,10 @@ def _validate_average(average: Trajectory, network: nn.Module) -> None:
             f"network must hold the average of the run's weights: it differs by {difference:.2e}, more than rounding "
             f"explains ({allowed:.2e}). Check after which steps it was updated (`updates`), and its decay."
         )
+    if run.statistics is None or any(name not in held for name in model.statistics):
+        return None
+    statistics, last = model.flatten_statistics(held), run.statistics[S]
+    return None if torch.equal(statistics, last.to(statistics)) else statistics.to(last)
 
 
 class AveragedStates:
@@ -174,14 +229,21 @@ class AveragedStates:
     Args:
         states: The weights of the run.
         coefficients: a_s, (S,).
+        lead: By how much w_0 is ahead of the average there; None for nothing.
         spec: Dtype and device in which states are computed that were not kept.
     """
 
-    def __init__(self, states: States, coefficients: Float64[Tensor, " S"], spec: TensorSpec | None = None) -> None:
-        self.states, self.coefficients, self._spec = states, coefficients, spec
-        self.stride = max(1, int(len(states) ** 0.5))
-        self._reference = self._trained(0).new_empty(0)
-        self._anchors = [self._trained(0).double()]
+    def __init__(
+        self,
+        states: States,
+        coefficients: Float64[Tensor, " S"],
+        lead: Float64[Tensor, " P"] | None = None,
+        spec: TensorSpec | None = None,
+    ) -> None:
+        self.states, self.coefficients, self._lead, self._spec = states, coefficients, lead, spec
+        self.stride, start = max(1, int(len(states) ** 0.5)), self._trained(0)
+        self._reference = start.new_empty(0)
+        self._anchors = [start.double() if lead is None else start.double() - lead]
         for first in range(0, len(coefficients), self.stride):
             self._anchors.append(self._average(first, self._anchors[-1])[-1])
         self._stretch: tuple[int, list[Tensor]] = (-1, [])
@@ -207,14 +269,15 @@ class AveragedStates:
 
     def until(self, run: Trajectory) -> Trajectory:
         """Return the first steps of the average: the average of the first steps of the run."""
-        return averaged_trajectory(run.trained.until(run.num_steps), self.coefficients[: run.num_steps])
+        S, start = run.num_steps, None if self._lead is None else self[0]
+        return averaged_trajectory(run.trained.until(S), self.coefficients[:S], start=start)
 
     def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Read one state of a computation, whose dtype states may depend on that are computed again."""
         if not hasattr(self.states, "at"):
             return self[state]
         if spec not in self._of:
-            self._of[spec] = AveragedStates(self.states, self.coefficients, spec)
+            self._of[spec] = AveragedStates(self.states, self.coefficients, self._lead, spec)
         return self._of[spec][state]
 
     def _trained(self, state: int) -> Tensor:
@@ -240,7 +303,7 @@ class PredictedPath:
 
     def __init__(self, trajectory: Trajectory) -> None:
         self.trajectory = trajectory
-        self._lead: Tensor | None = None
+        self._lead = None if trajectory.average is None else trajectory.average.lead
 
     def step(
         self, index: int, w: Float[Tensor, " P"], d: Float[Tensor, " P"]
@@ -256,7 +319,7 @@ class PredictedPath:
         if average is None:
             return w, d
         a = float(average.coefficients[index])
-        moved = d if self._lead is None else d + self._lead
+        moved = d if self._lead is None else d + self._lead.to(d)
         self._lead = (1 - a) * moved
         return flat_weights(self.trajectory, index, w), a * moved
 

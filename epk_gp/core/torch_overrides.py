@@ -9,8 +9,9 @@ A checkpointed function is called again in the backward pass, and takes the weig
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -23,8 +24,45 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-# torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products.
-_SWITCHES = (
+_PLACES: list[Any] = [  # where torch says what may replace float32 inside of products and convolutions, since 2.9
+    place
+    for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
+    for place in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
+    if hasattr(place, "fp32_precision")
+]
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set some of the places, which are restored on their own
+        return "highest"
+
+
+def _cudnn_tf32() -> bool:
+    cudnn: Any = torch.backends.cudnn
+    return bool(cudnn.conv.fp32_precision == "tf32" if _PLACES else cudnn.allow_tf32)
+
+
+def _precisions() -> list[str]:
+    return [place.fp32_precision for place in _PLACES]
+
+
+def _set_precisions(values: Sequence[str]) -> None:
+    for place, value in zip(_PLACES, values, strict=True):
+        place.fp32_precision = value
+
+
+# torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products,
+# numbers have the precision of the tensors, and the same sum has the same bytes.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
+    (_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    (_cudnn_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32"), False),
+    (_precisions, _set_precisions, ["ieee"] * len(_PLACES)),
+    *(
+        (partial(getattr, torch.backends.cudnn, k), partial(setattr, torch.backends.cudnn, k), k == "deterministic")
+        for k in ("deterministic", "benchmark")
+    ),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
@@ -55,7 +93,13 @@ def outside_autocast() -> Iterator[None]:
 
 @contextmanager
 def disable_fused_attention() -> Iterator[None]:
-    """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here; no autocast."""
+    """Keep torch to kernels that can be differentiated in every way and to the tensors' precision, without TF32.
+
+    It lasts as long as any thread is in here. Nor is there any autocast.
+    """
+    if _THREAD.is_free:
+        yield
+        return
     user = _User()
     try:
         with _LOCK:
@@ -73,6 +117,16 @@ def disable_fused_attention() -> Iterator[None]:
                 for (_, restore, _), value in zip(_SWITCHES, _BEFORE, strict=True):
                     restore(value)
                 _BEFORE.clear()
+
+
+@contextmanager
+def kernels_of_the_loop() -> Iterator[None]:
+    """Let torch choose its kernels as in the user's own loop: `disable_fused_attention` does nothing in this thread."""
+    _THREAD.is_free = True
+    try:
+        yield
+    finally:
+        _THREAD.is_free = False
 
 
 # Functions that normalise by statistics, with the names of their arguments.
@@ -167,6 +221,7 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Thread(threading.local):
+    is_free = False  # whether torch may choose its kernels
     depth = 0  # how often the thread has torch's level of forward-mode derivatives
 
     def __init__(self) -> None:

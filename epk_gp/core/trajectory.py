@@ -105,10 +105,12 @@ class WeightAverage:
     Attributes:
         run: The recorded run, at whose weights the training gradients were taken.
         coefficients: The share a_s in [0, 1] of w_{s+1} in the average after step s.
+        lead: By how much the weights were ahead of the average when recording began; None where they were equal.
     """
 
     run: "Trajectory"
     coefficients: Float64[Tensor, " S"]
+    lead: Float64[Tensor, " P"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +307,8 @@ class Trajectory(Displayed):
         """What else than training points, decay and statistics adds to predictions, by name."""
         batches = (step.batch for step in self.trained.steps if step.batch is not None)
         outside = (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
-        return outside if self.trained.momentum is None else (*outside, BEFORE)
+        is_new = self.trained.momentum is None and (self.average is None or self.average.lead is None)
+        return outside if is_new else (*outside, BEFORE)
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.

@@ -91,11 +91,9 @@ def pairs_input_gradients(
     kernel: PlannedKernel, pairs: SetPairs, weights: Float[Tensor, "P K n L m"], wanted: tuple[bool, bool]
 ) -> tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]:
     """Differentiate a weighted sum of kernel values with respect to the points (`PathKernel`)."""
-    # Dense parameters sample by sample: torch 2.13's `vmap` gets layer norms wrong that are differentiated twice.
-    net = PlannedModel(kernel.net.model, replace(kernel.net.plan, supports_vmap=False))
     results = [torch.zeros_like(s.X) if w else None for s, w in zip((pairs.left, pairs.right), wanted, strict=True)]
     with torch.enable_grad():
-        derivative = _Derivative(replace(kernel, net=net), pairs)
+        derivative = _Derivative(kernel, pairs)
         for own, left, right in _blocks(derivative, wanted):
             of_block = weights[own][:, :, left.points][..., right.points]
             gradients = _block_gradients(derivative, left, right, of_block, wanted)
@@ -120,10 +118,12 @@ class _Derivative:
 
     def jacobians(self, at: WeightLocation, X: Tensor, cotangents: Cotangents) -> list[LayerJacobian]:
         """Compute layer Jacobians, with a graph if X asks for one; layers with several positions are written out."""
-        plain, create_graph = replace(cotangents, head=None), X.requires_grad
+        plain, create_graph, net = replace(cotangents, head=None), X.requires_grad, self.kernel.net
+        if create_graph:  # torch 2.13's `vmap` gets layer norms wrong that are differentiated twice
+            net = PlannedModel(net.model, replace(net.plan, supports_vmap=False))
         return [
             j if isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 else DenseJacobian(j.to_dense())
-            for j in layer_jacobians(self.kernel.net, at, X, plain, self.kernel.cost(), create_graph=create_graph)
+            for j in layer_jacobians(net, at, X, plain, self.kernel.cost(), create_graph=create_graph)
         ]
 
     @cached_property

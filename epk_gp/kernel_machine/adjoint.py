@@ -559,9 +559,12 @@ class AdjointTerms(AttributionWork):
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change)
             if s == 0 and BEFORE in trajectory.sources and adjoint is not None:
-                of_buffers = adjoint.split(len(w), dim=2)[: 2 if trajectory.average is None else -1]
-                for part, m in zip(of_buffers, initial_momentum(trajectory, w).split(len(w)), strict=False):
-                    totals.add(BEFORE, 0, -grouped_products(part, m[None], self.parts, sizes).squeeze(2))
+                carried, average = adjoint.split(len(w), dim=2), trajectory.average
+                held = [-m for m in initial_momentum(trajectory, w).split(len(w))]
+                pairs = [*zip(carried[: 2 if average is None else -1], held, strict=False)]
+                pairs += [] if average is None or average.lead is None else [(carried[-1], average.lead.to(w))]
+                for part, vector in pairs:
+                    totals.add(BEFORE, 0, grouped_products(part, vector[None], self.parts, sizes).squeeze(2))
             yield uncounted, 1, adjoint
 
     def _splits(self, totals: TermSums) -> bool:

@@ -18,7 +18,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
-from epk_gp.core.states import averaged_trajectory
+from epk_gp.core.states import EndingWith, averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, tensor_bytes
 from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
 from epk_gp.core.trajectory import (
@@ -252,7 +252,10 @@ def retrained_run(
         live=None,
     )
     difference = training.difference(replayed, recorded)
-    return (run if whole.average is None else averaged_trajectory(run, whole.average.coefficients)), difference
+    if (average := whole.average) is None:
+        return run, difference
+    start = None if average.lead is None else whole.states[0]
+    return averaged_trajectory(run, average.coefficients, start=start), difference
 
 
 def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Tensor, " M"]) -> Step:
@@ -480,6 +483,11 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
         ValueError: The loss is not stated, or a pass saw other weights.
     """
     validate_stated(trajectory.loss, what)
+    if isinstance(trajectory.statistics, EndingWith):
+        raise ValueError(
+            f"{what} needs moving statistics that follow from the steps: those of the averaged network are others "
+            "(update_bn), which are held as they are. epk_gp.attribute explains it."
+        )
     for step in trajectory.trained.steps:
         if step.move is not None:
             raise ValueError(

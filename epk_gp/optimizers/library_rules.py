@@ -19,7 +19,7 @@ x, which `optimizer.eval()` puts into the network, is an average of the recorded
 
     x' = (1 - a) x + a y',    a = c / (1 - beta (1 - c))
 
-so `schedule_free_coefficients` and `epk_gp.core.states.averaged_trajectory` explain it.
+so `epk_gp.core.states.schedule_free_average` explains it.
 """
 
 import math
@@ -29,7 +29,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,14 +68,19 @@ def _rate_of_mean(group: Options) -> float:
     return float(group["lr"]) / bias
 
 
-def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
+def sgd_buffers(group: Options, before: Options) -> dict[str, Any]:
+    """Return the coefficients of gradient descent, with momentum or without; torch does not dampen the first one."""
+    lr, mu = float(group["lr"]), float(group.get("momentum", 0.0))
     if mu == 0:
-        return _step(group, lr, lr=lr, beta=1.0)
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
-    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
-    return _step(group, lr, **rates, **buffer)
+        return {"lr": lr, "beta": 1.0}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group.get("nesterov", False) else {"momentum_lr": lr}
+    dampening = float(group.get("dampening", 0.0)) if before else 0.0
+    return {**rates, "beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+
+
+def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    held = before if "momentum_buffer" in before else {}
+    return _step(group, group["lr"], **sgd_buffers(group, held))
 
 
 def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -149,7 +153,7 @@ def _prodigy(p: nn.Parameter, group: Options, before: Options, after: Options) -
     return _step(group, rate, momentum_lr=momentum_lr, beta=beta1, one_minus_dampening=d * (1 - beta1))
 
 
-def _share_of_average(group: Options) -> float:
+def share_of_average(group: Options) -> float:
     """Return the share beta of the average in the weights of a schedule-free optimizer."""
     return float(group["betas"][0] if "betas" in group else group["momentum"])
 
@@ -164,7 +168,7 @@ def _share_of_base(group: Options) -> float:
 
 
 def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    beta, c = _share_of_average(group), _share_of_base(group)
+    beta, c = share_of_average(group), _share_of_base(group)
     count, warmup = group["k"] if "k" in group else group["step"], group["warmup_steps"]
     rate = float(group["lr"]) * (count / warmup if count < warmup else 1.0)
     scale: float | Tensor = 1.0
@@ -193,7 +197,7 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
     if not any("train_mode" in group for _, group in groups):
         return None
     for optimizer, group in groups:
-        beta = _share_of_average(group)
+        beta = share_of_average(group)
         for p in () if group.get("train_mode", True) else group["params"]:
             if "z" in optimizer.state.get(p, {}) and id(p) in weights:
                 weights[id(p)] = weights[id(p)].lerp(optimizer.state[p]["z"].to(p), 1 - beta)
@@ -201,6 +205,8 @@ def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]
 
 
 def _lead(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]:
+    if not group.get("train_mode", True):
+        raise ValueError("a schedule-free optimizer must be in training mode: call optimizer.train() first.")
     return (state["z"] - p.detach(),)
 
 
@@ -265,9 +271,10 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     beta1, beta2 = map(float, group["betas"])
     count, lr = group["step"] - 1, float(group["lr"])
     if p.ndim > 2 or group["merge_dims"]:
+        shape = "merge_dims=True" if group["merge_dims"] else f"a parameter of shape {tuple(p.shape)}"
         raise ValueError(
-            f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got a "
-            f"parameter of shape {tuple(p.shape)}. Give other parameters another optimizer."
+            f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got "
+            f"{shape}. Leave dimensions apart (merge_dims=False), and give other parameters another optimizer."
         )
     if count == 0:  # the first gradient only makes the basis
         return LinearStep(beta=1.0)
@@ -314,10 +321,8 @@ def lookahead(inner: UpdateRule) -> UpdateRule:
 
 
 def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """Adafactor of `transformers`, with or without a rate and momentum of its own."""
-    rate, count, gradient = group["lr"], after["step"], before[GRADIENT]
-    if group["relative_step"]:
-        rate = min(1e-6 * count if group["warmup_init"] else 1e-2, count**-0.5)
+    """Adafactor of `transformers`, with or without momentum."""
+    rate, gradient = group["lr"], before[GRADIENT]
     rate = float(rate * max(group["eps"][1], after["RMS"]) if group["scale_parameter"] else rate)
     inverse = _inverse_root(after, "sq") if p.ndim > 1 else after["exp_avg_sq"].rsqrt()
     size = float((inverse * gradient).norm(2)) / p.numel() ** 0.5
@@ -425,22 +430,3 @@ class NoOptimizer(Optimizer):
         along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))
         self.param_groups[0]["lr"] = max(0.0, along / max(size, 1e-300))
         return any(bool(move.any()) for move, _ in moves)
-
-
-def schedule_free_coefficients(trajectory: Any) -> Float64[Tensor, " S"]:
-    """Return the coefficients a of the average x of a schedule-free run, for `epk_gp.core.states.averaged_trajectory`.
-
-    Args:
-        trajectory: The run, `epk_gp.Trajectory`; the weights of all parameters move at the same rate of averaging.
-
-    Raises:
-        ValueError: The optimizer is not schedule-free, or its groups have different betas.
-    """
-    groups = trajectory.optimizer_groups
-    betas = [_share_of_average(group.options) for group in groups if "ScheduleFree" in group.rule]
-    if not betas or len(betas) < len(groups) or len({*betas}) > 1:
-        rule = trajectory.update_rule
-        raise ValueError(f"the run must be of a schedule-free optimizer, with one beta for all groups: got {rule}.")
-    beta = betas[0]
-    shares = [1 - float(trajectory.updates[s].beta.min()) for s in range(trajectory.num_steps)]
-    return torch.tensor([c / (1 - beta * (1 - c)) for c in shares], dtype=torch.float64)

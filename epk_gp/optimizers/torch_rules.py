@@ -2,11 +2,9 @@
 
 Each rule reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step.
 What an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
-recorded: the step is linear in the gradients with these numbers.
-
-Under Adam and its relatives some coefficients are proportional to a scale that the optimizer derives from the
-gradients: 1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed
-entry by entry, as functions of what the optimizer keeps and of
+recorded: the step is linear in the gradients with these numbers. Some coefficients are proportional to a scale, as
+1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed entry by
+entry, as functions of what the optimizer keeps and of
 
     h = grad_scale * g + weight_decay * w,
 
@@ -33,11 +31,11 @@ from epk_gp.optimizers.library_rules import (
     lookahead,
     of_class,
     orthogonalising_matrix,
+    sgd_buffers,
 )
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
-_UNDAMPENED = {"one_minus_dampening": 1.0}  # torch starts the buffer with the gradient itself
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
@@ -71,21 +69,20 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
-    if mu == 0:
-        return _step(group, lr=lr, beta=1.0)
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group.get("dampening", 0.0))} if before else _UNDAMPENED
-    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
+    return _step(group, **sgd_buffers(group, before))
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     (beta1, beta2), count = (_as_computed(group, beta) for beta in group["betas"]), _count(group, after)
     v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
-    rate, root = _as_computed(group, group["lr"]) / (1 - beta1**count), (1 - beta2**count) ** 0.5
-    if group.get("capturable", False):  # torch multiplies float32 numbers first
-        momentum_lr = 1 / (v.sqrt() / float(root * rate) + float(group["eps"] / rate))
+    lr, left, root = _as_computed(group, group["lr"]), 1 - beta1**count, (1 - beta2**count) ** 0.5
+    eps, is_capturable = float(group["eps"]), group.get("capturable", False)
+    if is_capturable and (group["foreach"] or (group["foreach"] is None and p.is_cuda and not group["fused"])):
+        momentum_lr = float(1 / (left / lr)) / (v.sqrt() / float(root) + eps)
+    elif is_capturable:  # torch multiplies float32 numbers first
+        momentum_lr = 1 / (v.sqrt() / float(root * (lr / left)) + float(eps / (lr / left)))
     else:
-        momentum_lr = v.sqrt().div_(float(root)).add_(float(group["eps"])).reciprocal_().mul_(float(rate))
+        momentum_lr = v.sqrt().div_(float(root)).add_(eps).reciprocal_().mul_(float(lr / left))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 
@@ -306,9 +303,7 @@ def _adadelta_scale(memory: Memory, h: Tensor, options: Options, *_: Any) -> tup
 _ADAM = Preconditioner(_adam_scale, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
 
 PRECONDITIONERS: dict[str, Preconditioner] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "NAdam": _ADAM,
+    **dict.fromkeys(("Adam", "AdamW", "NAdam"), _ADAM),
     "RAdam": Preconditioner(_radam_scale),
     "Adamax": Preconditioner(_adamax_scale),
     "RMSprop": Preconditioner(
@@ -590,10 +585,10 @@ def learning_rate(optimizers: Optimizers) -> float:
         ValueError: The learning rate of a group is missing, negative or not finite.
     """
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
-    if any("lr" not in group for group in groups):
-        raise ValueError("each parameter group of an optimizer must have its learning rate as the option 'lr': add it.")
+    if any(group.get("lr") is None for group in groups):
+        advice = "Add it; to Adafactor pass lr=1e-3, relative_step=False, warmup_init=False."
+        raise ValueError(f"each parameter group must have its learning rate as the option 'lr', a number. {advice}")
     rates = [float(group["lr"]) for group in groups]
-    for rate in rates:
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
+    if wrong := [rate for rate in rates if not 0 <= rate < float("inf")]:
+        raise ValueError(f"the learning rate must be finite and not negative: got {wrong[0]}.")
     return rates[0]

@@ -200,8 +200,9 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
         _matrix_shape(held.get("left"), held.get("right"), size)
         _matrix_shape(held.get("inner_left"), held.get("inner_right"), size)
         if step.second is not None:
+            device = next((v.device for v in step.second if isinstance(v, Tensor)), None)
             numbers = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in step.second]
-            rows = torch.broadcast_tensors(*(value.detach().reshape(-1) for value in numbers))
+            rows = torch.broadcast_tensors(*(value.detach().reshape(-1).to(device) for value in numbers))
             matrices[SECOND][k] = torch.stack(rows)
     joined: dict[str, Any] = {}
     for name in FIELDS:

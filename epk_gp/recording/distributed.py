@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,7 +51,7 @@ class Ranks:
 
     Attributes:
         net: The network without its wrapper, with all weights.
-        called: The network without its wrapper, as it was given.
+        called: Takes the hooks of what the loop calls.
         optimizer: Its optimizer, or several, with all of their state.
         rank: Number of this process among them.
         size: How many they are.
@@ -69,10 +69,13 @@ class Ranks:
         self.net = self.called = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
         self.is_divided, self.warning = False, cast("str | None", None)
-        self._wrapper: Any = net if isinstance(net, DistributedDataParallel) else _wrapper_of(net)
         self._sends_states, self._loaded = False, cast("list[Any] | None", None)
         self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        known = [net] if self.net is not net else gc.get_objects() if count > 1 else []
+        wrappers = [own for own in reversed(known) if issubclass(type(own), DistributedDataParallel)]
+        with_net = (own for own in wrappers if any(part is self.net for part in own.modules()))
+        self._wrapper = cast("Any", next(with_net, None))
         is_sharded = _is_sharded(self.net)
         if self._wrapper is None and not is_sharded:
             if count > 1:  # each may train a network of its own, or it may be wrapped later
@@ -99,7 +102,7 @@ class Ranks:
         optimizers = as_optimizers(optimizer)  # without wrappers
         if is_sharded or any(_local(own) is not own for own in optimizers):
             self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
-            self.net, self.optimizer = self._twin.net, self._twin.optimizers
+            self.net, self.called, self.optimizer = self._twin.net, self._twin.called, self._twin.optimizers
 
     def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on the writing rank, and none on the others."""
@@ -119,18 +122,15 @@ class Ranks:
         """Raise on all ranks what the writing rank raises inside.
 
         Raises:
-            StepMismatchError: It raised a `ValueError`.
-            RuntimeError: It raised another error.
+            Exception: That one.
         """
         try:
             yield
         except Exception as error:
-            is_value = isinstance(error, ValueError)
-            self.share((is_value, str(error) if is_value else f"rank 0 raised {type(error).__name__}: {error}"))
+            self.share(cast("Exception | None", error))
             raise
-        is_value, message = self.share((False, ""))
-        if message:
-            raise StepMismatchError(message) if is_value else RuntimeError(message)
+        if (raised := self.share(cast("Exception | None", None))) is not None:
+            raise raised
 
     def validate(self, data_digest: str) -> None:
         """Raise on the writing rank if another one has other training data.
@@ -188,11 +188,6 @@ class Ranks:
         made.announced = ()  # what one rank saw says nothing of the whole step
         _, before, after = own
         return _joined([step for step, *_ in reversed(parts) if step is not None], setup, before, after), before, after
-
-    def stop(self) -> None:
-        """Leave the network as it was."""
-        if self._twin is not None:
-            self._twin.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states that the other ranks send; none before the first step."""
@@ -266,14 +261,6 @@ def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: 
     return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
 
 
-def _wrapper_of(net: Any) -> Any:
-    """Return the wrapper that trains a network in several processes; None if there is none."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    wrappers = [own for own in gc.get_objects() if issubclass(type(own), DistributedDataParallel)]
-    return next((own for own in reversed(wrappers) if any(part is net for part in own.modules())), None)
-
-
 class WholeTwin:
     """A network and optimizers with all weights, gradients and state of those whose ranks hold parts of them.
 
@@ -282,36 +269,35 @@ class WholeTwin:
 
     Attributes:
         net: The network with all weights: the original one where it has them.
+        called: Takes the hooks of what the loop calls.
         optimizers: The optimizers of its parameters.
     """
 
     def __init__(self, net: nn.Module, optimizers: Sequence[Optimizer], ranks: "Ranks") -> None:
         """Gather everything, as all further calls do, on all ranks together."""
         self._original, self._originals, self._ranks = net, optimizers, ranks
-        self.net, self._hooks = _whole_copy(net) if _is_sharded(net) else net, list[Any]()
+        self.net = _whole_copy(net) if _is_sharded(net) else net
         self._twins = dict(zip(net.parameters(), self.net.parameters(), strict=True))
-        for p in self.net.parameters() if self.net is not net else ():
-            p.grad = torch.zeros_like(p)  # until there are others: where all are None, a step was skipped
+        self._copied = [(p, q) for p, q in self._twins.items() if p is not q]
+        for _, q in self._copied:
+            q.grad = torch.zeros_like(q)  # until there are others: where all are None, a step was skipped
         self.optimizers = [copy.copy(_local(optimizer)) for optimizer in optimizers]
         for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
-            groups = optimizer.param_groups
-            twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
-            for place, gather in (("pre", self.pull_gradients), ("post", self.pull)):
-                register = getattr(optimizer, name := f"register_step_{place}_hook")
-                vars(twin)[name] = partial(_register_after, gather, register, twin)
-        if self.net is not net:
-            for register in (net.register_forward_pre_hook, net.register_forward_hook):
-                self._hooks.append(register(self._follow_modes))
+            vars(twin)["register_step_pre_hook"] = _after(self.pull_gradients, optimizer.register_step_pre_hook, twin)
+            vars(twin)["register_step_post_hook"] = _after(self.pull, optimizer.register_step_post_hook, twin)
+        self.called = SimpleNamespace(
+            register_forward_pre_hook=_after(self._follow_modes, net.register_forward_pre_hook, self.net),
+            register_forward_hook=_after(self._follow_modes, net.register_forward_hook, self.net),
+        )
         self.pull()
 
     @torch.no_grad()
     def pull(self) -> None:
         """Gather weights, state and options."""
+        for p, q in self._copied:
+            q.copy_(_whole(p.detach()))
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
             local, held = _local(optimizer), _held(optimizer)
-            for p in held:
-                if self._twins.get(p, p) is not p:
-                    self._twins[p].copy_(_whole(p.detach()))
             stored = [(n, local.state[p]) for n, p in enumerate(held) if p in local.state]
             states = {n: {key: _whole(value) for key, value in state.items()} for n, state in stored}
             if local is not optimizer:
@@ -324,50 +310,47 @@ class WholeTwin:
     @torch.no_grad()
     def pull_gradients(self) -> None:
         """Gather gradients and options."""
-        for p in [p for optimizer in self._originals for p in _held(optimizer)]:
-            if self._twins.get(p, p) is not p:
-                self._twins[p].grad = None if p.grad is None else _whole(p.grad)
+        for p, q in self._copied:
+            q.grad = None if p.grad is None else _whole(p.grad)
         self.pull_options()
 
     def pull_options(self) -> None:
         """Have the optimizers' options."""
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            _copy_options(optimizer, twin)
+            groups = optimizer.param_groups
+            twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
 
     @torch.no_grad()
     def push(self) -> None:
         """Give each rank its part of the twin's weights, state and options."""
+        for p, q in self._copied:
+            p.copy_(_part(q.detach(), p))
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
             local = _local(optimizer)
             for p in _held(local):
                 q = self._twins.get(p, p)
-                if q is not p:
-                    p.copy_(_part(q.detach(), p))
                 local.state[p] = {k: _part(v, p) if v.shape == q.shape else v for k, v in twin.state[q].items()}
-            _copy_options(twin, local)
-            _copy_options(twin, optimizer)
+            for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
+                own |= {**group, "params": own["params"]}
 
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _follow_modes(self, *_: Any) -> None:
+    def _follow_modes(self) -> None:
         """Have the original's modes and buffers, which are not divided."""
         for part, original in zip(self.net.modules(), self._original.modules(), strict=True):
             part.training = original.training
             part._buffers.update(original._buffers)
 
 
-def _register_after(gather: Callable[[], None], register: Callable[..., Any], twin: Optimizer, hook: Any) -> Any:
-    """Call a hook of the twin of an optimizer when that one's are called, and the values are gathered."""
+def _after(gather: Callable[[], None], register: Callable[..., Any], twin: Any) -> Callable[..., Any]:
+    """Return what registers a hook at an original, which is called with its twin when the values are gathered."""
 
-    def call(optimizer: Optimizer, *arguments: Any) -> Any:
-        gather()
-        return hook(twin, *arguments)
+    def register_hook(hook: Any, **options: Any) -> Any:
+        def call(original: Any, *arguments: Any) -> Any:
+            gather()
+            return hook(twin, *arguments)
 
-    return register(call)
+        return register(call, **options)
+
+    return register_hook
 
 
 def _local(optimizer: Any) -> Optimizer:
@@ -378,11 +361,6 @@ def _local(optimizer: Any) -> Optimizer:
 
 def _held(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _copy_options(source: Optimizer, target: Optimizer) -> None:
-    for group, own in zip(source.param_groups, target.param_groups, strict=True):
-        own.update({key: value for key, value in group.items() if key != "params"})
 
 
 def _is_sharded(net: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from zlib import crc32
 
 import torch
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import Step, fingerprint_step
+from epk_gp.core.step import Step, fingerprint_step, tensor_bytes
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
@@ -110,6 +111,7 @@ class RunHistory:
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
         self.samples = StateSamples.of(weights)
         self.samples.rows[len(self.steps)] = weights[self.samples.places]
+        self._checksums = dict[int, int]()  # of states that are not kept any more
         self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last moves led
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
@@ -175,7 +177,7 @@ class RunHistory:
         Returns:
             None where the weights did not move, or in another way.
         """
-        u, places = self.last.end, self.samples.places
+        u = self.last.end
         if (w.dtype, w.device) != (u.dtype, u.device) or torch.equal(w, u):
             return None
         for number in self.samples.anchors(u, w, self.num_steps - 1):
@@ -187,7 +189,7 @@ class RunHistory:
                 is_kept = recomputation is None or recomputation.is_kept(number)
                 anchor = run.states[number].to(u) if is_kept else u.new_empty(0)
                 held = anchor, None if statistics is None else statistics[number].to(u)
-            if not len(held[0]) and torch.equal(self.samples.rows[number], w[places]):  # a state that is not kept
+            if not len(held[0]) and self._checksums.get(number) == crc32(tensor_bytes(w)):
                 held = w, held[1]
             share = share_of_way(u, w, held[0], sizes) if len(held[0]) else None
             if share is not None:
@@ -265,7 +267,8 @@ class RunHistory:
             schema: What the run keeps.
         """
         for index, result in self._results.items():
-            if index < count - 1 and (index + 1) % schema.keep_every:
+            if index < count - 1 and (index + 1) % schema.keep_every and len(result.end):
+                self._checksums[index + 1] = crc32(tensor_bytes(result.end))
                 result = replace(result, end=result.end.new_empty(0))
             if index < count and result.update is not None:
                 result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))

@@ -102,19 +102,15 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
-        self._leave(None)
+        self.close(None)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = RuntimeError("the training ended early")) -> None:  # noqa: B008
         """Commit what was recorded before an error, and release the run's folder; does nothing after a whole run."""
-        self._leave(RuntimeError("the training ended early"))
-
-    def _leave(self, error: BaseException | None) -> None:
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._recorder.__exit__(None if error is None else type(error), error, None)
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self._recorder.__exit__(None if error is None else type(error), error, None)
 
     def _take_indices(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,6 +1,7 @@
 """A PyTorch Lightning callback that records the training; it needs the extra `lightning`."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
@@ -11,11 +12,6 @@ from epk_gp.core.losses import UnstatedLoss
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
 from epk_gp.recording.recorder import Recorder, RunOfCallback
 from epk_gp.storage.rows import Targets, TrainingInputs
-
-
-def first_entry(batch: Any) -> Any:
-    """Return the first entry of a batch: the indices, if the data loader loads an `IndexedDataset`."""
-    return batch[0]
 
 
 class RecorderCallback(RunOfCallback, Callback):
@@ -37,7 +33,7 @@ class RecorderCallback(RunOfCallback, Callback):
         X: TrainingInputs,
         y: Targets = None,
         *,
-        indices: Callable[[Any], Any] = first_entry,
+        indices: Callable[[Any], Any] = itemgetter(0),
         weight: float | Tensor | Callable[[Any], float | Tensor] | None = None,
         clip: Clip | None = None,
         **options: Any,
@@ -48,7 +44,8 @@ class RecorderCallback(RunOfCallback, Callback):
             net: The network inside the Lightning module whose outputs the loss takes.
             X: All M training inputs, on the network's device.
             y: Their targets; X and y may be all that `Recorder` takes.
-            indices: Returns the rows of X that a batch of the training data loader holds.
+            indices: Returns the rows of X that a batch of the training data loader holds: its first entry, as of a
+                loader of an `IndexedDataset`.
             weight: Factor in front of a batch's loss, or of each row's; or a function of the batch that returns it.
                 None stands for the trainer's own, 1 / `accumulate_grad_batches`.
             clip: The gradient clipping before each step; None for the trainer's.

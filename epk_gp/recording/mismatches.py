@@ -41,7 +41,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import NEXT_LABELS, changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep, ObservedStep
@@ -171,7 +171,10 @@ def _factor_of_labels(loss: Loss, seen: SeenPass) -> float:
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
     seen = seen_passes(setup, made, step)
-    return None if is_stated_loss(setup, seen) else _loss_cause(setup, seen)
+    if not is_stated_loss(setup, seen):
+        return _loss_cause(setup, seen)
+    is_read = any(batch.weight is None for batch in made.announced)
+    return "weight=None found no factor of the stated loss that all rows have" if is_read else None
 
 
 def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
@@ -203,7 +206,7 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     seen = seen_passes(setup, made, observed.step)
-    cause = _network_cause(setup, check, seen)
+    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
     if cause is None and seen and not isinstance(setup.loss, UnstatedLoss):
         cause = _scale_cause(setup, check, seen)
         if cause is None and not is_stated_loss(setup, seen):
@@ -215,14 +218,42 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     """Say what moved the weights beside the optimizer's step on the gradient of the stated loss."""
     model, made, known = setup.model, observed.made, "the gradient is that of the stated loss"
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
-    rest, allowed = observed.end - observed.start - predicted, step_tolerance(observed.start, predicted)
-    rate = -common_factor(rest, made.gradient)
+    step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
+    rest, factor, rule = step - predicted, common_factor(step, predicted), setup.update_rule.name
+    rate, is_scaled = -common_factor(rest, made.gradient), allclose(step, factor * predicted)
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
-    if allclose(rest, -rate * made.gradient):
-        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+    if abs(factor - 1) < 1e-4 and (step - factor * predicted).norm() < 0.5 * rest.norm():
+        return (
+            f"{known}, and the step is {rule}'s but for {abs(factor - 1):.1g} of it: where it is compiled "
+            "or capturable=True, torch computes its rates in float32. Accept it with unexplained=0.001"
+        )
+    inside = f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another inside of step()"
+    if rate > 0 and allclose(rest, -rate * made.gradient):
+        other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
+    if is_scaled:
+        return f"{known}, and {inside}. Change it before or after optimizer.step()"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
-    return f"{known}, but the weights did not move by {setup.update_rule.name}'s rule: another optimizer or option"
+    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
+
+
+def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+    """Say what the kernels that torch chose in the loop do otherwise than those of a replay; None if nothing."""
+    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
+    with kernels_of_the_loop():
+        gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
+    again = gradient * check.clip_factor
+    missed, left = ((check.used - g).abs().max() for g in (check.expected, again))
+    if not (seen and left < missed / 8 and allclose(check.used, again)):
+        return None
+    if any(_replayed(replay, check.state, p)[1] for p in seen):
+        advice = "Train inside of torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        return f"fused attention draws its dropout otherwise than a replay. {advice}"
+    return (
+        "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
+        "torch.set_float32_matmul_precision('highest'), or say what may be left of a step, unexplained=0.05"
+    )
 
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:

@@ -152,7 +152,7 @@ class PassRecords:
         self._reads_targets = is_stated and (
             model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
         )
-        self.is_doubtful = False  # whether a factor of a loss was not found in the step of the last call
+        self.is_doubtful = False  # whether the loss of a pass of the last step may be another one, or its factor
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
@@ -250,9 +250,11 @@ class PassRecords:
             self.is_doubtful |= is_unread
         if self._reads_targets and z is not None and delta is not None:
             if z.ndim > 2:
-                targets, c = _used_positions(setup.loss, forward, y, cuts, c)
+                targets, c, is_unknown = _used_positions(setup.loss, forward, y, cuts, c)
+                self.is_doubtful |= is_unknown
             elif not is_unread:
-                targets, c = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+                targets, c, is_unknown = _used_targets(setup.loss, z, delta, y, c, is_recorded)
+                self.is_doubtful |= is_unknown
         is_random = forward.random_state is not None or forward.device_random_state is not None
         is_special = forward.autocast is not None or forward.settings is not None
         needs_modes = is_random or is_special or self._differs_in(forward.modes)
@@ -433,7 +435,8 @@ def _as_stated(
 
 
 KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
-_Used = tuple[SeenRows | None, Tensor]  # targets of rows that have others than the recorded ones, weights of all rows
+# targets of rows that have others than the recorded ones, weights of all rows, whether these are not the loop's
+_Used = tuple[SeenRows | None, Tensor, bool]
 
 
 def _used_targets(
@@ -449,7 +452,7 @@ def _used_targets(
         c: The weights that the stated loss gives to the rows.
         is_recorded: Which rows of the input are as recorded.
     """
-    tolerance, stated = rounding_of(outputs), (None, c)
+    tolerance, stated, unknown = rounding_of(outputs), (None, c, False), (None, c, True)
     z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
     if not is_finite(delta) or not c.any():
         return stated
@@ -463,9 +466,9 @@ def _used_targets(
     ratio = row_factors(delta, derivative)
     is_weighted = _within(delta - ratio[:, None] * derivative, tolerance * (scale + ratio.abs()[:, None]))
     if is_weighted.all() and _are_weights(ratio, derivative, is_recorded):
-        return None, torch.where(is_like, c, ratio).cpu()
+        return None, torch.where(is_like, c, ratio).cpu(), False
     if not isinstance(loss, KnownLoss) or getattr(loss, "class_weights", None) is not None:
-        return stated
+        return unknown
     values, is_valid = read_targets(loss, z, delta, c, 10 * tolerance)
     if not isinstance(loss, MeanSquaredError) and z.shape[1] > 2:
         # two mixed labels leave a class out; the gradient of another loss does not
@@ -473,9 +476,9 @@ def _used_targets(
         is_valid &= (values.amin(dim=1) - floor).abs() <= 10 * tolerance
     other = ~is_like
     if not is_valid[other].all() or not _is_plausible(loss, values, y, other, is_recorded):
-        return stated
+        return unknown
     index = other.nonzero().squeeze(1)
-    return SeenRows(index, values[index].to(outputs.dtype)), c.cpu()
+    return SeenRows(index, values[index].to(outputs.dtype)), c.cpu(), False
 
 
 def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
@@ -489,13 +492,13 @@ def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[
             positions than y, and its labels are not found.
     """
     if not isinstance(loss, ClassLoss) or y.is_floating_point():
-        return None, c
+        return None, c, False
     found = _as_stated(loss, forward, y, cuts, c, is_read=False)
     if found is not None:
         labels, weights, _ = found
         is_same = labels.shape == y.shape
         index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
-        return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights
+        return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights, False
     shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
     if _as_stated(loss, forward, y, shifted, c, is_read=True) is not None:
         raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
@@ -505,7 +508,7 @@ def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[
             f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and its "
             "weight, or none with loss=None."
         )
-    return None, c
+    return None, c, True
 
 
 def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:

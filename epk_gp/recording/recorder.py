@@ -143,7 +143,7 @@ class Recorder:
         if check_every not in (None, 1) and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before its call
+        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -270,7 +270,6 @@ class Recorder:
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
-        self._ranks.stop()
         if self._is_closed:
             return
         self._is_recording, self._is_closed = False, True
@@ -474,7 +473,7 @@ class Recorder:
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
         step = self._passes.step(self.num_steps, made.lr, made.announced, last.end, known)
-        if self._ranks.size > 1 or self._passes.is_doubtful:
+        if self._passes.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
             made.doubt = doubt_of_loss(self._setup, made, step)
         return step, before, after
 

@@ -318,12 +318,11 @@ def make_setup(
     rows = map_data(X, y, folder)
     stream = rows if isinstance(X, Stream) else None
     if rows is not None:
-        device = next(net.parameters(), torch.empty(0)).device
-        X, y = (column.to(device) for column in rows.mapped())  # on the CPU they stay mapped
+        X, y = rows.mapped()  # on the CPU they stay mapped
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
-    X, y, signature = _parse_data(X, y, output, rows)
+    X, y, signature = _parse_data(X, y, output, rows, next(net.parameters(), torch.empty(0)).device)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes
         validate_batch_statistics(net)
@@ -379,11 +378,11 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
 
 
 def _parse_data(
-    X: Any, y: Any, output: Callable[[Any], Tensor] | None, rows: Rows | None
+    X: Any, y: Any, output: Callable[[Any], Tensor] | None, rows: Rows | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Signature]:
     """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
 
-    Those that are mapped from files are not copied.
+    They are on the network's device; those that are mapped from files are no copies.
 
     Raises:
         TypeError: The inputs or targets are not tensors, or `output` is no function.
@@ -395,7 +394,7 @@ def _parse_data(
         if labels.ndim == 0 or len(labels) == 0:
             raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
         nodes, signature = parse_graph(X, len(labels), output)
-        return nodes, labels.detach().clone(), signature
+        return nodes, labels.detach().to(device, copy=True), signature
     validate_output(output)
     inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
@@ -409,7 +408,8 @@ def _parse_data(
             f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
-    return (inputs.detach().clone(), y.detach().clone(), signature) if rows is None else (inputs, y, signature)
+    inputs, y = (value.detach().to(device, copy=rows is None) for value in (inputs, y))
+    return inputs, y, signature
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
@@ -437,7 +437,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
     Raises:
         TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
             network does not take them.
-        ValueError: Inputs or targets are on another device; the network cannot take them or changes them; or its
+        ValueError: A graph is on another device; the network cannot take them or changes them; or its
             outputs are not finite, random, or depend on other inputs of the batch.
     """
     start, graph = state, model.signature.graph
@@ -449,8 +449,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             raise TypeError(
                 f"{name} must have the weights' dtype {start.dtype}: got {value.dtype}. Convert one of them."
             )
-    for name, value in (inputs | {"y": y}).items():
-        if value.device != start.device:
+    for name, value in inputs.items():
+        if value.device != start.device:  # a graph's tensors are the user's
             raise ValueError(f"{name} must be on the network's device {start.device}: got {value.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}

@@ -33,6 +33,7 @@ from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.show import SlowCallWarning, warn_caller
+from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
 from epk_gp.storage.files import atomic_write, checksum
@@ -266,11 +267,12 @@ def run(
                         sums = Sums.load(stored, piece.name + BEGUN, work.device)
                         if counted := sums.steps:
                             bar.update(counted)
-                        for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
-                            bar.update(sums.steps - counted)
-                            if sums.steps > counted:
-                                _save_begun(stored, piece.name, sums)
-                            counted = sums.steps
+                        with disable_fused_attention():  # sums of float32 numbers too are no TF32 products
+                            for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
+                                bar.update(sums.steps - counted)
+                                if sums.steps > counted:
+                                    _save_begun(stored, piece.name, sums)
+                                counted = sums.steps
                         if stored is not None and not piece.total:
                             sums.save(stored, piece.name)
                             stored.remove([piece.name + BEGUN])

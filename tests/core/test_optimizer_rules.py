@@ -158,9 +158,12 @@ def test_optimizers_without_a_rule_are_refused_in_words():
 
 def test_a_group_without_a_learning_rate_is_refused():
     net, _, _ = problem("SGD")
-    optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), {"eta": 0.1})
-    with pytest.raises(ValueError, match="must have its learning rate as the option 'lr'"):
-        learning_rate(optimizer)
+    for options in ({"eta": 0.1}, {"lr": None}):
+        optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), options)
+        with pytest.raises(
+            ValueError, match="must have its learning rate as the option 'lr', a number. Add it; to Adafactor"
+        ):
+            learning_rate(optimizer)
 
 
 def several(net: nn.Module) -> list[torch.optim.Optimizer]:

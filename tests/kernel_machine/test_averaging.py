@@ -1,5 +1,6 @@
 """Networks of averaged weights (EMA, SWA): exact sums, and each sample's share in the average."""
 
+import copy
 import itertools
 import pickle
 
@@ -8,13 +9,18 @@ import torch
 from optimizer_cases import batches, flat, problem
 from path_runs import OPTIMIZERS
 from path_shares import assert_are_shares, shares
+from statistics_runs import reference_jacobian
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from weighted_loops import record
 
 import epk_gp as epk
 from epk_gp.core.inputs import Points
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_sample, by_step
 from helpers import assert_close
 
 AVERAGES = {
@@ -80,6 +86,62 @@ def test_an_average_that_counts_the_initial_weights_is_explained():
     assert epk.attribute(path, X_test, head="logits").max_error <= 1e-12
     equal = averaging_coefficients(12, copies_first=False)
     assert_close(averaged_trajectory(run, equal).states[12], torch.stack(run.states).mean(dim=0))
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_statistics_that_are_made_for_the_averaged_network_are_a_part_of_the_last_step(is_averaged):
+    """SWA with `update_bn`, or with averaged buffers; shares are those of per-sample gradients, by brute force."""
+    torch.manual_seed(2)
+    net, X, y = problem("SGD")
+    net.insert(1, nn.BatchNorm1d(6).double())
+    optimizer, average = OPTIMIZERS["momentum"](net), AveragedModel(net, use_buffers=is_averaged)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(net))
+    run, X_test = record(net, optimizer, X, y, batches()), torch.randn(3, 4).double()
+    if not is_averaged:
+        update_bn(X.split(4), average)
+    a = averaging_coefficients(12)
+    path, plain = averaged_trajectory(run, a, network=average), averaged_trajectory(run, a)
+    parts, without = (epk.attribute(each, X_test, head="logits") for each in (path, plain))
+    assert parts.certified
+    assert (parts.total - average.eval()(X_test)).abs().max() <= 1e-12
+    assert (without.total - average(X_test)).abs().max() > 1e-2  # the control
+    changes, expected, P = averaged_shares(net, run, a), torch.zeros(3, 3, 11, dtype=torch.float64), run.num_weights
+    moved = torch.zeros(3, 3, dtype=torch.float64)
+    for s, change in enumerate(changes):
+        start, end = (torch.cat([path.states[s + k], path.statistics[s + k]]) for k in (0, 1))
+        for t, weight in epk.gauss_legendre(12):
+            phi = weight * reference_jacobian(net, path, start + t * (end - start), X_test)
+            expected += torch.einsum("ncp,mp->ncm", phi[..., :P], change)
+            moved += torch.einsum("ncq,q->nc", phi[..., P:], (end - start)[P:])
+    assert (parts.samples - expected).abs().max() <= 1e-8 * expected.abs().max()
+    assert (parts.statistics - moved).abs().max() <= 1e-8 * moved.abs().max()
+    grouped = attribute_by(path, X_test, [by_step(path), by_sample(path)], head="logits")
+    assert (grouped.statistics_of_no_sample.abs().sum(dim=(0, 1)).flatten() > 1e-6).nonzero().flatten().tolist() == [11]
+    assert path.digest != plain.digest
+    assert path.until(11).digest == plain.until(11).digest
+    assert torch.equal(epk.attribute(pickle.loads(pickle.dumps(path)), X_test, head="logits").samples, parts.samples)
+    for ask in (lambda: epk.influence(path, X_test), lambda: epk.retrain(path, torch.ones(1, 11))):
+        with pytest.raises(ValueError, match="needs moving statistics that follow from the steps: .*update_bn"):
+            ask()
+
+
+def averaged_shares(net: nn.Module, run: epk.Trajectory, a: Tensor) -> list[Tensor]:
+    """Each sample's share of the steps of the average, (M, P), under momentum; of decay no samples'."""
+    buffers = trained = average = torch.zeros(run.num_points, run.num_weights, dtype=torch.float64)
+    copied, changes = copy.deepcopy(net).train(), []
+    for s, step in enumerate(run.steps):
+        rows = torch.zeros_like(buffers)
+        leaves = {name: value.clone().requires_grad_(name in run.model.names) for name, value in run.weights(s).items()}
+        z = functional_call(copied, leaves, (run.inputs[step.batch],))
+        weights = [leaves[name] for name in run.model.names]
+        for i, loss in zip(step.batch, F.cross_entropy(z, run.targets[step.batch], reduction="none"), strict=True):
+            own = torch.autograd.grad(loss / len(step.batch), weights, retain_graph=True)
+            rows[i] += torch.cat([g.flatten() for g in own])
+        buffers = 0.9 * buffers + rows
+        trained, before = trained - 0.1 * buffers, average
+        average = torch.lerp(average, trained, float(a[s]))
+        changes.append(average - before)
+    return changes
 
 
 def test_averaged_states_are_the_recursion_in_any_order():

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from torch._inductor import config
 
-from epk_gp.core.states import averaged_trajectory
-from epk_gp.optimizers.library_rules import schedule_free_coefficients
+from epk_gp.core.states import schedule_free_average
 from recipes.problem import finish, itself
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
@@ -42,7 +41,7 @@ def schedule_free():
     if result.recorder.inner is None:
         return result
     run = result.trajectory
-    return replace(result, path=averaged_trajectory(run, schedule_free_coefficients(run), network=result.net))
+    return replace(result, path=schedule_free_average(run, network=result.net))
 
 
 NAMES = (

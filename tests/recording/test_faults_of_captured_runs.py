@@ -149,6 +149,7 @@ CASES += [(feature, next(iter(tampers)), True) for feature, tampers in TAMPERS.i
 
 
 @pytest.mark.mostly_slow
+@pytest.mark.filterwarnings("ignore:your network is not the one that is explained")  # while it lives
 @pytest.mark.parametrize(("feature", "name", "on_disk"), CASES)
 def test_a_record_that_was_changed_is_not_certified(runs, feature, name, on_disk):
     tamper = TAMPERS[feature][name]

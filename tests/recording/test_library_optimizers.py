@@ -1,40 +1,23 @@
 """Optimizers of other libraries, of one's own, wrapped ones, and loops without one."""
 
-import copy
 import re
 from pathlib import Path
 
 import pytest
 import pytorch_optimizer as po
-import schedulefree
 import torch
-from library_cases import CASES, VARIANTS, ByHand, problem, sgd, train
+from library_cases import BEGUN, CASES, VARIANTS, ByHand, continued, problem, recorded, train
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.states import averaged_trajectory
-from epk_gp.optimizers.library_rules import LIBRARY_RULES, schedule_free_coefficients
+from epk_gp.optimizers.library_rules import LIBRARY_RULES
 from epk_gp.optimizers.torch_rules import as_optimizers, rule_for
 from epk_gp.recording.causes import StepMismatchError
 from loops import record
 
 TORCH_DTYPES = (torch.float64, torch.float32)
-
-
-def recorded(make, dtype=torch.float64, at_step=lambda s, net, optimizer: None, folder=None, **options):
-    """Record the problem's loop; `at_step` is called before the step of its number."""
-    net, X, y, steps = problem(dtype)
-    optimizer = train(make(list(net.parameters())))
-    with epk.Recorder(net, optimizer, X, y, folder=folder, **options) as recorder:
-        for s, batch in enumerate(steps):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            at_step(s, net, optimizer)
-            optimizer.step()
-    return recorder.trajectory, X[:2]
 
 
 def assert_are_shares(run, X, by_hand):
@@ -58,29 +41,6 @@ def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(
     run, X = recorded(lambda p: kind(p, **options))
     assert_are_shares(run, X, ByHand(lambda p: kind(p, **options), share))
     assert epk.reconstruct(run, X).certified
-
-
-BEGUN = {
-    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2), sgd),
-    "schedulefree AdamW": (lambda p: schedulefree.AdamWScheduleFree(p, lr=0.02), CASES["schedulefree AdamW"][2]),
-    "Lion": (lambda p: po.Lion(p, lr=0.01), CASES["Lion"][2]),
-    "Adan": (lambda p: po.Adan(p, lr=0.01), CASES["Adan"][2]),
-    "AdEMAMix": (lambda p: po.AdEMAMix(p, lr=0.01, t_alpha_beta3=10), CASES["AdEMAMix"][2]),
-    "Lookahead": (lambda p: CASES["Lookahead"][0](p, lr=0.01, weight_decay=0.0), CASES["Lookahead"][2]),
-}
-
-
-def continued(make, num_before=4, **options):
-    """Record a loop from a step on, whose network and optimizer are those of a checkpoint."""
-    net, X, y, steps = problem()
-    first = train(make(list(net.parameters())))
-    for batch in steps[:num_before]:
-        first.zero_grad()
-        F.cross_entropy(net(X[batch]), y[batch]).backward()
-        first.step()
-    optimizer = make(list(net.parameters()))
-    optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
-    return record(net, train(optimizer), X, y, steps[num_before:], **options).trajectory, X[:2]
 
 
 @pytest.mark.parametrize("name", BEGUN)
@@ -193,56 +153,6 @@ def test_planted_faults_are_found(name):
         recorded(lambda p: kind(p, **options), at_step=edit)
     with pytest.raises(StepMismatchError, match="it differs by"):
         recorded(doubled)
-
-
-def test_schedule_free_training_with_evaluations_and_its_average():
-    """The loop as the library's page writes it; the network in evaluation mode is an average of the recorded one."""
-    net, X, y, _ = problem()
-    optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for _ in range(6):
-            optimizer.train()
-            for batch in torch.randperm(11).split(4):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[batch]), y[batch]).backward()
-                recorder.batch(batch)
-                optimizer.step()
-            optimizer.eval()
-            with torch.no_grad():
-                net(X)
-    run = recorder.trajectory
-    average = averaged_trajectory(run, schedule_free_coefficients(run), network=net)
-    parts = epk.attribute(average, X[:2], head="logits")
-    assert parts.certified
-    assert (parts.total - net(X[:2])).abs().max() <= 1e-10
-    with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_coefficients"):
-        assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
-
-
-def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refused():
-    def two(p):
-        return schedulefree.SGDScheduleFree([{"params": p[:2]}, {"params": p[2:], "momentum": 0.5}], lr=0.1)
-
-    for make, rule in ((lambda p: torch.optim.SGD(p, lr=0.1), "SGD"), (two, "SGDScheduleFree")):
-        run, _ = recorded(make)
-        with pytest.raises(ValueError, match=rf"must be of a schedule-free optimizer, with one beta .*: got {rule}\."):
-            schedule_free_coefficients(run)
-
-
-def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
-    net, X, y, (batch, *_) = problem()
-    optimizer = train(schedulefree.SGDScheduleFree(net.parameters(), lr=0.1))
-
-    def loop() -> None:
-        with epk.Recorder(net, optimizer, X, y) as recorder:
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-            optimizer.eval()
-            net[0].weight.data[0, 0] += 1e-9
-
-    with pytest.raises(StepMismatchError, match="must be those that the last step left"):
-        loop()
 
 
 def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
@@ -525,3 +435,39 @@ def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated
 def test_the_page_names_every_class_that_is_known():
     page = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
     assert {*LIBRARY_RULES, "Lookahead", "Muon"} <= set(re.findall(r"`(\w+)`", page.read_text()))
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_learning_rate_that_is_changed_inside_of_step_is_named(is_restored):
+    class Changing(torch.optim.Adam):
+        def step(self, closure=None):
+            group = self.param_groups[0]
+            if is_restored:
+                group["lr"] *= 2
+            super().step(closure)
+            group["lr"] *= 0.5
+
+    with pytest.raises(StepMismatchError, match="step 0: .* weights moved by 2 times Adam's step: its learning rate"):
+        recorded(lambda p: Changing(p, lr=0.01))
+
+
+def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
+    class Rounded(torch.optim.Adam):
+        """As a compiled step does: the bias corrections are float32."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            before = [p.clone() for p in self.param_groups[0]["params"]]
+            super().step(closure)
+            for p, w in zip(self.param_groups[0]["params"], before, strict=True):
+                p.copy_(w + (p - w) * (1 + 5e-6))
+
+    with pytest.raises(StepMismatchError, match=r"is Adam's but for 5e-06 of it: where it is compiled"):
+        recorded(lambda p: Rounded(p, lr=0.01))
+    run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
+    assert epk.attribute(run, X).certified
+
+
+def test_soap_that_merges_dimensions_is_refused_by_this_name():
+    with pytest.raises(ValueError, match=r"SOAP must have matrices .* got merge_dims=True"):
+        recorded(lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5))

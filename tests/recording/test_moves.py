@@ -21,6 +21,7 @@ from moving_loops import (
     shares_by_hand,
 )  # fmt: skip
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
@@ -197,13 +198,47 @@ def noise(net, *_):
             p += 1e-6 * torch.randn_like(p)
 
 
-@pytest.mark.parametrize("change", [edit, other_shares, noise])
+def twice(net, step, memory):
+    """The step is made a second time, which leads away from where it began."""
+    with torch.no_grad():
+        for name, value in net.state_dict().items():
+            value.lerp_(memory.saved[name], -1.0)
+
+
+@pytest.mark.parametrize("change", [edit, other_shares, noise, twice])
 def test_an_edit_of_the_weights_is_no_move(change):
-    move = lambda net, step, memory: change(net, step, memory) if step == 3 else None  # noqa: E731
+    def move(net, step, memory):
+        if step == 3:
+            change(net, step, memory)
+        memory.saved = copy.deepcopy(net.state_dict())
+
     with pytest.raises(epk.StepMismatchError, match=r"step 4: .* on the way .* changed in between .*or an edit"):
         run(mlp, sgd, move)
+    keep = lambda net, step, memory: step == 9 and move(net, step, memory)  # noqa: E731
     with pytest.raises(epk.StepMismatchError, match=r"weights at the end of the recording must be .*or an edit"):
-        run(mlp, sgd, lambda *_: None, after=lambda net, memory: change(net, 10, memory))
+        run(mlp, sgd, keep, after=lambda net, memory: change(net, 10, memory))
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_checkpoint_that_is_restored_is_found_by_all_weights_where_its_state_is_not_kept(is_edited, tmp_path):
+    def wide():
+        return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3))
+
+    def move(net, step, memory):
+        if step == 1:
+            memory.saved = copy.deepcopy(net.state_dict())
+        if step == 6:
+            net.load_state_dict(memory.saved)
+            net[0].weight.data[0, 1] += 1e-3 * is_edited
+
+    options = {"folder": tmp_path / "run", "storage": epk.Storage(keep_every=4)}
+    if is_edited:
+        with pytest.raises(epk.StepMismatchError, match="step 7: .*or an edit"):
+            run(wide, sgd, move, **options)
+        return
+    trajectory = run(wide, sgd, move, **options)[0].trajectory
+    assert trajectory.moves == {6: Move(2, 1.0)}
+    assert epk.attribute(trajectory, queries()).certified
 
 
 def test_statistics_that_were_edited_with_the_weights_are_found():
@@ -250,7 +285,9 @@ def test_what_needs_steps_that_follow_from_gradients_refuses_moves():
 def test_a_share_of_the_way_is_found_only_on_the_line_of_every_parameter():
     u, anchor, sizes = torch.randn(9).double(), torch.randn(9).double(), (4, 0, 5)
     assert share_of_way(u, anchor, anchor, sizes) == 1.0
-    assert share_of_way(u, torch.lerp(u, anchor, -0.25), anchor, sizes) == pytest.approx(-0.25)
+    assert share_of_way(u, torch.lerp(u, anchor, 0.25), anchor, sizes) == pytest.approx(0.25)
+    for beyond in (-0.25, -1.0, 1.25):
+        assert share_of_way(u, torch.lerp(u, anchor, beyond), anchor, sizes) is None
     w = torch.lerp(u, anchor, 0.5)
     w[8] += 1e-9
     assert share_of_way(u, w, anchor, sizes) is None

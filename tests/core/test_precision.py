@@ -1,0 +1,39 @@
+"""Numbers have the precision of their tensors, whatever torch may replace float32 by in the user's own loop."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
+
+
+def switches() -> list[object]:
+    cudnn = torch.backends.cudnn
+    places = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul]
+    return [place.fp32_precision for place in places] + [cudnn.deterministic, cudnn.benchmark]
+
+
+def high() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def one_place() -> None:
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"
+
+
+@pytest.mark.parametrize("choose", [lambda: None, high, one_place])
+def test_float32_is_not_replaced_inside_and_the_users_choice_comes_back(choose: Callable[[], None]) -> None:
+    initial = torch.backends.cudnn.rnn.fp32_precision
+    try:
+        choose()
+        before = switches()
+        with disable_fused_attention():
+            assert switches() == ["ieee"] * 4 + [True, False]
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert switches() == before
+        with kernels_of_the_loop(), disable_fused_attention():
+            assert switches() == before
+    finally:
+        torch.backends.cudnn.rnn.fp32_precision = initial
+        torch.set_float32_matmul_precision("highest")
