@@ -14,7 +14,6 @@ from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import as_written, device_random_state
-from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
@@ -23,7 +22,6 @@ from epk_gp.optimizers.update_rules import (
     WEIGHTS,
     LinearStep,
     UpdateCoefficients,
-    WeightPenalty,
     stack_coefficients,
 )
 from epk_gp.recording.causes import StepMismatchError
@@ -191,31 +189,6 @@ class MadeStep:
     doubt: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class ObservedStep:
-    """A made step with its record, and the weights and moving statistics around it.
-
-    Attributes:
-        made: What the optimizers did.
-        step: Learning rate, batch and forward passes.
-        start: The weights before it.
-        end: The weights after it.
-        momentum: The momentum buffer before it, as the recorder follows it.
-        start_statistics: The moving statistics before it; of no entries for a network without them.
-        end_statistics: Those after it.
-        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
-    """
-
-    made: MadeStep
-    step: Step
-    start: Float[Tensor, " P"]
-    end: Float[Tensor, " P"]
-    momentum: Float[Tensor, " P"]
-    start_statistics: Float[Tensor, " Q"]
-    end_statistics: Float[Tensor, " Q"]
-    penalty: WeightPenalty
-
-
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
@@ -254,6 +227,8 @@ class StepObserver:
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
         self._lr, self._has_left_over = 0.0, False
+        self._last_gradient: Tensor | None = None  # of the step before, which the last check may need
+        self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
         self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -372,10 +347,11 @@ class StepObserver:
         named = model.unflatten(self._weights()).items()
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
+        memory, self._spare = self._spare, None
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
-            gradient=model.flatten({**zeros, **self._gradients}),
+            gradient=model.flatten({**zeros, **self._gradients}, memory),
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
@@ -387,6 +363,7 @@ class StepObserver:
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
         self._coefficients, self._gradients, self._has_left_over = {}, {}, False
         self._report(made)
+        self._spare, self._last_gradient = self._last_gradient, made.gradient
 
     def _unseen_calls(self) -> tuple[str | None, bool]:
         """Say, as a clause, which calls were seen where a batch has none, and whether the step can do without."""
@@ -471,13 +448,14 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or not self.setup.has_all_weights():  # as in functional_call
+        if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):
+            # functional_call puts others in their place
             self._begun.append(None)
             return
         self.complete()
         self._assign_forwards()
         self._look_at_gradients(is_backward=False)
-        weights = None if self.setup.has_weights(self._weights()) else self.setup.weights()
+        weights = None if self.setup.live.are(self._weights()) else self.setup.weights()
         setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
         graph, difference = model.signature.graph, None
         if graph is not None:
@@ -572,10 +550,13 @@ class StepObserver:
         self._groups[id(optimizer)] = self._groups_of(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
-        for name, parameter in self.setup.net.named_parameters():
+        if groups.keys() - self._names.keys():  # of another network, or a new one
+            self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
+            name = self._names[id(parameter)]
             before = dict(self._before.get(name, {}))
             g = before.get(GRADIENT, parameter.grad)
-            if id(parameter) not in groups or g is None:
+            if g is None:
                 continue
             if name not in model.names:
                 if parameter.numel():
