@@ -565,7 +565,7 @@ class LiveWeights:
     def named(self) -> dict[str, Tensor]:
         """Return the parameters, as far as the network has them."""
         held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
-        return {name: p for name, p in held if p is not None}
+        return {name: p for name, p in held if isinstance(p, nn.Parameter)}  # torch.func puts other tensors there
 
     def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
         """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""

@@ -51,7 +51,7 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.recording.causes import NEXT_LABELS, changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
-from epk_gp.recording.passes import KnownLoss, common_factor, read_targets, rounding_of, row_factors
+from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
@@ -185,7 +185,7 @@ class SeenPass:
 def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPass]:
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
     announced, has_graph = made.announced, setup.model.signature.graph is not None
-    captured = [[f.of_nodes(b.samples) if has_graph else f for f in b.forwards] for b in announced]
+    captured = [[of_nodes(f, b.samples) if has_graph else f for f in b.forwards] for b in announced]
     counts = [len(f.inputs) for of_batch in captured for f in of_batch]
     if not all(captured):
         return []
@@ -501,8 +501,11 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    if len(made.gradient_before) and _is_same(rest, made.gradient_before):
-        return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
+    if made.has_left_over:
+        return (
+            "a gradient was left over when backward() through the network began, of a step before or of a term of the "
+            "loss that does not depend on its outputs: call optimizer.zero_grad() before backward()"
+        )
     if (doubt := made.doubt or made.unseen) is not None:  # of other processes
         return doubt
     pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}

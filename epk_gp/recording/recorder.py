@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -372,9 +372,12 @@ class Recorder:
                 self._commits.commit_if_due()
 
     def _follow_present(self, *, is_end: bool = False) -> None:
-        """Record the move to the present weights, if there was one."""
+        """Record the move to the present weights, if there was one, or that of moving statistics alone."""
         if not self._setup.is_at(self._history.last.end):
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
+        elif self._ranks.is_writer and self.num_steps > self.num_committed:
+            with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
+                self._history.move_statistics(self._observer.statistics())
 
     def _follow_move(
         self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
@@ -462,6 +465,8 @@ class Recorder:
         """Return the record of this process's rows, and the moving statistics before and after the step."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
+        if not made.is_seen_enough:
+            raise StepMismatchError(f"{made.unseen}.")
         if not is_finite(end):
             raise StepMismatchError(
                 "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."

@@ -148,10 +148,7 @@ class TrainingSetup:
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
-
-        A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
-        """
+        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
         if self.live.are(w):
             return True
         values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
@@ -246,8 +243,8 @@ class TrainingSetup:
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
             raise StepMismatchError(
-                "the moving statistics at the end of the recording must be those that the last step left: they were "
-                "moved after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, "
+                "the moving statistics at the end of the recording must be those that the last step left, or a forward "
+                "pass after it: they were edited, or moved after a step that is on disk. Evaluate in evaluation mode, "
                 f"or move them after the {kept}"
             )
         self.validate_frozen_state(end)
