@@ -85,10 +85,16 @@ def network(name: str, steps: Annotated[int, typer.Option(help="Later steps.")] 
             alone.append(seconds(lambda rows=rows: training.step(plain, rows)))
             recorded.append(seconds(lambda rows=rows: training.step(made, rows, recorder.batch)))
         checked = recorder.num_checked - checked
+    kept, copies = list[Tensor](), list[float]()
+    for _ in range(8):  # what any recorder does at least: it keeps a copy of the weights of each step
+        training.step(plain, batch())
+        weights = [p for p in plain[0].parameters() if p.requires_grad]
+        copies.append(seconds(lambda weights=weights: kept.append(nn.utils.parameters_to_vector(weights).detach())))
     step, later = statistics.median(alone), alone[-steps:]
     numbers: dict[str, Any] = {
         "step_ms": 1000 * step,
         "first": first / step - FIRST,
+        "floor": 1 + statistics.median(copies) / step,
         "later": statistics.median(recorded) / statistics.median(later),
         "later_mean": sum(recorded) / sum(later),
         "checked_share": checked / steps,
@@ -98,12 +104,12 @@ def network(name: str, steps: Annotated[int, typer.Option(help="Later steps.")] 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    head = ["training", "step, ms", "first, steps", "later step, median", "mean", "checked"]
+    head = ["training", "step, ms", "first, steps", "copies alone", "later step, median", "mean", "checked"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row.get("failure", "") + " |" * (len(head) - 2)]
         if "failure" not in row:
-            ratios = (f"{row[key]:.2f} ×" for key in ("later", "later_mean"))
+            ratios = (f"{row[key]:.2f} ×" for key in ("floor", "later", "later_mean"))
             cells = [f"{row['step_ms']:.0f}", f"{row['first']:.1f}", *ratios, f"{100 * row['checked_share']:.0f} %"]
         lines.append("| " + " | ".join([row["training"], *cells]) + " |")
     return "\n".join(lines) + "\n"

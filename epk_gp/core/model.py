@@ -173,9 +173,9 @@ class FunctionalModel:
         self._of_thread.module = module
         return returned
 
-    def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-        """Concatenate the trained parameters in the model's order."""
-        return torch.cat([params[name].detach().reshape(-1) for name in self.names])
+    def flatten(self, params: Mapping[str, Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
+        """Concatenate the trained parameters in the model's order, in memory that is not used any more if given."""
+        return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
 
     def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""
@@ -413,8 +413,8 @@ def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
 
     At the initial weights themselves a last layer of zeros would make the outputs of all networks equal.
     """
-    wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
-    return initial + 0.1 * wave
+    wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin_().to(initial.dtype)
+    return wave.mul_(0.1).add_(initial)  # in place, for new memory costs more than the sums
 
 
 def fingerprint_outputs(
@@ -538,3 +538,60 @@ def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
                 return True
             waiting.extend(parent for parent, _ in node.next_functions)
     return False
+
+
+_NUM_COMPARED = 128  # weights of each parameter, where torch has not written to it
+
+
+class LiveWeights:
+    """The weights that a network which is trained has at present.
+
+    Weights of which that is known, and that torch has not written to since, are not compared again but for a few: what
+    is written through `.data` leaves no other trace.
+
+    Args:
+        net: The network.
+        model: The same as a function of its weights.
+        is_certain: Whether all weights are compared always.
+    """
+
+    def __init__(self, net: nn.Module, model: FunctionalModel, *, is_certain: bool) -> None:
+        self._model, self._is_certain = model, is_certain
+        # each parameter's module and its name there: to look for all by name in each step takes long
+        paths = ((name, *name.rpartition(".")[::2]) for name in model.names)
+        self._owners = [(name, net.get_submodule(path), leaf) for name, path, leaf in paths]
+        self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters, as far as the network has them."""
+        held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
+        return {name: p for name, p in held if isinstance(p, nn.Parameter)}  # torch.func puts other tensors there
+
+    def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
+        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
+        own = [p.detach() for p in named.values()]
+        few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_COMPARED] for w in own])
+        return [(w.data_ptr(), w._version) for w in own], few
+
+    def copy(self) -> Float[Tensor, " P"]:
+        """Return a copy of the weights."""
+        named = self.named()
+        w = self._model.flatten(named)
+        self._known = w, *self._marks(named)
+        return w
+
+    def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
+        """Let a copy stand for weights that the network is known to have had."""
+        if self._known[0] is w:
+            self._known = copy, *self._known[1:]
+
+    def are(self, w: Float[Tensor, " P"]) -> bool:
+        """Return whether the network has some weights; nothing is copied."""
+        named = self.named()
+        (known, marks, values), (present, few) = self._known, self._marks(named)
+        if w is known and not self._is_certain and marks == present and torch.equal(values, few):
+            return True
+        if not all(torch.equal(named[name], value) for name, value in self._model.unflatten(w).items()):
+            return False
+        self._known = w, present, few
+        return True

@@ -9,7 +9,7 @@ A few weights of every state say which states can be the anchor; all weights the
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,11 @@ class LiveNetwork:
     samples: StateSamples
 
     def warn_of_difference(
-        self, trajectory: Any, explained: Float[Tensor, " PQ"], present: Float[Tensor, " PQ"]
+        self,
+        trajectory: Any,
+        explained: Float[Tensor, " PQ"],
+        present: Float[Tensor, " PQ"],
+        changed: Mapping[str, Tensor],
     ) -> None:
         """Warn that the user's network is another one than that which results explain, if its outputs are.
 
@@ -126,6 +130,7 @@ class LiveNetwork:
             trajectory: The `Trajectory`.
             explained: Weights and moving statistics of the network that is explained.
             present: Those of the user's network.
+            changed: Its buffers and frozen parameters that are not as recorded, by name.
         """
         model, S = trajectory.model, trajectory.num_steps
         P, statistics = model.num_weights, trajectory.trained.statistics
@@ -136,18 +141,23 @@ class LiveNetwork:
         ]
         is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
         is_computed = hasattr(trajectory.states, "at")  # up to rounding
-        if (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states):
+        if not changed and (
+            (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states)
+        ):
             return
         rows = trajectory.inputs[:_NUM_COMPARED]
         with torch.no_grad(), disable_fused_attention():
-            z, yours = (model(model.unflatten(state.to(explained)), rows) for state in (explained, present))
+            z = model(model.unflatten(explained), rows)
+            yours = model({**model.unflatten(present.to(explained)), **changed}, rows)
         difference = float((z - yours).abs().max())
         if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
             return
         advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
         if "ScheduleFree" in trajectory.update_rule:
             advice = "In optimizer.eval() it is an average: schedule_free_average(run) of epk_gp.core.states"
-        if states:
+        if changed:
+            advice = f"Frozen weights or buffers were changed: {', '.join(changed)}"
+        elif states:
             call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
             advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
         warn_caller(

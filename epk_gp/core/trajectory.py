@@ -488,8 +488,13 @@ def warn_unless_live(trajectory: Trajectory) -> None:
         present = torch.cat([w, model.statistics_of(net).to(w)])
     except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
         return
-    if present.shape == explained.shape and not torch.equal(explained.to(present), present):
-        live.warn_of_difference(trajectory, explained, present)
+    named, changed = {**dict(net.named_parameters()), **dict(net.named_buffers())}, dict[str, Tensor]()
+    for name, recorded in model.frozen_state().items():
+        now = named.get(name, recorded).detach().to(recorded)
+        if now.shape == recorded.shape and not name.endswith("num_batches_tracked") and not torch.equal(now, recorded):
+            changed[name] = now
+    if present.shape == explained.shape and (changed or not torch.equal(explained.to(present), present)):
+        live.warn_of_difference(trajectory, explained, present, changed)
 
 
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:

@@ -68,19 +68,14 @@ def _rate_of_mean(group: Options) -> float:
     return float(group["lr"]) / bias
 
 
-def sgd_buffers(group: Options, before: Options) -> dict[str, Any]:
-    """Return the coefficients of gradient descent, with momentum or without; torch does not dampen the first one."""
-    lr, mu = float(group["lr"]), float(group.get("momentum", 0.0))
-    if mu == 0:
-        return {"lr": lr, "beta": 1.0}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group.get("nesterov", False) else {"momentum_lr": lr}
-    dampening = float(group.get("dampening", 0.0)) if before else 0.0
-    return {**rates, "beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
-
-
 def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    held = before if "momentum_buffer" in before else {}
-    return _step(group, group["lr"], **sgd_buffers(group, held))
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    if mu == 0:
+        return _step(group, lr, lr=lr, beta=1.0)
+    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
+    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
+    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
+    return _step(group, lr, **rates, **buffer)
 
 
 def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:

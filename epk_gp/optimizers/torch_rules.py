@@ -31,7 +31,6 @@ from epk_gp.optimizers.library_rules import (
     lookahead,
     of_class,
     orthogonalising_matrix,
-    sgd_buffers,
 )
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
@@ -69,7 +68,13 @@ def _mean(group: Options, before: Options) -> dict[str, Any]:
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    return _step(group, **sgd_buffers(group, before))
+    lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
+    if mu == 0:
+        return _step(group, lr=lr, beta=1.0)
+    # torch starts the buffer with the gradient itself
+    dampening = float(group.get("dampening", 0.0)) if before else 0.0
+    buffer = {"beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+    return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -536,13 +541,13 @@ def states_before(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
-        needed = {key: value if key in needs_before else None for key, value in state.items()}
-        copied = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in needed.items()}
-        result[name] = copied if any(value is not None for value in state.values()) else {}
+        held = result[name] = dict.fromkeys(state if any(value is not None for value in state.values()) else ())
+        for key in held.keys() & {*needs_before}:
+            held[key] = state[key].detach().clone() if isinstance(state[key], Tensor) else state[key]
         if GRADIENT in needs_before and parameter.grad is not None:
-            result[name][GRADIENT] = parameter.grad.detach().clone()
+            held[GRADIENT] = parameter.grad.detach().clone()
         if OPTIONS in needs_before:
-            result[name][OPTIONS] = dict(groups[id(parameter)])
+            held[OPTIONS] = dict(groups[id(parameter)])
     return result
 
 

@@ -210,24 +210,36 @@ class RunHistory:
         Returns:
             The moving statistics that the step ends with: those it left, if they moved otherwise than the weights.
         """
-        index, copy_in = self.num_steps - 1, self._arena.copy_in
-        step, left = self.steps[index], self._results[index]
-        b = left.statistics
-        if b is not None and anchor[1] is not None and statistics is not None and not torch.equal(b, statistics):
+        b, copy_in = self.last.statistics, self._arena.copy_in
+        if b is not None and anchor[1] is not None and statistics is not None:
             expected = torch.lerp(b, anchor[1], move.share)
             if torch.allclose(statistics, expected, rtol=relative_rounding(w.dtype)):
-                ends = [b.cpu() if p.statistics_after is None else p.statistics_after for p in step.passes]
-                passes = zip(step.passes, ends, strict=True)
-                step = replace(step, passes=tuple(replace(p, statistics_after=after) for p, after in passes))
-                b = copy_in(statistics)
-        step, end = replace(step, move=move), copy_in(w)
-        if left.update is not None:  # a step led to these weights
-            digest = fingerprint_step(self._results[index - 1].digest(), step, left.update, end, b)
-            self._results[index] = StepResult(partial(str, digest), end, left.update, b)
-        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
-        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {index + 1: (end, b)}
-        self.steps[index] = step
+                self.move_statistics(statistics)
+        end, b, S = copy_in(w), self.last.statistics, self.num_steps
+        self._replace_last(replace(self.steps[-1], move=move), end, b)
+        self.samples.rows[S] = copy_in(end[self.samples.places])
+        self._moved_to = dict([*self._moved_to.items()][1 - _ANCHORS :]) | {S: (end, b)}
         return b
+
+    def move_statistics(self, statistics: Float[Tensor, " Q"]) -> None:
+        """Let the last step, whose result is not on disk, end with other moving statistics than its passes left.
+
+        Args:
+            statistics: The moving statistics; any number of them of a network that has none.
+        """
+        step, b = self.steps[-1], self.last.statistics
+        if b is not None and step.passes and not torch.equal(b, statistics):
+            ends = [b.cpu() if p.statistics_after is None else p.statistics_after for p in step.passes]
+            passes = zip(step.passes, ends, strict=True)
+            step = replace(step, passes=tuple(replace(p, statistics_after=after) for p, after in passes))
+            self._replace_last(step, self.last.end, self._arena.copy_in(statistics))
+
+    def _replace_last(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
+        index, update = self.num_steps - 1, self.last.update
+        if update is not None:  # a step led to these weights
+            digest = fingerprint_step(self._results[index - 1].digest(), step, update, end, statistics)
+            self._results[index] = StepResult(partial(str, digest), end, update, statistics)
+        self.steps[index] = step
 
     def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
         """Go on from a step that another process records; earlier results are forgotten, and there is no digest."""

@@ -9,7 +9,7 @@ or something was added to it, left in it or done to it afterwards.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -42,10 +42,16 @@ from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
-from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
+from epk_gp.optimizers.update_rules import (
+    WeightPenalty,
+    predict_step,
+    relative_rounding,
+    rounded_bound,
+    step_tolerance,
+)
 from epk_gp.recording.causes import NEXT_LABELS, changed_setting
-from epk_gp.recording.observer import CapturedForward, MadeStep, ObservedStep
-from epk_gp.recording.passes import KnownLoss, common_factor, read_targets, rounding_of, row_factors
+from epk_gp.recording.observer import CapturedForward, MadeStep
+from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
@@ -53,6 +59,49 @@ _ROOM = 1e-4  # in numbers that are computed from it
 
 _MOST_TARGETS = 64  # that are tried in the place of a row's own, beside those of the batch
 _RECORDS = "State the loop's loss (loss=); loss=None records the run without one"
+
+
+class StepMeasures(NamedTuple):
+    """How far a step is from the update rule's step on the gradient that the optimizer used.
+
+    Attributes:
+        momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
+        difference: Largest distance of a weight's step from the predicted one.
+        largest: Largest entry of the gradient.
+        norm: Its 2-norm.
+    """
+
+    momentum: Float[Tensor, " B"]
+    difference: float
+    largest: float
+    norm: float
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedStep:
+    """A made step with its record, and the weights and moving statistics around it.
+
+    Attributes:
+        made: What the optimizers did.
+        step: Learning rate, batch and forward passes.
+        start: The weights before it.
+        end: The weights after it.
+        momentum: The momentum buffer before it, as the recorder follows it.
+        start_statistics: The moving statistics before it; of no entries for a network without them.
+        end_statistics: Those after it.
+        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
+        measures: How far it is from the update rule's step.
+    """
+
+    made: MadeStep
+    step: Step
+    start: Float[Tensor, " P"]
+    end: Float[Tensor, " P"]
+    momentum: Float[Tensor, " P"]
+    start_statistics: Float[Tensor, " Q"]
+    end_statistics: Float[Tensor, " Q"]
+    penalty: WeightPenalty
+    measures: StepMeasures
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +185,7 @@ class SeenPass:
 def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPass]:
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
     announced, has_graph = made.announced, setup.model.signature.graph is not None
-    captured = [[f.of_nodes(b.samples) if has_graph else f for f in b.forwards] for b in announced]
+    captured = [[of_nodes(f, b.samples) if has_graph else f for f in b.forwards] for b in announced]
     counts = [len(f.inputs) for of_batch in captured for f in of_batch]
     if not all(captured):
         return []
@@ -452,8 +501,11 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    if len(made.gradient_before) and _is_same(rest, made.gradient_before):
-        return "the gradient of the step before was left over: call optimizer.zero_grad() before backward()"
+    if made.has_left_over:
+        return (
+            "a gradient was left over when backward() through the network began, of a step before or of a term of the "
+            "loss that does not depend on its outputs: call optimizer.zero_grad() before backward()"
+        )
     if (doubt := made.doubt or made.unseen) is not None:  # of other processes
         return doubt
     pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}

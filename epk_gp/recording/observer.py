@@ -14,7 +14,6 @@ from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import as_written, device_random_state
-from epk_gp.core.step import Step
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
@@ -23,14 +22,12 @@ from epk_gp.optimizers.update_rules import (
     WEIGHTS,
     LinearStep,
     UpdateCoefficients,
-    WeightPenalty,
     stack_coefficients,
 )
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
-# Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
-# gradients switched on, are dropped in favour of later ones.
+# Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
 
 
@@ -58,8 +55,7 @@ class CapturedForward:
         num_arguments: Number of arguments of the call.
         weights: The weights that the pass saw; None if they are those that the last step left.
         settings: The network's numbers that are no tensors; None if they are those when recording began.
-        stray: Shape of a tensor without rows, among those that the network returned, into which the loop's loss has a
-            gradient; None if there is none.
+        stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -81,11 +77,11 @@ class CapturedForward:
     settings: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
-    def watch(self, returned: Any, num_rows: int) -> Any:
+    def watch(self, returned: Any, num_rows: int, begin: Callable[[], None]) -> Any:
         """Return what the network returned, with each tensor that a gradient can come into as an alias.
 
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
-        comes through others of those that the network returned too.
+        comes through others of those that it returned too. `begin` is called where the first gradient comes.
         """
         columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
@@ -101,6 +97,8 @@ class CapturedForward:
                 return z
 
             def add(gradient: Tensor) -> None:
+                if self.output_gradient is None:
+                    begin()
                 if not is_row:
                     self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
                 elif self.outputs is not None:
@@ -137,35 +135,6 @@ class CapturedForward:
         if node is not None and node.name().startswith("ToCopyBackward"):
             node.next_functions[0][0].register_prehook(add)
 
-    def of_nodes(self, nodes: Int64[Tensor, " B"]) -> "CapturedForward":
-        """Return what a pass of the whole graph holds of a batch's nodes.
-
-        Args:
-            nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
-
-        Raises:
-            StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
-        """
-        if self.difference is not None:
-            raise StepMismatchError(
-                f"the network must be called with the recorded graph: {self.difference}. Change features and edges "
-                "(DropEdge, masked features) inside the network's forward()."
-            )
-        rows, gradient = nodes.to(self.inputs.device), self.output_gradient
-        if self.outputs is None or gradient is None or len(gradient) != len(self.inputs):
-            return replace(self, inputs=self.inputs[rows])
-        is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
-        read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
-        if len(read):
-            raise StepMismatchError(
-                f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
-                f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
-                "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
-            )
-        counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
-        gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
-        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows], output_gradient=gradient)
-
 
 @dataclass(eq=False)
 class AnnouncedBatch:
@@ -178,6 +147,7 @@ class AnnouncedBatch:
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
         targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
+        is_void: Whether its gradient was cleared before a step, as by SAM, and where a GradScaler skips a step.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -186,6 +156,7 @@ class AnnouncedBatch:
     position: int = 0
     forwards: list[CapturedForward] = field(default_factory=list)
     targets: Tensor | None = None
+    is_void: bool = False
 
 
 @dataclass(eq=False)
@@ -196,14 +167,13 @@ class MadeStep:
         lr: The learning rate of the first optimizer that took part.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
-        without_gradient: Names of the parameters without a gradient. torch neither clips nor moves those whose gradient
-            is None; one that was frozen during the run and has a gradient of zeros moves by its momentum and decay.
+        without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
-        unseen: What calls of the network were seen, as a clause; None if every batch has its forward pass.
+        unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
         doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
-        gradient_before: The gradient that the step before used; of no entries for the first one.
+        has_left_over: Whether parameters had a gradient already when the first backward pass began.
     """
 
     lr: float
@@ -213,34 +183,10 @@ class MadeStep:
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
     unseen: str | None
+    is_seen_enough: bool
     others: Sequence[CapturedForward]
-    gradient_before: Float[Tensor, " _"]
+    has_left_over: bool
     doubt: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedStep:
-    """A made step with its record, and the weights and moving statistics around it.
-
-    Attributes:
-        made: What the optimizers did.
-        step: Learning rate, batch and forward passes.
-        start: The weights before it.
-        end: The weights after it.
-        momentum: The momentum buffer before it, as the recorder follows it.
-        start_statistics: The moving statistics before it; of no entries for a network without them.
-        end_statistics: Those after it.
-        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
-    """
-
-    made: MadeStep
-    step: Step
-    start: Float[Tensor, " P"]
-    end: Float[Tensor, " P"]
-    momentum: Float[Tensor, " P"]
-    start_statistics: Float[Tensor, " Q"]
-    end_statistics: Float[Tensor, " Q"]
-    penalty: WeightPenalty
 
 
 class StepObserver:
@@ -248,9 +194,6 @@ class StepObserver:
 
     Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
     is complete when all have stepped, or when the loop begins something new.
-
-    Attributes:
-        num_passes: Number of forward passes so far.
     """
 
     def __init__(
@@ -266,7 +209,7 @@ class StepObserver:
 
         Args:
             setup: The training.
-            rules: The optimizers, each with the update rule that the user gave for it.
+            rules: The optimizers, each with the update rule given for it.
             groups: Their parameter groups at the last recorded step.
             weights: Returns the weights before the next step.
             report: Called with each step.
@@ -283,7 +226,9 @@ class StepObserver:
         self._stepped: list[Optimizer] = []  # that have made their part of the present step
         self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
         self._gradients: dict[str, Tensor] = {}
-        self._lr, self._gradient_before = 0.0, torch.zeros(0)  # the latter of the step before
+        self._lr, self._has_left_over = 0.0, False
+        self._last_gradient: Tensor | None = None  # of the step before, which the last check may need
+        self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
         self._before: Mapping[str, Any] = {}
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -299,16 +244,22 @@ class StepObserver:
         values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
         if not all(is_finite(g) for g in values):
             return 0  # a GradScaler skips such a step
-        return len(self._announced)
+        return sum(not batch.is_void for batch in self._announced)
+
+    @property
+    def _passes(self) -> list[CapturedForward]:
+        """The passes since the last step, in their order."""
+        taken = (forward for batch in self._announced for forward in batch.forwards)
+        return sorted([*taken, *self._waiting], key=lambda forward: forward.position)
 
     @property
     def has_moved_between_passes(self) -> bool:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
-        return len({forward.weights is None for forward in self._waiting}) == 2
+        return len({forward.weights is None for forward in self._passes}) == 2
 
     def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
         """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
-        setup, first = self.setup, next(iter(self._waiting), None)
+        setup, first = self.setup, next(iter(self._passes), None)
         if first is None:
             return setup.weights(), setup.statistics()
         return self._weights() if first.weights is None else first.weights, first.statistics
@@ -385,37 +336,51 @@ class StepObserver:
         self._assign_forwards()
         for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
             later = [f for f in self._waiting if f.weights is not None and f.position > batch.position]
-            batch.forwards = _last_with_rows(later, sum(len(f.inputs) for f in batch.forwards)) or batch.forwards
-        model, unseen = self.setup.model, None
-        if not all(batch.forwards for batch in self._announced):
-            unseen = (
-                f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
-                "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
-                "and announce the rows that it saw"
-            )
-        if unseen is not None and (self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss)):
-            raise StepMismatchError(f"rows of a stream or without a stated loss must be seen: {unseen}.")
-        if (stream := self.setup.stream) is not None:
+            if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
+                batch.forwards, batch.is_void = later, False
+        self._announced = [batch for batch in self._announced if not batch.is_void]
+        model, stream, (unseen, is_enough) = self.setup.model, self.setup.stream, self._unseen_calls()
+        if stream is not None and is_enough:
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         named = model.unflatten(self._weights()).items()
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
+        memory, self._spare = self._spare, None
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
-            gradient=model.flatten({**zeros, **self._gradients}),
+            gradient=model.flatten({**zeros, **self._gradients}, memory),
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
             unseen=unseen,
+            is_seen_enough=is_enough,
             others=[forward for forward in self._waiting if forward.output_gradient is not None],
-            gradient_before=self._gradient_before,
+            has_left_over=self._has_left_over,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients, self._gradient_before = {}, {}, made.gradient
+        self._coefficients, self._gradients, self._has_left_over = {}, {}, False
         self._report(made)
+        self._spare, self._last_gradient = self._last_gradient, made.gradient
+
+    def _unseen_calls(self) -> tuple[str | None, bool]:
+        """Say, as a clause, which calls were seen where a batch has none, and whether the step can do without."""
+        missing = next((batch for batch in self._announced if not batch.forwards), None)
+        if missing is None:
+            return None, True
+        others = [batch.samples for batch in self._announced if batch.forwards and batch.targets is None]
+        if any(torch.equal(samples, missing.samples) for samples in others):
+            return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
+        unseen = (
+            f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
+            "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
+            "and announce the rows that it saw"
+        )
+        if self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss):
+            return f"rows of a stream or without a stated loss must be seen: {unseen}", False
+        return unseen, True
 
     def statistics(self) -> Float[Tensor, " Q"]:
         """Return the present moving statistics.
@@ -437,15 +402,43 @@ class StepObserver:
         """Find the forward passes of each announced batch, and take them from those that wait.
 
         A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
-        many rows; or the last ones that saw as many rows together. Several batches that are announced together take the
-        last passes in their order. A batch that is announced before its forward pass takes the first one that fits. A
-        pass of a whole graph has a row for each node, whatever nodes a batch holds.
+        many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
+        saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
         for batch in reversed([batch for batch in self._announced if not batch.forwards]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
             earlier = [forward for forward in self._waiting if forward.position <= batch.position]
-            batch.forwards = _last_with_rows(earlier, rows) or _last_with_rows(self._waiting[::-1], rows)[::-1]
+            later = self._last_with_rows(self._waiting[::-1], batch, rows)[::-1]
+            batch.forwards = self._last_with_rows(earlier, batch, rows) or later
             self._waiting = [forward for forward in self._waiting if forward not in batch.forwards]
+
+    def _last_with_rows(
+        self, forwards: list[CapturedForward], batch: AnnouncedBatch, num_rows: int
+    ) -> list[CapturedForward]:
+        """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
+        whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
+        if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
+            own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._announced)
+            if len(whole) > max(own, 1) and batch.targets is None:  # more passes than batches; no rows of a stream
+                X = self.setup.X[batch.samples.to(self.setup.X.device)]
+                whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
+            return whole[-1:]
+        rows = 0
+        for first in range(len(forwards) - 1, -1, -1):
+            rows += len(forwards[first].inputs)
+            if rows >= num_rows:
+                return forwards[first:] if rows == num_rows else []
+        return []
+
+    def _look_at_gradients(self, *, is_backward: bool = True) -> None:
+        """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
+        gradients = (p.grad for p in self._parameters() if p.grad is not None)
+        has_gradient = any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
+        for batch in self._announced:
+            is_done = all(f.outputs is None or f.output_gradient is not None for f in batch.forwards)
+            batch.is_void |= not has_gradient and bool(batch.forwards) and is_done
+        is_first = all(forward.output_gradient is None for forward in self._passes)
+        self._has_left_over |= is_backward and is_first and has_gradient
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -455,17 +448,14 @@ class StepObserver:
         return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            not torch.is_grad_enabled() or not self.setup.has_all_weights()
-        ):  # functional_call puts others in their place
+        if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):
+            # functional_call puts others in their place
             self._begun.append(None)
             return
         self.complete()
         self._assign_forwards()
-        weights = None if self.setup.has_weights(self._weights()) else self.setup.weights()
-        if self._announced and weights is None and all(p.grad is None for p in self._parameters()):
-            # gradients were cleared without a step or another move: a GradScaler skipped it
-            self._announced = [batch for batch in self._announced if not batch.forwards]
+        self._look_at_gradients(is_backward=False)
+        weights = None if self.setup.live.are(self._weights()) else self.setup.weights()
         setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
         graph, difference = model.signature.graph, None
         if graph is not None:
@@ -514,7 +504,7 @@ class StepObserver:
             forward.device_random_state = None
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
-            return forward.watch(returned, len(forward.inputs))
+            return forward.watch(returned, len(forward.inputs), self._look_at_gradients)
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
         targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
@@ -522,6 +512,7 @@ class StepObserver:
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
+            source.register_hook(lambda gradient: self._look_at_gradients())
             source.register_hook(forward.add_gradient)
             forward.watch_original(source.grad_fn)
         return None
@@ -559,10 +550,13 @@ class StepObserver:
         self._groups[id(optimizer)] = self._groups_of(optimizer)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
-        for name, parameter in self.setup.net.named_parameters():
+        if groups.keys() - self._names.keys():  # of another network, or a new one
+            self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
+            name = self._names[id(parameter)]
             before = dict(self._before.get(name, {}))
             g = before.get(GRADIENT, parameter.grad)
-            if id(parameter) not in groups or g is None:
+            if g is None:
                 continue
             if name not in model.names:
                 if parameter.numel():
@@ -585,16 +579,3 @@ class StepObserver:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self.complete()
-
-
-def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[CapturedForward]:
-    """Return the last pass of some rows, or the last passes that have as many rows together; empty if none do."""
-    whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
-    if whole:
-        return ([forward for forward in whole if forward.output_gradient is not None] or whole)[-1:]
-    rows = 0
-    for first in range(len(forwards) - 1, -1, -1):
-        rows += len(forwards[first].inputs)
-        if rows >= num_rows:
-            return forwards[first:] if rows == num_rows else []
-    return []

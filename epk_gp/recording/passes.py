@@ -106,6 +106,37 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedForward:
+    """Return what a pass of the whole graph holds of a batch's nodes.
+
+    Args:
+        forward: The pass.
+        nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
+
+    Raises:
+        StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
+    """
+    if forward.difference is not None:
+        raise StepMismatchError(
+            f"the network must be called with the recorded graph: {forward.difference}. Change features and edges "
+            "(DropEdge, masked features) inside the network's forward()."
+        )
+    rows, gradient = nodes.to(forward.inputs.device), forward.output_gradient
+    if forward.outputs is None or gradient is None or len(gradient) != len(forward.inputs):
+        return replace(forward, inputs=forward.inputs[rows])
+    is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
+    read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
+    if len(read):
+        raise StepMismatchError(
+            f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
+            f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
+            "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
+        )
+    counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
+    gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
+    return replace(forward, inputs=forward.inputs[rows], outputs=forward.outputs[rows], output_gradient=gradient)
+
+
 class PassRecords:
     """Makes the records of a run's forward passes.
 
@@ -155,7 +186,7 @@ class PassRecords:
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             forwards = [self._with_own_draws(forward, start) for forward in forwards]
             if self._setup.model.signature.graph is not None:
-                forwards = [forward.of_nodes(samples) for forward in forwards]
+                forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             used = list(stated.split(sizes))
             for number, rows in enumerate(samples.split(sizes)):

@@ -22,7 +22,7 @@ from epk_gp.core.show import warn_uncertified
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding
 from epk_gp.recording.check import CheckSchedule
-from epk_gp.recording.observer import ObservedStep
+from epk_gp.recording.mismatches import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
 _LEAST_WAIT = 12  # steps

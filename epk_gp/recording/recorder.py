@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,11 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
-from epk_gp.recording.mismatches import doubt_of_loss
-from epk_gp.recording.observer import MadeStep, ObservedStep, StepObserver
+from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
+from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
@@ -161,7 +161,7 @@ class Recorder:
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
-        momentum = momentum if setup.momentum is None else setup.momentum
+        momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
@@ -194,6 +194,8 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
+        # momentum buffers before the last two steps; the first is written anew, for new memory costs more
+        self._momenta: tuple[Tensor | None, Tensor | None] = None, None
         self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
@@ -370,9 +372,12 @@ class Recorder:
                 self._commits.commit_if_due()
 
     def _follow_present(self, *, is_end: bool = False) -> None:
-        """Record the move to the present weights, if there was one."""
+        """Record the move to the present weights, if there was one, or that of moving statistics alone."""
         if not self._setup.is_at(self._history.last.end):
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
+        elif self._ranks.is_writer and self.num_steps > self.num_committed:
+            with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
+                self._history.move_statistics(self._observer.statistics())
 
     def _follow_move(
         self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
@@ -460,6 +465,8 @@ class Recorder:
         """Return the record of this process's rows, and the moving statistics before and after the step."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
+        if not made.is_seen_enough:
+            raise StepMismatchError(f"{made.unseen}.")
         if not is_finite(end):
             raise StepMismatchError(
                 "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
@@ -482,10 +489,12 @@ class Recorder:
         if whole is None:
             return
         step, before, after = whole
-        observed = ObservedStep(made, step, last.end, end, self._training.momentum, before, after, self._penalty)
+        momentum = self._training.momentum
+        measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
+        observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
         is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
-            update, momentum = check_step(setup, observed, exact=is_exact)
+            update = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
@@ -494,8 +503,9 @@ class Recorder:
             self._schedule.add(index)
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
-        self._training.momentum = momentum
+        self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
+        setup.live.know_copy(end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""

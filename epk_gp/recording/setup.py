@@ -30,6 +30,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
+    LiveWeights,
     as_written,
     functionalize,
     perturbed_initial,
@@ -126,9 +127,14 @@ class TrainingSetup:
         present = settings_of(self.net, places)
         return None if torch.equal(present, recorded) or not present.isfinite().all() else present
 
+    @cached_property
+    def live(self) -> LiveWeights:
+        """The weights that the network has at present."""
+        return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
+
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
-        return self.model.weights_of(self.net)
+        return self.live.copy()
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
@@ -141,23 +147,14 @@ class TrainingSetup:
         """Return whether the network has all parameters that are recorded."""
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
-    def has_weights(self, weights: Float[Tensor, " P"]) -> bool:
-        """Return whether the network has these weights now; nothing is copied."""
-        named = self.model.unflatten(weights).items()
-        return all(torch.equal(self.net.get_parameter(name), value) for name, value in named)
-
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: those of the network, up to what switching modes rounds.
-
-        A schedule-free optimizer in evaluation mode keeps other weights in the network than it trains.
-        """
-        if self.has_weights(w):
+        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
+        if self.live.are(w):
             return True
-        parameters = {name: p for name, p in self.net.named_parameters() if name in self.model.names}
-        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in parameters.values()})
+        values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
         if values is None:
             return False
-        present = self.model.flatten({name: values[id(p)] for name, p in parameters.items()})
+        present = self.model.flatten({name: values[id(p)] for name, p in self.live.named().items()})
         return bool((present - w).abs().max() <= 4 * torch.finfo(w.dtype).eps * w.abs().max())
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
@@ -246,8 +243,8 @@ class TrainingSetup:
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
             raise StepMismatchError(
-                "the moving statistics at the end of the recording must be those that the last step left: they were "
-                "moved after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, "
+                "the moving statistics at the end of the recording must be those that the last step left, or a forward "
+                "pass after it: they were edited, or moved after a step that is on disk. Evaluate in evaluation mode, "
                 f"or move them after the {kept}"
             )
         self.validate_frozen_state(end)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.step import fingerprint_data
 
 STATES = [0.5, 0.4140625, 0.306396484375, 0.11346435546875, 0.08205127716064453]
 DIGESTS = {  # of the run and of its data
@@ -40,3 +41,16 @@ def test_a_recorded_and_a_stored_run_have_the_digest_they_always_had_and_few_ten
         assert (trajectory.digest, trajectory.data_digest) == DIGESTS[dtype]
     chunk = load_file(path / "chunk-000001.safetensors")
     assert chunk.keys() == {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update", "digests"}
+
+
+def test_large_tensors_are_hashed_by_parts_whatever_the_number_of_threads():
+    x, before = torch.arange(3 << 20, dtype=torch.float32), torch.get_num_threads()
+    digests = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            digests.append(fingerprint_data(x))
+    finally:
+        torch.set_num_threads(before)
+    x[-1] += 1
+    assert len({*digests, fingerprint_data(x)}) == 2

@@ -214,3 +214,23 @@ def test_results_name_the_state_that_they_explain():
         for result in (epk.attribute(own, X), epk.reconstruct(own, X)):
             assert f"explains                    weights after step {words}\n" in str(result)
         assert f"weights after step {words}" in str(own)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "scale"])
+def test_frozen_weights_and_buffers_that_are_edited_afterwards_are_said(name):
+    """They are in no state of the run."""
+    X, y = data()
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    net[0].weight.requires_grad_(False)
+    net.register_buffer("scale", torch.ones((), dtype=torch.float64))
+    net.register_forward_pre_hook(lambda net, args: (net.scale * args[0],))
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        F.cross_entropy(net(X), y).backward()
+        recorder.batch(None)
+        optimizer.step()
+    epk.reconstruct(recorder.trajectory, X[:2])  # the control: no word
+    with torch.no_grad():
+        dict(net.state_dict())[name].mul_(1.1)
+    with pytest.warns(UserWarning, match=f"your network is not the one .*Frozen weights or buffers .*: {name}"):
+        epk.reconstruct(recorder.trajectory, X[:2])

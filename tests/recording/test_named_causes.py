@@ -63,6 +63,15 @@ def extra_backward(loop):
     F.cross_entropy(loop.net(loop.X[rows]), loop.y[rows]).backward()
 
 
+def later_batch(loop):
+    rows = (loop.rows + 7) % POINTS
+    F.cross_entropy(loop.net(loop.X[rows]), loop.y[rows]).backward()
+
+
+def again(loop):
+    loop.recorder.batch(loop.rows)
+
+
 def edit_weight(loop):
     with torch.no_grad():
         [*loop.net.parameters()][-1].view(-1)[0] += 0.01
@@ -153,7 +162,11 @@ FAULTS = {
         targets=lambda rows: rows.flip(0)),
     "targets of others": Fault("loop's targets are those of other points",
         value=lambda loop: F.cross_entropy(loop.z, (loop.t + 1) % CLASSES)),
-    "left over": Fault("gradient of the step before was left over: call optimizer.zero_grad", {"clear": keep}),
+    "left over": Fault("a gradient was left over when backward.. .* began, .*: call optimizer.zero_grad",
+        {"clear": keep}),
+    "announced twice": Fault("recorder.batch.. was called twice for one forward pass", {"announced": again}),
+    "a later batch forgotten": Fault("and backward.. went through 8 other rows: announce them too",
+        {"after": later_batch}),
     "backward of other rows": Fault("announced rows, and backward.. went through 3 other rows: announce them too",
         {"begin": extra_backward}),
     "backward twice": Fault(ALREADY, {"twice": lambda loop: loop.loss.backward(retain_graph=True)}),
@@ -200,9 +213,10 @@ def train(name, dtype, fault):
     loop = SimpleNamespace(net=net, X=X, y=y, clear=True)
     is_stated_clip = "clip" in fault.options
     with epk.Recorder(net, optimizer, X, y, check_every=1, **fault.options) as recorder:
+        loop.recorder = recorder
         for step in range(STEPS):
             at = fault.at if step == FAULTY else {}
-            rows = torch.randperm(POINTS, generator=draw)[:ROWS]
+            rows = loop.rows = torch.randperm(POINTS, generator=draw)[:ROWS]
             is_faulty = step == FAULTY
             act = lambda place, at=at: at.get(place, id)(loop)  # noqa: E731
             act("clear")
@@ -215,6 +229,7 @@ def train(name, dtype, fault):
             loop.loss = F.cross_entropy(loop.z, loop.t) if is_plain else fault.value(loop)
             act("twice")
             loop.loss.backward()
+            act("after")
             recorder.batch(fault.announced(rows) if is_faulty else rows)
             if is_stated_clip and not is_faulty:
                 nn.utils.clip_grad_norm_(net.parameters(), 1e-3)

@@ -297,3 +297,52 @@ def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pas
     assert (parts.total - net.eval()(X[:3])).abs().max() < 1e-10
     assert epk.influence(run, X[:2]).certified
     assert any(forward.settings is not None for step in run.steps for forward in step.passes)
+
+
+@pytest.mark.parametrize("announced", ["second", "first", "both"])
+def test_of_the_two_passes_of_sam_any_may_be_announced(announced):
+    """The gradient of the first one is cleared: it says only where the second one is."""
+
+    def move(net, climbs, sign):
+        with torch.no_grad():
+            for p, climb in zip(net.parameters(), climbs, strict=True):
+                p.add_(climb, alpha=sign)
+
+    def sharpness_aware(announced):
+        net, (X, y) = mlp(), data()
+        optimizer = sgd(net)
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            for rows in torch.arange(9).view(3, 3):
+                F.cross_entropy(net(X[rows]), y[rows]).backward()
+                if announced != "second":
+                    recorder.batch(rows)
+                climbs = [0.3 * p.grad for p in net.parameters()]
+                move(net, climbs, 1)
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[rows]), y[rows]).backward()
+                if announced != "first":
+                    recorder.batch(rows)
+                move(net, climbs, -1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return recorder.trajectory
+
+    assert sharpness_aware(announced).digest == sharpness_aware("second").digest
+
+
+def test_moving_statistics_that_a_pass_without_a_loss_moves_after_the_last_step_are_recorded(tmp_path):
+    """As the discriminator's do in the generator's step."""
+    net, (X, y) = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double(), data()
+    options = {"folder": tmp_path / "run", "stateful": {"draws": torch.Generator()}, "storage": epk.Storage(steps=1)}
+    with epk.Recorder(net, optimizer := sgd(net), X, y, **options) as recorder:
+        for _ in recorder.until(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch(None)
+            optimizer.step()
+            net(X + 1.0)
+    run = epk.load_trajectory(tmp_path / "run", net)
+    assert torch.equal(run.statistics[3], torch.cat([net[1].running_mean, net[1].running_var]))
+    parts = epk.attribute(run, X[:2], head="logits")
+    assert parts.certified
+    assert (parts.total - net.eval()(X[:2])).abs().max() < 1e-10
