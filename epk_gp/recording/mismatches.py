@@ -216,7 +216,11 @@ def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
         return True
     expected = [p.recorded(setup.loss) for p in seen]
     ratio = _common_factor(seen, expected)
-    return any(all(bool(p.rows_like(r * e).all()) for p, e in zip(seen, expected, strict=True)) for r in (1.0, ratio))
+    return any(_are_like(seen, [r * e for e in expected]) for r in (1.0, ratio))
+
+
+def _are_like(seen: Sequence[SeenPass], gradients: Sequence[Tensor]) -> bool:
+    return all(bool(p.rows_like(g).all()) for p, g in zip(seen, gradients, strict=True))
 
 
 def _common_factor(seen: Sequence[SeenPass], expected: Sequence[Tensor]) -> float:
@@ -249,22 +253,18 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
     step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
     rest, factor, rule = step - predicted, common_factor(step, predicted), setup.update_rule.name
-    rate, is_scaled = -common_factor(rest, made.gradient), allclose(step, factor * predicted)
+    rate = -common_factor(rest, made.gradient)
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
     if abs(factor - 1) < 1e-4 and (step - factor * predicted).norm() < 0.5 * rest.norm():
         return (
             f"{known}, and the step is {rule}'s but for {abs(factor - 1):.1g} of it: where it is compiled "
             "or capturable=True, torch computes its rates in float32. Accept it with unexplained=0.001"
         )
-    inside = f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another inside of step()"
     if rate > 0 and allclose(rest, -rate * made.gradient):
-        other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
-        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
-    if is_scaled:
-        return f"{known}, and {inside}. Change it before or after optimizer.step()"
+        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
-    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
+    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer, option or rate inside of step()"
 
 
 def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
@@ -340,13 +340,6 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     return returned, any(others)
 
 
-def _explains(seen: Sequence[SeenPass], gradient: Callable[[SeenPass], Tensor]) -> bool:
-    """Return whether a gradient in the outputs is the loop's in all passes."""
-    with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
-        return all(bool(p.rows_like(gradient(p)).all()) for p in seen)
-    return False
-
-
 def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass], check: StepCheck | None = None) -> str | None:
     """Say what the loop's loss is, where it is not the stated one: by its gradient in the outputs and the optimizer's.
 
@@ -357,27 +350,23 @@ def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass], check: StepCheck
         return None
     first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
     ratio = _common_factor(seen, expected)
-    is_scaled = (
-        check is not None
-        and abs(ratio - 1) > _ROOM
-        and _explains(seen, lambda p: ratio * p.expected(stated, p.data.y))
-        and _is_same(check.used, ratio * check.expected)
-    )
+    is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
+    is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
     if not is_scaled and is_stated_loss(setup, seen):
         return None
     factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
     if is_scaled and times > 1:
         return f"the gradient {factor}: backward() went through the pass {times} times"
     for clause, loss, targets in _other_losses(stated, first):
-        if _explains(seen, lambda p, loss=loss, targets=targets: p.expected(loss, targets(p))):  # type: ignore[misc]
-            return clause
+        with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
+            if _are_like(seen, [p.expected(loss, targets(p)) for p in seen]):
+                return clause
     if is_scaled:
         advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
         return f"the loop's loss {factor}: {advice}"
     if all(p.z.ndim == 2 and p.z.shape[1] > 2 for p in seen):  # of two outputs all gradients are multiples
         factors = [row_factors(p.delta, e) for p, e in zip(seen, expected, strict=True)]
-        rows = zip(seen, factors, expected, strict=True)
-        if all(bool(p.rows_like(p.by_row(r) * e).all()) for p, r, e in rows):
+        if _are_like(seen, [r[:, None] * e for r, e in zip(factors, expected, strict=True)]):
             low, high = torch.cat(factors).aminmax()
             return (
                 f"the loop weights the stated losses of the rows by {low:.3g} to {high:.3g}, as class weights and a "
@@ -433,11 +422,11 @@ def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
     weights = getattr(loss, "class_weights", None)
     if not isinstance(loss, KnownLoss) or weights is not None or any(p.z.ndim > 2 for p in seen):
         return None
-    z, y = (torch.cat(values) for values in zip(*((p.z, p.data.y) for p in seen), strict=True))
+    parts = ((p.z, p.delta, p.data.y, p.weights(loss, p.data.y)) for p in seen)
+    z, delta, y, c = (torch.cat(values) for values in zip(*parts, strict=True))
     is_like = torch.cat([p.rows_like(p.expected(loss, p.data.y)) for p in seen])
     room = 10 * seen[0].rounding
-    read = [read_targets(loss, p.z, p.delta, p.weights(loss, p.data.y), room) for p in seen]
-    used, is_valid = (torch.cat(values) for values in zip(*read, strict=True))
+    used, is_valid = read_targets(loss, z, delta, c, room)
 
     def as_rows(targets: Tensor) -> Tensor:
         return soft_targets(loss, targets, z) if isinstance(loss, ClassLoss) else targets.to(z).reshape(-1, C)
@@ -448,9 +437,10 @@ def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
     if bool((is_like | (torch.cdist(used, as_rows(others), p=torch.inf).amin(dim=1) <= room)).all()):
         is_same = bool(((used - as_rows(y))[~is_like].sum(dim=0).abs() <= len(y) * room).all())
         order = "the batch's in another order" if is_same else "those of other points"
+        rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
         return (
-            f"the loop's targets are {order}, from row {int((~is_like).int().argmax())} of the batch on. Take rows, "
-            "targets and indices from one data set, such as IndexedDataset"
+            f"the network saw {rows}, but the loop's targets are {order}, from row {int((~is_like).int().argmax())} of "
+            "the batch on. Take rows, targets and indices from one data set, such as IndexedDataset"
         )
     if is_class and C > 2 and bool((is_like | is_valid).all()):
         return f"the loop's loss takes probabilities that are not y, such as a teacher's. {_RECORDS}"

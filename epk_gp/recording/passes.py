@@ -512,12 +512,10 @@ def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded: Tensor) -> bool
     With two classes, or one output, the gradients of all losses are multiples of each other: only the ranks tell then.
     """
     num_outputs, rows = derivative.shape[1], len(ratio)
-    if num_outputs == 1 or bool((ratio < 0).any()):
-        return False
-    if num_outputs == 2 and (rows < _ENOUGH_ROWS or not is_recorded.all()):
+    if num_outputs == 1 or (num_outputs == 2 and not is_recorded.all()) or bool((ratio < 0).any()):
         return False
     if rows < _ENOUGH_ROWS:
-        return True
+        return num_outputs > 2
     ranks = torch.stack([value.argsort().argsort().double() for value in (ratio, derivative.abs().amax(dim=1))])
     return abs(float(torch.corrcoef(ranks)[0, 1])) <= _FOLLOWS_LOSS
 
