@@ -46,8 +46,6 @@ from epk_gp.recording.mismatches import (
     StepCheck,
     StepMeasures,
     explain_mismatch,
-    is_stated_loss,
-    seen_passes,
 )
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
@@ -373,7 +371,7 @@ def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, F
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed and is_stated_loss(setup, seen_passes(setup, observed.made, observed.step)):
+        if not penalty.is_fixed and not observed.made.is_doubtful:
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of, seen_losses
+from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of
 from epk_gp.core.graphs import rows_of
 from epk_gp.core.losses import (
     ELEMENTWISE,
@@ -153,13 +153,6 @@ class SeenPass:
     share: float
     rounding: float
 
-    def recorded(self, loss: Loss) -> Float[Tensor, "n ..."]:
-        """Return the gradient of the recorded loss in the outputs, with targets and weights as recorded."""
-        with torch.enable_grad():
-            z = self.z.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.data.c.to(z) @ seen_losses(loss, z, self.data), z)
-        return gradient
-
     def weights(self, loss: Loss, y: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
         """Return the weights of the rows in the loss of their step."""
         share = self.share if loss.reduction == "mean" else 1.0
@@ -204,19 +197,10 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
 
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
-    if (cause := _loss_cause(setup, seen_passes(setup, made, step))) is not None:
+    if (cause := _loss_cause(setup, made, seen_passes(setup, made, step))) is not None:
         return cause
     is_read = any(batch.weight is None for batch in made.announced)
     return "weight=None found no factor of the stated loss that all rows have" if is_read else None
-
-
-def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
-    """Return whether the loop's loss is the stated one as far as it was seen, but for a factor (a GradScaler's)."""
-    if isinstance(setup.loss, UnstatedLoss) or not seen:
-        return True
-    expected = [p.recorded(setup.loss) for p in seen]
-    ratio = _common_factor(seen, expected)
-    return any(_are_like(seen, [r * e for e in expected]) for r in (1.0, ratio))
 
 
 def _are_like(seen: Sequence[SeenPass], gradients: Sequence[Tensor]) -> bool:
@@ -243,7 +227,9 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     seen = seen_passes(setup, made, observed.step)
-    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen) or _loss_cause(setup, seen, check)
+    cause = (
+        _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen) or _loss_cause(setup, made, seen, check)
+    )
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
@@ -340,7 +326,9 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     return returned, any(others)
 
 
-def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass], check: StepCheck | None = None) -> str | None:
+def _loss_cause(
+    setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], check: StepCheck | None = None
+) -> str | None:
     """Say what the loop's loss is, where it is not the stated one: by its gradient in the outputs and the optimizer's.
 
     A factor alone is none if the optimizer's gradient does not have it: a GradScaler takes its own back.
@@ -352,7 +340,7 @@ def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass], check: StepCheck
     ratio = _common_factor(seen, expected)
     is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
     is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
-    if not is_scaled and is_stated_loss(setup, seen):
+    if not is_scaled and not made.is_doubtful:
         return None
     factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
     if is_scaled and times > 1:

@@ -173,6 +173,7 @@ class MadeStep:
         unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
         doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
+        is_doubtful: Whether a pass shows another loss than the stated one, or no common factor that is read.
         has_left_over: Whether parameters had a gradient already when the first backward pass began.
     """
 
@@ -187,6 +188,7 @@ class MadeStep:
     others: Sequence[CapturedForward]
     has_left_over: bool
     doubt: str | None = None
+    is_doubtful: bool = False
 
 
 class StepObserver:
