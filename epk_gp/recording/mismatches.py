@@ -207,10 +207,6 @@ def _are_like(seen: Sequence[SeenPass], gradients: Sequence[Tensor]) -> bool:
     return all(bool(p.rows_like(g).all()) for p, g in zip(seen, gradients, strict=True))
 
 
-def _common_factor(seen: Sequence[SeenPass], expected: Sequence[Tensor]) -> float:
-    return common_factor(torch.cat([p.delta.flatten() for p in seen]), torch.cat([e.flatten() for e in expected]))
-
-
 def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bool) -> str:
     """Return the reason why a step is not the stated one, as a clause without a full stop.
 
@@ -227,9 +223,8 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     seen = seen_passes(setup, made, observed.step)
-    cause = (
-        _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen) or _loss_cause(setup, made, seen, check)
-    )
+    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
+    cause = cause or _loss_cause(setup, made, seen, check)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
@@ -337,7 +332,8 @@ def _loss_cause(
     if isinstance(stated, UnstatedLoss) or not seen:
         return None
     first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
-    ratio = _common_factor(seen, expected)
+    deltas, gradients = (torch.cat([v.flatten() for v in values]) for values in ([p.delta for p in seen], expected))
+    ratio = common_factor(deltas, gradients)
     is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
     is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
     if not is_scaled and not made.is_doubtful:
