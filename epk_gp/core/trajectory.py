@@ -476,27 +476,6 @@ def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
     return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
 
 
-def warn_unless_live(trajectory: Trajectory) -> None:
-    """Warn if the user's network is another one than that which results explain."""
-    live, model = trajectory.live, trajectory.model
-    net = None if live is None else live.network()
-    if live is None or net is None:
-        return
-    explained = _joined(trajectory, trajectory.num_steps, model.spec).to(model.spec.device)
-    try:
-        w = model.weights_of(net)
-        present = torch.cat([w, model.statistics_of(net).to(w)])
-    except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
-        return
-    named, changed = {**dict(net.named_parameters()), **dict(net.named_buffers())}, dict[str, Tensor]()
-    for name, recorded in model.frozen_state().items():
-        now = named.get(name, recorded).detach().to(recorded)
-        if now.shape == recorded.shape and not name.endswith("num_batches_tracked") and not torch.equal(now, recorded):
-            changed[name] = now
-    if present.shape == explained.shape and (changed or not torch.equal(explained.to(present), present)):
-        live.warn_of_difference(trajectory, explained, present, changed)
-
-
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:
     """Read the coefficients of a step of the recorded run, for a computation on `reference`."""
     read: Callable[[int, TensorSpec], UpdateCoefficients] | None = getattr(trajectory.updates, "at", None)
