@@ -212,6 +212,12 @@ def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Op
     return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
 
 
+def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """SGDW of `pytorch_optimizer`."""
+    own = {**group, "decoupled_weight_decay": group["weight_decouple"]}
+    return _sgd(p, own, before if "momentum_buffer" in before else {}, after)
+
+
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
 RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
@@ -234,7 +240,10 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
 _SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
-_OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
+_OF_LIBRARIES = LIBRARY_RULES | {
+    "Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5),
+    "SGDW": UpdateRule("SGDW", _sgdw, (GRADIENT, WEIGHTS)),
+}
 
 
 @dataclass(frozen=True)
