@@ -347,7 +347,7 @@ def _attribute(
     X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
     validate_request(kernel, X, axes, classes)
     if path is None:
-        kernel = PathKernel(kernel.trajectory, kernel.head, kernel.rule, path=default_path(kernel.trajectory, X))
+        vars(kernel).update(path=default_path(kernel.trajectory, X))  # a second kernel would warn a second time
     while True:
         with planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)

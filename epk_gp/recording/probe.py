@@ -72,11 +72,7 @@ class _Segment:
             return self.model(params, self.X), leaves
 
     def weights(self, t: float) -> Float[Tensor, " P"]:
-        return torch.add(self.middle, self.d, alpha=t, out=self._moved) if t else self.middle
-
-    @cached_property
-    def _moved(self) -> Float[Tensor, " P"]:  # written anew each time: new memory costs more than the sum
-        return torch.empty_like(self.middle)
+        return torch.add(self.middle, self.d, alpha=t) if t else self.middle
 
     def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
         return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
