@@ -216,8 +216,8 @@ class StepObserver:
             called: What the loop calls: the network, or what `torch.compile` made of it.
         """
         self.setup, self.num_passes, self._called = setup, 0, called
-        self._weights, self._report, self._rules, self._last_groups = weights, report, rules, groups
-        self._optimizers = [optimizer for _, optimizer in rules]
+        self._weights, self._report, self._last_groups = weights, report, groups
+        self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
         self._hooks: list[Any] = []
@@ -443,8 +443,7 @@ class StepObserver:
         return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
     def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
-        rule = next(own for own, other in self._rules if other is optimizer)
-        return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
+        return tuple(group.of_scale() for group in groups_of(optimizer, self._rules[id(optimizer)], self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):
