@@ -142,14 +142,12 @@ def averaged_trajectory(
         )
     lead = None if start is None else trajectory.states[0].double() - start
     states, statistics = AveragedStates(trajectory.states, a, lead), None
-    if network is not None:
-        statistics = _statistics_of_average(trajectory, states, network)
+    whole = trajectory.statistics
+    if network is not None and (statistics := _statistics_of_average(trajectory, states, network)) is not None:
+        whole = EndingWith(whole, len(states), end=statistics)
     digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     for value in (a, lead, statistics):
         digest.update(b"" if value is None else tensor_bytes(value))
-    whole = (
-        trajectory.statistics if statistics is None else EndingWith(trajectory.statistics, len(states), end=statistics)
-    )
     return replace(
         trajectory,
         states=states,

@@ -18,7 +18,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, identity_finding
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, RowIdentity, Step
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
@@ -300,7 +300,7 @@ class Trajectory(Displayed):
 
         Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
         """
-        return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
+        return RowIdentity(self.inputs, self.targets, self.loss).finding(self.trained.steps)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
