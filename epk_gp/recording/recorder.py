@@ -452,7 +452,8 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps), self._ranks.together():
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False
@@ -510,7 +511,8 @@ class Recorder:
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
-        self._ranks.complete_iteration(self._training)
+        if self._ranks.is_divided:
+            self._ranks.complete_iteration(self._training)
         if self._commits is not None:
             self._commits.complete_iteration(commits=commits)
 
