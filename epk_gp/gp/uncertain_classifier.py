@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, validate_count
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
-from epk_gp.core.moves import warn_unless_live
 from epk_gp.core.step import Step, content_key, fingerprint_data
-from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
 from epk_gp.gp.data import (
     NodesWithoutData,
     class_inputs,

@@ -13,8 +13,7 @@ from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.moves import warn_unless_live
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points, validate_trajectory, warn_unless_live
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble

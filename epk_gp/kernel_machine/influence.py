@@ -24,9 +24,8 @@ from epk_gp.core.checks import (
 )
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
-from epk_gp.core.moves import warn_unless_live
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
-from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified

@@ -53,7 +53,7 @@ def _as_computed(group: Options, value: Any) -> Any:
 def _step(group: Options, **coefficients: Any) -> LinearStep:
     """Add what all optimizers have: the sign of the gradient, and the decay of the weights."""
     decay = group.get("weight_decay", 0.0)
-    if group.get("decoupled_weight_decay", False):  # torch multiplies the weights with 1 - lr * weight_decay
+    if group.get("decoupled_weight_decay", group.get("weight_decouple", False)):  # weights times 1 - lr * weight_decay
         shrunk = 1 - float(1 - _as_computed(group, group["lr"]) * _as_computed(group, decay))
         coefficients = {"decoupled_decay": shrunk} | coefficients
     else:
@@ -71,9 +71,9 @@ def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> Li
     lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
     if mu == 0:
         return _step(group, lr=lr, beta=1.0)
-    # torch starts the buffer with the gradient itself
-    dampening = float(group.get("dampening", 0.0)) if before else 0.0
-    buffer = {"beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+    has_buffer = bool(before.keys() - {GRADIENT})  # torch starts it with the gradient itself
+    dampening = float(group.get("dampening", 0.0)) if has_buffer else 0.0
+    buffer = {"beta": mu if has_buffer else 0.0, "one_minus_dampening": 1.0 - dampening}
     return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
@@ -209,12 +209,6 @@ def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Op
     return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
 
 
-def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """SGDW of `pytorch_optimizer`."""
-    own = {**group, "decoupled_weight_decay": group["weight_decouple"]}
-    return _sgd(p, own, before if "momentum_buffer" in before else {}, after)
-
-
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
 RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
@@ -239,7 +233,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
 _SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
 _OF_LIBRARIES = LIBRARY_RULES | {
     "Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5),
-    "SGDW": UpdateRule("SGDW", _sgdw, (GRADIENT, WEIGHTS)),
+    "SGDW": UpdateRule("SGDW", _sgd, (GRADIENT,)),
 }
 
 

@@ -159,9 +159,8 @@ class Recorder:
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
-        moving = setup.statistics()
-        digest = fingerprint_start(header, setup.model, setup.fingerprint, start, moving, setup.momentum)
-        self._history = RunHistory(start, digest, (), moving)
+        digest = fingerprint_start(header, setup.model, setup.fingerprint, start, setup.statistics(), setup.momentum)
+        self._history = RunHistory(start, digest, (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
         momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
