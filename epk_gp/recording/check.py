@@ -237,8 +237,11 @@ def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
     for size, short in ((norm, EPSILON + rounding * norm), (largest, rounding * largest)):
         if 0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size:
             return True
-    is_clipped = clip is not None and clip.may_have_clipped(used)
-    return is_clipped or observed.penalty.needs_check(observed.start, used)
+    if clip is not None:  # up to rounding, its norm is not below the stated bound
+        size = float(torch.linalg.vector_norm(used, clip.norm_type))
+        if not size * (1 + CLIP_ROUNDING[False]) + EPSILON < clip.bound:
+            return True
+    return observed.penalty.needs_check(observed.start, used)
 
 
 def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
