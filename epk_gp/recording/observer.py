@@ -432,6 +432,8 @@ class StepObserver:
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
         """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
+        if not hasattr(self._called, "parameters"):
+            return  # ranks hold parts of the gradients, which are gathered at the step
         gradients = (p.grad for p in self._parameters() if p.grad is not None)
         has_gradient = any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
         for batch in self._announced:
