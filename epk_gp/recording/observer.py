@@ -430,6 +430,8 @@ class StepObserver:
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
         """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
+        if not hasattr(self._called, "parameters"):
+            return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
         for batch in self._announced:
             is_done = all(f.outputs is None or f.output_gradient is not None for f in batch.forwards)
