@@ -1,5 +1,6 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -292,11 +293,7 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
         try:
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
-        except (
-            ValueError,
-            RuntimeError,
-            NotImplementedError,
-        ):  # something in it has no average
+        except (ValueError, RuntimeError, NotImplementedError):  # something in it has no average
             return straight()
     return layerwise()
 
@@ -347,7 +344,8 @@ def _attribute(
     X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
     validate_request(kernel, X, axes, classes)
     if path is None:
-        kernel = PathKernel(kernel.trajectory, kernel.head, kernel.rule, path=default_path(kernel.trajectory, X))
+        kernel = copy.copy(kernel)  # made anew, it would say a second time that the user's network is another one
+        vars(kernel)["path"] = default_path(kernel.trajectory, X)
     while True:
         with planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)

@@ -9,7 +9,7 @@ the check of the step's gradient decides.
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -42,7 +42,7 @@ from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.observer import AnnouncedBatch, CapturedForward
+from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
@@ -146,25 +146,16 @@ class PassRecords:
 
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
         self._setup, self._state = setup, setup.state(weights)
-        self.is_doubtful = False  # whether the loss of a pass of the last step may be another one, or its factor
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
-    def step(
-        self,
-        index: int,
-        lr: float,
-        announced: Sequence[AnnouncedBatch],
-        start: Float[Tensor, " P"],
-        statistics: tuple[Tensor, Tensor],
-    ) -> Step:
+    def step(self, index: int, made: MadeStep, start: Float[Tensor, " P"], statistics: tuple[Tensor, Tensor]) -> Step:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
         Args:
             index: Number of the step.
-            lr: Its learning rate.
-            announced: Its batches.
+            made: What the optimizers did; it learns whether the loss of a pass may be another one, or its factor.
             start: The weights before the step.
             statistics: The moving statistics at the start and at the end of the step.
 
@@ -172,7 +163,7 @@ class PassRecords:
             StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
-        y, passes, weights, self.is_doubtful = self._setup.y, list[ForwardPass](), list[Tensor](), False
+        y, passes, weights, announced = self._setup.y, list[ForwardPass](), list[Tensor](), made.announced
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
@@ -186,15 +177,19 @@ class PassRecords:
             for number, rows in enumerate(samples.split(sizes)):
                 record = ForwardPass(len(rows))
                 if forwards:
-                    is_read = batch.weight is None
-                    record, used[number] = self._record(forwards[number], rows, used[number], statistics, is_read)
+                    record, used[number], is_doubtful = self._record(
+                        forwards[number], rows, used[number], statistics, batch.weight is None
+                    )
+                    made.is_doubtful |= is_doubtful
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
         needed = () if all(forward.is_plain for forward in passes) else tuple(passes)
         if is_stated:
-            return Step(index, lr, announced[0].indices, None, needed)
-        return Step(index, lr, torch.cat([b.samples for b in announced]), torch.cat(weights).cpu().double(), needed)
+            return Step(index, made.lr, announced[0].indices, None, needed)
+        return Step(
+            index, made.lr, torch.cat([b.samples for b in announced]), torch.cat(weights).cpu().double(), needed
+        )
 
     def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
         """Leave out the random state of a pass in whose modes the network has drawn nothing: another thread drew."""
@@ -217,15 +212,15 @@ class PassRecords:
         c: Tensor,
         statistics: tuple[Tensor, Tensor],
         is_read: bool,
-    ) -> tuple[ForwardPass, Tensor]:
-        """Return the record of a pass, and the weights of its rows in the loss."""
+    ) -> tuple[ForwardPass, Tensor, bool]:
+        """Return the record of a pass, the weights of its rows in the loss, and whether the loss may be another one."""
         setup = self._setup
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
         for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
             is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
         is_recorded &= is_known
-        inputs, targets, cotangents = None, None, None
+        inputs, targets, cotangents, is_doubtful = None, None, None, False
         if not is_recorded[is_known].all():
             self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
         is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
@@ -237,8 +232,7 @@ class PassRecords:
             cotangents = _cotangents(forward, setup.model.spec.dtype)
         else:
             cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
-            targets, c, is_unknown = _used_targets(setup.loss, forward, y, cuts, c, is_recorded, is_read=is_read)
-            self.is_doubtful |= is_unknown
+            targets, c, is_doubtful = _used_targets(setup.loss, forward, y, cuts, c, is_recorded, is_read=is_read)
         is_random = forward.random_state is not None or forward.device_random_state is not None
         is_special = forward.autocast is not None or forward.settings is not None
         needs_modes = is_random or is_special or self._differs_in(forward.modes)
@@ -258,7 +252,7 @@ class PassRecords:
             weights=forward.weights,
             settings=forward.settings,
         )
-        return record, c.cpu().double()
+        return record, c.cpu().double(), is_doubtful
 
     def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
         """Raise if the network saw training points under the indices of others.

@@ -19,7 +19,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import RowIdentity, Step, fingerprint_data
+from epk_gp.core.step import RowIdentity, Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
@@ -159,7 +159,8 @@ class Recorder:
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
-        self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
+        digest = fingerprint_start(header, setup.model, setup.fingerprint, start, setup.statistics(), setup.momentum)
+        self._history = RunHistory(start, digest, (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
         momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
@@ -474,8 +475,7 @@ class Recorder:
         last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        step = self._passes.step(self.num_steps, made.lr, made.announced, last.end, known)
-        made.is_doubtful = self._passes.is_doubtful
+        step = self._passes.step(self.num_steps, made, last.end, known)
         if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
             made.doubt = doubt_of_loss(self._setup, made, step)
         return step, before, after
