@@ -46,8 +46,7 @@ class DifferentiationPlan:
             (`autodiff.interception.InterpolatedWeights`).
         supports_stacking: Equal parts of the rows can have weights of their own
             (`autodiff.interception.StackedWeights`).
-        supports_jvp: Forward-mode derivatives work.
-        supports_interpolated_jvp: They do of rows at different points of a segment that share calls.
+        supports_jvp: Forward-mode derivatives work, also of rows at different points of a segment that share calls.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.
         supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
@@ -69,7 +68,6 @@ class DifferentiationPlan:
     supports_interpolation: bool
     supports_stacking: bool
     supports_jvp: bool
-    supports_interpolated_jvp: bool
     supports_batched_vjp: bool
     calls_convolutions: bool
     supports_pool_windows: bool

@@ -298,15 +298,20 @@ class PlannedKernel:
             jacobians = layer_jacobians_blocked(self.net, at, X[points], self.head, cost)
             yield NodeBatch(jacobians, NodeWeights(integral.weight[rows], points, len(X)))
 
-    def shared_nodes(self, steps: Steps, X: Shaped[Tensor, "n ..."]) -> list[tuple[int, float, float]]:
-        """List the nodes (s, t) that test copies share, with the weights of their products.
+    def shared_nodes(
+        self, steps: Steps, X: Shaped[Tensor, "n ..."], *, are_training: bool
+    ) -> list[tuple[int, float, float]]:
+        """List the nodes (s, t) that copies of one kind share, with the weights of their products.
 
-        A node has the first step of its stretch.
+        Training copies have the start of each step, test copies nodes with the first step of their stretch.
 
         Args:
             steps: (s, eta_s) of each step.
             X: The points, at which an adaptive rule chooses its nodes.
+            are_training: They are training copies.
         """
+        if are_training:
+            return [(s, 0.0, eta) for s, eta in steps]
         nodes = []
         for first, own in self.stretches(steps):
             if isinstance(self.rule, rules.QuadratureRule):

@@ -80,7 +80,7 @@ def nodes_trajectory(
     states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
     P = trajectory.num_weights
     name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
-    name += "".join(f" along {own}" for own in path_identity(path))
+    name += "".join(f" along {own!r}" for own in path_identity(path))
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     length = ends[-1] / nodes
     sizes = trajectory.model.sizes

@@ -26,7 +26,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.plans import MAX_STEP_BATCH, empty_huge_pages
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, aligned
-from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages, scatter_block, transpose_block
 from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
 from epk_gp.quadrature.rules import path_identity
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
@@ -220,7 +220,7 @@ class GramWork(RunWork):
         X, Y, columns = _rows(self.a, tile.rows), _rows(self.b, tile.columns), ("columns", tile.j)
         if tile.is_turned:
             X, Y, columns = Y, X, ("rows", tile.i)
-        are_training, are_tests = tile.x_is_train and tile.y_is_train, not (tile.x_is_train or tile.y_is_train)
+        are_training = tile.x_is_train and tile.y_is_train
         for own in self.ranges if number == WHOLE else [self.ranges[number]]:
             steps = kernel.steps[own]
             done += len(steps)
@@ -231,10 +231,8 @@ class GramWork(RunWork):
             shape = kernel.block_shape(len(X), len(Y))
             total = GramAccumulator(shape, kernel.reference, tile.is_symmetric, num_traced)
             for batch in kernel.step_batches(steps, max(len(X), len(Y)), are_training=are_training):
-                if are_tests:
-                    add_test_test(kernel, batch, total, X, Y)
-                elif are_training:
-                    add_train_train(kernel, batch, total, X, Y)
+                if tile.x_is_train == tile.y_is_train:
+                    add_shared_nodes(kernel, batch, total, X, Y, are_training=are_training)
                 elif kernel.path.every > 1:
                     add_chords(kernel, batch, total, X, Y, columns)
                 else:
@@ -313,7 +311,7 @@ class DiagonalWork(GramWork):
         C = kernel.trajectory.num_outputs
         total = kernel.reference.new_zeros(len(X), C, C)
         for batch in kernel.step_batches(steps, len(X), are_training=bool(is_train)):
-            nodes = [(s, 0.0, eta) for s, eta in batch] if is_train else kernel.shared_nodes(batch, X)
+            nodes = kernel.shared_nodes(batch, X, are_training=bool(is_train))
             for jacobians, (*_, weight) in zip(kernel.jacobians([(s, t) for s, t, _ in nodes], X), nodes, strict=True):
                 first, *others = (jacobian.pointwise_products(jacobian) for jacobian in jacobians)
                 for products in others:
@@ -324,17 +322,12 @@ class DiagonalWork(GramWork):
         yield sums
 
 
-def add_train_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add J_s(x) J_s(y)^T for each step: one evaluation per step and side."""
-    starts = [(s, 0.0) for s, _ in steps]
-    right = list(kernel.jacobians(starts, Y))
-    left = right if tile.is_symmetric else list(kernel.jacobians(starts, X))
-    tile.add_steps(left, right, [eta for _, eta in steps])
-
-
-def add_test_test(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add sum_q w_q J_sq(x) J_sq(y)^T for each step: one product per node. Steps of a chord share their nodes."""
-    nodes = kernel.shared_nodes(steps, X if tile.is_symmetric else torch.cat([X, Y]))
+def add_shared_nodes(
+    kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, *, are_training: bool
+) -> None:
+    """Add sum_q w_q J_sq(x) J_sq(y)^T for each step, between copies of one kind: one product per node."""
+    points = X if tile.is_symmetric else torch.cat([X, Y])
+    nodes = kernel.shared_nodes(steps, points, are_training=are_training)
     size = kernel.batch_size(len(X) + len(Y))
     for batch in (nodes[first : first + size] for first in range(0, len(nodes), size)):
         at_nodes = [(s, t) for s, t, _ in batch]
@@ -346,18 +339,16 @@ def add_test_test(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X:
 def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
     """Add (sum_q w_q J_sq(x)) J_s(y)^T for each step.
 
-    The left side is averaged over nodes before any product; layers without an average are multiplied node by node by
-    `StepAverage.accumulate`.
+    The left side is averaged over nodes before any product; layers without an average are multiplied node by node.
     """
     right = list(kernel.jacobians([(s, 0.0) for s, _ in steps], Y))
-    averages = []
+    averages = list[Averages]()
     at_nodes = kernel.node_batches([s for s, _ in steps], X, kernel.cost())
     for (_, eta), other, nodes in zip(steps, right, at_nodes, strict=True):
-        average = StepAverage(tile, other, eta)
+        averages.append(Averages())
         for batch in nodes:
-            average.accumulate(batch)
-        averages.append(average.averages)
-    # averages are joined over steps before they are multiplied; `StepAverage.finalize` would multiply step by step
+            add_to_averages(averages[-1], batch)
+            tile.add_nodes(batch, other, eta, averages[-1])
     layers = sorted(averages[0])
     tile.add_steps(
         [[of_step[layer] for layer in layers] for of_step in averages],
@@ -395,9 +386,8 @@ def add_chords(
                     sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
                 if len(averages) < len(jacobians[0]):
                     for (_, eta), of_step in zip(part, jacobians, strict=True):
-                        product_of_step = StepAverage(tile, of_step, eta, averages)
                         for batch in batches:
-                            product_of_step.accumulate(batch)
+                            tile.add_nodes(batch, of_step, eta, averages)
             num_bytes = sum(factor.nbytes for factor in sums.values())
             if len(averages) == len(batches[0].jacobians) and num_bytes <= kernel.spare_bytes:
                 kernel.spare_bytes -= num_bytes

@@ -21,7 +21,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
-from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
@@ -527,11 +527,10 @@ def _sample_terms(
         eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
         for part, layers in enumerate(layers_of_parts):
             tile = GramAccumulator((K, N, 1, len(rows)), w)
-            average = StepAverage(tile, right, eta, averages, layers)
             for batch in batches:
-                average.accumulate(batch)
-            if is_last:
-                average.finalize()
+                tile.add_nodes(batch, right, eta, averages, layers)
+            for layer in [layer for layer in averages if is_last and layer in layers]:
+                averages[layer].add_inner(right[layer], tile, eta, layer=layer, same_points=False)
             values[..., part] = tile.result()[:, :, 0].transpose(0, 1)
         return values
 
