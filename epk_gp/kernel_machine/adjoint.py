@@ -134,7 +134,8 @@ def propagate(
     return H, None, M.mul_(beta) if u.beta.any() else None
 
 
-# A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes.
+# A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
+# each layer with weights (measured on diverging ResNet-18s in float32: up to 8).
 _SUM_ROUNDING = 16
 
 
@@ -180,7 +181,7 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int) -> Stre
     )
     change = (Phi @ d[:P] + of_statistics @ d[P:]).T
     size = (Phi.abs() @ d[:P].abs() + of_statistics.abs() @ d[P:].abs()).T
-    rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
+    rounding = _SUM_ROUNDING * len(layers) * eps * size.amax(dim=1)
     error = (block.select_outputs(end - start) - change).abs().amax(dim=1)
     total = change if block.classes is None else (end - start).scatter(1, block.classes[:, None], change)
     if isinstance(rule := block.kernel.rule, AdaptiveRule):
