@@ -187,31 +187,12 @@ class MemoryPlan:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        of_pair = self._pair_bytes(num_output_pairs)
+        of_pair = self.itemsize * (4 * num_output_pairs + 1)
         by_pairs = int((self.budget / 2 / of_pair) ** 0.5)
         share, of_point = 3 * self.budget // 4, 3 * feature_bytes
         all_in_one_pass = _most_points(of_pair, self._all_outputs_bytes + of_point, share)
         in_several = _most_points(of_pair, of_point, share - PASS_BYTES - self._all_outputs_bytes)
         return max(1, min(by_pairs, max(all_in_one_pass, in_several)))
-
-    def kept_bytes(self, num_output_pairs: int, feature_bytes: int, num_rows: int, num_columns: int) -> int:
-        """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
-
-        Args:
-            num_output_pairs: Pairs of outputs in the tile.
-            feature_bytes: Of the layer Jacobians of one point.
-            num_rows: Points on its left.
-            num_columns: Points on its right.
-        """
-        num_points = max(num_rows, num_columns)
-        of_passes = min(num_points * self._all_outputs_bytes, PASS_BYTES + self._all_outputs_bytes)
-        of_points = of_passes + 3 * feature_bytes * num_points
-        of_pairs = num_rows * num_columns * self._pair_bytes(num_output_pairs)
-        return max(0, self.budget // 2 - of_pairs - max(0, of_points - self.budget // 4))
-
-    def _pair_bytes(self, num_output_pairs: int) -> int:
-        """Bytes of the sums of a pair of points."""
-        return self.itemsize * (4 * num_output_pairs + 1)
 
     def derivative_points(self, num_output_pairs: int, feature_bytes: int) -> int:
         """Count the points on each side of a block whose derivative in the points is taken.

@@ -3,7 +3,7 @@
 Training copies are evaluated at the start of each step, test copies at the nodes of the path.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -115,8 +115,6 @@ class PlannedKernel:
         prefetcher: Reads weight states ahead of their use.
         integrations: How many integrals of an adaptive rule have each status, and their largest residuals, since they
             were taken the last time.
-        training_sums: Sums of the training side over chords that later tiles ask for again.
-        spare_bytes: Memory that is left for more of them; 0, none, until a block with several tiles sets a limit.
     """
 
     trajectory: Trajectory
@@ -130,8 +128,6 @@ class PlannedKernel:
     is_traced: bool = False
     prefetcher: WeightPrefetcher = field(init=False)
     integrations: Sums = field(init=False, default_factory=Sums)
-    training_sums: dict[Hashable, Averages] = field(init=False, default_factory=dict)
-    spare_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         """Make the reader of weight states; nothing is read yet."""

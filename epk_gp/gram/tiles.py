@@ -5,13 +5,12 @@ With the steps s of a chord, and H the sum of their weights eta_s,
     sum_s eta_s Phi(x) J_s(y)^T = H Phi(x) (sum_s (eta_s / H) J_s(y))^T
 
 so that a chord costs one product for each layer, and the test side is evaluated once. Only a layer that is so large
-that its gradients are not written out is multiplied for every node and step. The sums of the training side are kept for
-further tiles of the same columns, while memory lasts.
+that its gradients are not written out is multiplied for every node and step.
 """
 
 import math
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -217,9 +216,9 @@ class GramWork(RunWork):
         """Sum a range of the steps of a tile, or one range after another; the training side is on the right."""
         kernel, (*of_tile, number), done = self.kernel, place, 0
         tile = self.tiles[tuple(of_tile)]
-        X, Y, columns = _rows(self.a, tile.rows), _rows(self.b, tile.columns), ("columns", tile.j)
+        X, Y = _rows(self.a, tile.rows), _rows(self.b, tile.columns)
         if tile.is_turned:
-            X, Y, columns = Y, X, ("rows", tile.i)
+            X, Y = Y, X
         are_training = tile.x_is_train and tile.y_is_train
         for own in self.ranges if number == WHOLE else [self.ranges[number]]:
             steps = kernel.steps[own]
@@ -234,7 +233,7 @@ class GramWork(RunWork):
                 if tile.x_is_train == tile.y_is_train:
                     add_shared_nodes(kernel, batch, total, X, Y, are_training=are_training)
                 elif kernel.path.every > 1:
-                    add_chords(kernel, batch, total, X, Y, columns)
+                    add_chords(kernel, batch, total, X, Y)
                 else:
                     add_test_train(kernel, batch, total, X, Y)
             saved.merge(Sums({"total": total.result().to(kernel.sum_dtype)}, steps=len(steps)))
@@ -249,10 +248,6 @@ def _rows(points: Points, indices: Tensor) -> Tensor:
 def assemble(work: GramWork) -> Float[Tensor, "K N ..."]:
     """Compute all tiles, and put a class-major block together (`PlannedKernel.block_shape`)."""
     kernel, tiles, integrations = work.planned, list(work.tiles.values()), Sums()
-    if kernel.options.executor is None and kernel.path.every > 1 and len(tiles) > 1:
-        sizes = {(len(tile.rows), len(tile.columns)) for tile in tiles}
-        sums, features = kernel.num_sums, kernel.feature_bytes
-        work.kernel.spare_bytes = min(kernel.memory.kept_bytes(sums, features, *size) for size in sizes)
     size, reference = (len(work.a), len(work.b)), kernel.reference.to(kernel.sum_dtype)
     is_whole = [(len(tile.rows), len(tile.columns)) for tile in tiles] == [size]
     block = reference if is_whole else empty_huge_pages(kernel.block_shape(*size), reference)
@@ -357,9 +352,7 @@ def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X
     )
 
 
-def add_chords(
-    kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, columns: Hashable
-) -> None:
+def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
     """Add the products of test copies with training copies for each step.
 
     Args:
@@ -368,30 +361,21 @@ def add_chords(
         tile: The tile.
         X: The test copies, on the left.
         Y: The training copies.
-        columns: Tells these training copies from others of the block, for `kernel.training_sums`.
     """
     chords = kernel.stretches(steps)
     left, right, weights = list[Averages](), list[Averages](), list[float]()
     at_nodes = kernel.node_batches([first for first, _ in chords], X, kernel.cost(1))
-    for (first, own), nodes in zip(chords, at_nodes, strict=True):
+    for (_, own), nodes in zip(chords, at_nodes, strict=True):
         batches, length = list(nodes), sum(eta for _, eta in own)
-        averages = _test_side(kernel, batches)
-        sums = kernel.training_sums.get((columns, first))
-        if sums is None:
-            sums = Averages()
-            for part in (own[n : n + MAX_STEP_BATCH] for n in range(0, len(own), MAX_STEP_BATCH)):
-                jacobians = list(kernel.jacobians([(s, 0.0) for s, _ in part], Y, kernel.cost(1)))
-                for layer in averages:
-                    one, *others = (of_step[layer] for of_step in jacobians)
-                    sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
-                if len(averages) < len(jacobians[0]):
-                    for (_, eta), of_step in zip(part, jacobians, strict=True):
-                        for batch in batches:
-                            tile.add_nodes(batch, of_step, eta, averages)
-            num_bytes = sum(factor.nbytes for factor in sums.values())
-            if len(averages) == len(batches[0].jacobians) and num_bytes <= kernel.spare_bytes:
-                kernel.spare_bytes -= num_bytes
-                kernel.training_sums[columns, first] = sums
+        averages, sums = _test_side(kernel, batches), Averages()
+        for part in (own[n : n + MAX_STEP_BATCH] for n in range(0, len(own), MAX_STEP_BATCH)):
+            jacobians = list(kernel.jacobians([(s, 0.0) for s, _ in part], Y, kernel.cost(1)))
+            for layer in averages:
+                one, *others = (of_step[layer] for of_step in jacobians)
+                sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
+            for (_, eta), of_step in zip(part, jacobians, strict=True):
+                for batch in batches:
+                    tile.add_nodes(batch, of_step, eta, averages)
         left.append(averages)
         right.append(sums)
         weights.append(length)

@@ -293,16 +293,20 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
     return layerwise()
 
 
-def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classes: object) -> None:
-    """Raise if predictions cannot be split in these ways.
+def parse_request(
+    kernel: PathKernel, X: Inputs, groupings: Sequence[Sequence[Axis]], classes: object
+) -> tuple[Shaped[Tensor, "n ..."], Groupings]:
+    """Return inputs as one tensor and the axes of each result, or raise if predictions cannot be split in these ways.
 
     Raises:
         TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input.
     """
-    for by in groupings:
+    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
+    for by in axes:
         validate_axes(kernel.trajectory, by)
     if classes is not None:
         validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
+    return X, axes
 
 
 def attribution_work(
@@ -336,8 +340,7 @@ def _attribute(
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
-    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
-    validate_request(kernel, X, axes, classes)
+    X, axes = parse_request(kernel, X, groupings, classes)
     if path is None:
         kernel = PathKernel(kernel.trajectory, kernel.head, kernel.rule, path=default_path(kernel.trajectory, X))
     while True:
