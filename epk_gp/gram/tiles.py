@@ -53,8 +53,6 @@ class Tile:
     Attributes:
         x_is_train: Whether the points on the left are training copies.
         y_is_train: Whether the points on the right are.
-        i: Number of the tile among those on the left.
-        j: Number of the tile among those on the right.
         rows: Indices of the points on the left.
         columns: Indices of the points on the right.
         is_symmetric: Both sides are the same points.
@@ -63,8 +61,6 @@ class Tile:
 
     x_is_train: bool
     y_is_train: bool
-    i: int
-    j: int
     rows: Int64[Tensor, " n"]
     columns: Int64[Tensor, " m"]
     is_symmetric: bool
@@ -104,7 +100,7 @@ def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> dict[Place, Ti
         for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
             if len(n) and len(m) and not (mirrored and j < i):
                 is_symmetric = mirrored and i == j
-                tile = Tile(x_is_train, y_is_train, i, j, n, m, is_symmetric, same and not is_symmetric)
+                tile = Tile(x_is_train, y_is_train, n, m, is_symmetric, same and not is_symmetric)
                 tiles[int(x_is_train), int(y_is_train), i, j] = tile
     return tiles
 
