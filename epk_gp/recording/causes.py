@@ -123,11 +123,6 @@ def validate_output_scale(
         )
 
 
-NEXT_LABELS = (
-    "the loop's loss compares the scores of each position with the label of the next one, as causal language models "
-    "do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y"
-)
-
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 
 

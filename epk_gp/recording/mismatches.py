@@ -9,13 +9,12 @@ or something was added to it, left in it or done to it afterwards.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of, seen_losses
 from epk_gp.core.graphs import rows_of
@@ -25,13 +24,11 @@ from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
     MeanSquaredError,
-    NegativeLogLikelihood,
     PerSampleLoss,
     UnstatedLoss,
     as_loss,
     classes_second,
     fit_targets,
-    ignored_class,
     loss_derivatives,
     loss_input,
     per_sample_losses,
@@ -49,7 +46,7 @@ from epk_gp.optimizers.update_rules import (
     rounded_bound,
     step_tolerance,
 )
-from epk_gp.recording.causes import NEXT_LABELS, changed_setting
+from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
@@ -201,27 +198,14 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
             data, z, delta = next(passes), f.outputs, f.output_gradient
             if z is not None and delta is not None:
                 share = len(factor) / len(batch.samples)
-                one = SeenPass(f, data, z.double(), delta.double(), factor, share, rounding_of(z))
-                scale = _factor_of_labels(setup.loss, one) if batch.weight is None else 1.0
-                seen.append(replace(one, factor=scale * factor))
+                seen.append(SeenPass(f, data, z.double(), delta.double(), factor, share, rounding_of(z)))
     return seen
-
-
-def _factor_of_labels(loss: Loss, seen: SeenPass) -> float:
-    """Return what multiplies the loop's cross entropy of any labels in all rows alike; 1 if its loss is none."""
-    if not isinstance(loss, CrossEntropy) or seen.z.ndim > 2:
-        return 1.0
-    (low, label), c = seen.delta.min(dim=1), seen.weights(loss, seen.data.y)
-    factors = (low / (seen.z.softmax(dim=1).gather(1, label[:, None]).squeeze(1) - 1) / c)[c != 0]
-    is_one = len(factors) and bool((factors - factors[0]).abs().max() <= _ROOM * factors[0].abs())
-    return float(factors[0]) if is_one else 1.0
 
 
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
-    seen = seen_passes(setup, made, step)
-    if not is_stated_loss(setup, seen):
-        return _loss_cause(setup, seen)
+    if (cause := _loss_cause(setup, seen_passes(setup, made, step))) is not None:
+        return cause
     is_read = any(batch.weight is None for batch in made.announced)
     return "weight=None found no factor of the stated loss that all rows have" if is_read else None
 
@@ -232,7 +216,11 @@ def is_stated_loss(setup: TrainingSetup, seen: Sequence[SeenPass]) -> bool:
         return True
     expected = [p.recorded(setup.loss) for p in seen]
     ratio = _common_factor(seen, expected)
-    return any(all(bool(p.rows_like(r * e).all()) for p, e in zip(seen, expected, strict=True)) for r in (1.0, ratio))
+    return any(_are_like(seen, [r * e for e in expected]) for r in (1.0, ratio))
+
+
+def _are_like(seen: Sequence[SeenPass], gradients: Sequence[Tensor]) -> bool:
+    return all(bool(p.rows_like(g).all()) for p, g in zip(seen, gradients, strict=True))
 
 
 def _common_factor(seen: Sequence[SeenPass], expected: Sequence[Tensor]) -> float:
@@ -255,11 +243,7 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     seen = seen_passes(setup, made, observed.step)
-    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
-    if cause is None and seen and not isinstance(setup.loss, UnstatedLoss):
-        cause = _scale_cause(setup, check, seen)
-        if cause is None and not is_stated_loss(setup, seen):
-            cause = _loss_cause(setup, seen)
+    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen) or _loss_cause(setup, seen, check)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
@@ -269,22 +253,18 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
     step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
     rest, factor, rule = step - predicted, common_factor(step, predicted), setup.update_rule.name
-    rate, is_scaled = -common_factor(rest, made.gradient), allclose(step, factor * predicted)
+    rate = -common_factor(rest, made.gradient)
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
     if abs(factor - 1) < 1e-4 and (step - factor * predicted).norm() < 0.5 * rest.norm():
         return (
             f"{known}, and the step is {rule}'s but for {abs(factor - 1):.1g} of it: where it is compiled "
             "or capturable=True, torch computes its rates in float32. Accept it with unexplained=0.001"
         )
-    inside = f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another inside of step()"
     if rate > 0 and allclose(rest, -rate * made.gradient):
-        other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
-        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
-    if is_scaled:
-        return f"{known}, and {inside}. Change it before or after optimizer.step()"
+        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
-    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
+    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer, option or rate inside of step()"
 
 
 def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
@@ -360,41 +340,33 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     return returned, any(others)
 
 
-def _explains(seen: Sequence[SeenPass], gradient: Callable[[SeenPass], Tensor]) -> bool:
-    """Return whether a gradient in the outputs is the loop's in all passes."""
-    with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
-        return all(bool(p.rows_like(gradient(p)).all()) for p in seen)
-    return False
+def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass], check: StepCheck | None = None) -> str | None:
+    """Say what the loop's loss is, where it is not the stated one: by its gradient in the outputs and the optimizer's.
 
-
-def _scale_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
-    """Say by what the loop's loss is multiplied, if the gradient is too: a GradScaler takes its factor back."""
+    A factor alone is none if the optimizer's gradient does not have it: a GradScaler takes its own back.
+    """
     stated = setup.loss
-    ratio = _common_factor(seen, [p.expected(stated, p.data.y) for p in seen])
-    is_scaled = _explains(seen, lambda p: ratio * p.expected(stated, p.data.y))
-    if not is_scaled or abs(ratio - 1) <= _ROOM or not _is_same(check.used, ratio * check.expected):
+    if isinstance(stated, UnstatedLoss) or not seen:
         return None
-    other = replace(stated, reduction="sum" if stated.reduction == "mean" else "mean")
-    is_scaled_by, times = f"is {ratio:.6g} times that of the stated loss", seen[0].captured.num_backwards
-    if times > 1:
-        return f"the gradient {is_scaled_by}: backward() went through the pass {times} times"
-    if _explains(seen, lambda p: p.expected(other, p.data.y)):
-        return _other(other, stated)
-    advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
-    return f"the loop's loss {is_scaled_by}: {advice}"
-
-
-def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str:
-    """Say what the loop's loss is, where its gradient in the outputs is not that of the stated loss."""
-    stated, first = setup.loss, seen[0]
+    first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
+    ratio = _common_factor(seen, expected)
+    is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
+    is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
+    if not is_scaled and is_stated_loss(setup, seen):
+        return None
+    factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
+    if is_scaled and times > 1:
+        return f"the gradient {factor}: backward() went through the pass {times} times"
     for clause, loss, targets in _other_losses(stated, first):
-        if _explains(seen, lambda p, loss=loss, targets=targets: p.expected(loss, targets(p))):  # type: ignore[misc]
-            return clause
-    expected = [p.expected(stated, p.data.y) for p in seen]
+        with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
+            if _are_like(seen, [p.expected(loss, targets(p)) for p in seen]):
+                return clause
+    if is_scaled:
+        advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
+        return f"the loop's loss {factor}: {advice}"
     if all(p.z.ndim == 2 and p.z.shape[1] > 2 for p in seen):  # of two outputs all gradients are multiples
         factors = [row_factors(p.delta, e) for p, e in zip(seen, expected, strict=True)]
-        rows = zip(seen, factors, expected, strict=True)
-        if all(bool(p.rows_like(p.by_row(r) * e).all()) for p, r, e in rows):
+        if _are_like(seen, [r[:, None] * e for r, e in zip(factors, expected, strict=True)]):
             low, high = torch.cat(factors).aminmax()
             return (
                 f"the loop weights the stated losses of the rows by {low:.3g} to {high:.3g}, as class weights and a "
@@ -412,34 +384,29 @@ def _loss_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str:
 
 def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Callable[[SeenPass], Tensor]]]:
     """Yield losses that loops use in the place of the stated one, with a clause and their targets."""
-    y, others, kinds = first.data.y, list[Loss](), (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
+    y, others = first.data.y, list[Loss]()
     if isinstance(stated, CrossEntropy):
         c, (z, delta) = first.weights(stated, y), (classes_second(value, y) for value in (first.z, first.delta))
-        q = z.softmax(dim=1) - delta / c.view(-1, *[1] * (z.ndim - 1))  # the targets, if it is a cross entropy
+        q = z.softmax(dim=1) - delta / first.by_row(c)  # the targets, if it is a cross entropy
         smoothing = rounded_bound(z.shape[1] * max(0.0, float(q.amin(dim=1).median())))
         others += [replace(stated, label_smoothing=min(smoothing if smoothing > _ROOM else 0.0, 1.0))]
-    modules = (nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss)
-    for reduction in ("mean", "sum"):
-        others += [*(kind(reduction) for kind in kinds), *(as_loss(kind(reduction=reduction)) for kind in modules)]
-    is_hard = isinstance(stated, ClassLoss) and not y.is_floating_point()
-    is_one_hot, are_entries = is_hard and y.ndim == 1, not is_hard and fit_targets(y, first.z).shape == first.z.shape
+    kinds = nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss
+    others += [as_loss(kind(reduction=reduction)) for reduction in ("mean", "sum") for kind in kinds]
 
     def recorded(p: SeenPass) -> Tensor:
         return p.data.y
 
-    def one_hot(p: SeenPass) -> Tensor:
-        return soft_targets(CrossEntropy(), p.data.y, p.z)
-
-    def next_labels(p: SeenPass) -> Tensor:
-        return F.pad(p.data.y[:, 1:], (0, 1), value=ignored_class(cast(ClassLoss, stated)))
+    def entries(p: SeenPass) -> Tensor:
+        is_hard = isinstance(stated, ClassLoss) and not p.data.y.is_floating_point()
+        return soft_targets(CrossEntropy(), p.data.y, p.z) if is_hard else fit_targets(p.data.y, p.z).expand_as(p.z)
 
     def against_all(z: Tensor, y: Tensor) -> Tensor:
         return per_sample_losses(stated, z.expand(-1, len(y)), y.to(z).expand(len(z), -1))
 
     for loss in others:
-        is_class = isinstance(loss, ClassLoss)
-        if loss != stated and (is_class or is_one_hot or are_entries):
-            yield _other(loss, stated), loss, one_hot if is_one_hot and not is_class else recorded
+        if loss != stated:
+            clause = f"the loop's loss is that of {_name(loss)}, not of the stated {_name(stated)}: state that one"
+            yield clause, loss, recorded if isinstance(loss, ClassLoss) else entries
     is_elementwise = isinstance(stated, PerSampleLoss) and isinstance(stated.function, ELEMENTWISE)
     if (isinstance(stated, MeanSquaredError) or is_elementwise) and y.ndim == 1:
         clause = (
@@ -447,8 +414,6 @@ def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Ca
             "target: give both one shape, as in net(X).squeeze(1) or y[:, None]"
         )
         yield clause, PerSampleLoss(against_all, stated.reduction), recorded
-    if is_hard and y.ndim == 2:
-        yield NEXT_LABELS, stated, next_labels
 
 
 def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
@@ -457,28 +422,25 @@ def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
     weights = getattr(loss, "class_weights", None)
     if not isinstance(loss, KnownLoss) or weights is not None or any(p.z.ndim > 2 for p in seen):
         return None
-    z, y = (torch.cat(values) for values in zip(*((p.z, p.data.y) for p in seen), strict=True))
+    parts = ((p.z, p.delta, p.data.y, p.weights(loss, p.data.y)) for p in seen)
+    z, delta, y, c = (torch.cat(values) for values in zip(*parts, strict=True))
     is_like = torch.cat([p.rows_like(p.expected(loss, p.data.y)) for p in seen])
     room = 10 * seen[0].rounding
-    read = [read_targets(loss, p.z, p.delta, p.weights(loss, p.data.y), room) for p in seen]
-    used, is_valid = (torch.cat(values) for values in zip(*read, strict=True))
+    used, is_valid = read_targets(loss, z, delta, c, room)
 
     def as_rows(targets: Tensor) -> Tensor:
         return soft_targets(loss, targets, z) if isinstance(loss, ClassLoss) else targets.to(z).reshape(-1, C)
 
     is_hard = is_class and not y.is_floating_point()
     others = torch.arange(C, device=y.device) if is_hard else torch.cat([y, setup.y[:_MOST_TARGETS]])
-    distances, places = torch.cdist(used, as_rows(others), p=torch.inf).min(dim=1)
-    if bool((is_like | (distances <= room * (1 + used.abs().max()))).all()):
-        own = torch.cdist(as_rows(y), as_rows(others), p=torch.inf).argmin(dim=1)
-        places = torch.where(is_like, own, places)
-        row = int((own != places).int().argmax())
-        is_same = torch.equal(own.sort()[0], places.sort()[0])
+    room *= 1 + float(used.abs().max())
+    if bool((is_like | (torch.cdist(used, as_rows(others), p=torch.inf).amin(dim=1) <= room)).all()):
+        is_same = bool(((used - as_rows(y))[~is_like].sum(dim=0).abs() <= len(y) * room).all())
         order = "the batch's in another order" if is_same else "those of other points"
         rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
         return (
-            f"the network saw {rows}, but the loop's targets are {order}, from row {row} of the batch on. Take rows, "
-            "targets and indices from one data set, such as IndexedDataset"
+            f"the network saw {rows}, but the loop's targets are {order}, from row {int((~is_like).int().argmax())} of "
+            "the batch on. Take rows, targets and indices from one data set, such as IndexedDataset"
         )
     if is_class and C > 2 and bool((is_like | is_valid).all()):
         return f"the loop's loss takes probabilities that are not y, such as a teacher's. {_RECORDS}"
@@ -539,10 +501,6 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _other(loss: Loss, stated: Loss) -> str:
-    return f"the loop's loss is that of {_name(loss)}, not of the stated {_name(stated)}: state that one"
 
 
 def _name(loss: Loss) -> str:

@@ -9,7 +9,7 @@ the check of the step's gradient decides.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -30,7 +30,6 @@ from epk_gp.core.losses import (
     Loss,
     MeanSquaredError,
     NegativeLogLikelihood,
-    PerSampleLoss,
     UnstatedLoss,
     classes_second,
     ignored_class,
@@ -42,7 +41,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
-from epk_gp.recording.causes import NEXT_LABELS, StepMismatchError
+from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import AnnouncedBatch, CapturedForward
 from epk_gp.recording.setup import TrainingSetup
 
@@ -146,12 +145,7 @@ class PassRecords:
     """
 
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
-        self._setup, self._state, model = setup, setup.state(weights), setup.model
-        # targets may be read from the gradient in the outputs only where the loss depends on these alone
-        is_stated = not isinstance(setup.loss, UnstatedLoss)
-        self._reads_targets = is_stated and (
-            model.signature.output is None or not isinstance(setup.loss, PerSampleLoss)
-        )
+        self._setup, self._state = setup, setup.state(weights)
         self.is_doubtful = False  # whether the loss of a pass of the last step may be another one, or its factor
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
         self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
@@ -231,7 +225,7 @@ class PassRecords:
             is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
         is_recorded &= is_known
-        inputs, targets, cotangents, is_unread = None, None, None, False
+        inputs, targets, cotangents = None, None, None
         if not is_recorded[is_known].all():
             self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
         is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
@@ -239,22 +233,12 @@ class PassRecords:
             other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
         y = setup.y[rows.to(setup.y.device)]
-        cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
-        z, delta = forward.outputs, forward.output_gradient
         if isinstance(setup.loss, UnstatedLoss):
             cotangents = _cotangents(forward, setup.model.spec.dtype)
-        elif is_read:
-            found = _as_stated(setup.loss, forward, y, cuts, c, is_read=True)
-            is_unread = found is None
-            c = c if found is None else c * found[2]
-            self.is_doubtful |= is_unread
-        if self._reads_targets and z is not None and delta is not None:
-            if z.ndim > 2:
-                targets, c, is_unknown = _used_positions(setup.loss, forward, y, cuts, c)
-                self.is_doubtful |= is_unknown
-            elif not is_unread:
-                targets, c, is_unknown = _used_targets(setup.loss, z, delta, y, c, is_recorded)
-                self.is_doubtful |= is_unknown
+        else:
+            cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
+            targets, c, is_unknown = _used_targets(setup.loss, forward, y, cuts, c, is_recorded, is_read=is_read)
+            self.is_doubtful |= is_unknown
         is_random = forward.random_state is not None or forward.device_random_state is not None
         is_special = forward.autocast is not None or forward.settings is not None
         needs_modes = is_random or is_special or self._differs_in(forward.modes)
@@ -405,9 +389,37 @@ def row_factors(values: Float[Tensor, "n C"], expected: Float[Tensor, "n C"]) ->
 
 
 def _as_stated(
-    loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Float64[Tensor, " n"], *, is_read: bool
+    loss: Loss, z: Tensor, delta: Tensor, y: Tensor, c: Tensor, candidates: Iterable[Tensor], tolerance: float
 ) -> tuple[Tensor, Tensor, float] | None:
-    """Return targets and weights that give the stated loss the gradient in the outputs, and a factor in front of it.
+    """Return targets and weights that give the stated loss the gradient in the outputs, but for a factor, and that."""
+    for labels in candidates:
+        scores, gradient = (classes_second(v, labels) if isinstance(loss, ClassLoss) else v for v in (z, delta))
+        weights = c if labels is y else sample_weights(loss, labels).to(c) * (c / sample_weights(loss, y).to(c))
+        derivative, by_row = loss_derivatives(loss, scores, labels), (-1, *[1] * (z.ndim - 1))
+        expected = weights.view(by_row) * derivative
+        factor, sizes = common_factor(gradient, expected), 1 + derivative.flatten(1).abs().amax(dim=1)
+        bound = tolerance * max(1.0, abs(factor)) * weights.abs() * sizes
+        if bool(((gradient - factor * expected).abs() <= bound.view(by_row)).all()):
+            return labels, weights, factor
+    return None
+
+
+KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
+
+
+def _used_targets(
+    loss: Loss,
+    forward: CapturedForward,
+    y: Tensor,
+    cuts: list[Tensor],
+    c: Float64[Tensor, " n"],
+    is_recorded: Bool[Tensor, " n"],
+    *,
+    is_read: bool,
+) -> tuple[SeenRows | None, Tensor, bool]:
+    """Find the targets and weights that explain the gradient in the outputs.
+
+    A masked language model is trained on other positions each time: those that the loss left out have no gradient.
 
     Args:
         loss: The stated loss.
@@ -415,58 +427,53 @@ def _as_stated(
         y: The recorded targets of its rows.
         cuts: These, or those that the rows may have had (`targets_like`).
         c: The weights that the stated loss gives to the rows.
-        is_read: Whether there may be a factor other than 1.
-    """
-    if forward.outputs is None or forward.output_gradient is None or not is_finite(forward.output_gradient):
-        return None
-    factors = c / sample_weights(loss, y).cpu()
-    is_one = bool((factors == factors[0]).all())
-    for labels in _possible_labels(loss, forward.output_gradient, cuts):
-        z, delta = forward.outputs.double(), forward.output_gradient.double()
-        if isinstance(loss, ClassLoss):
-            z, delta = classes_second(z, labels), classes_second(delta, labels)
-        weights = c if labels is y else sample_weights(loss, labels).cpu() * factors[0]
-        expected = weights.to(z).view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
-        factor = common_factor(delta, expected) if is_read else 1.0
-        bound = rounding_of(forward.outputs) * abs(factor) * expected.abs().max()
-        if (is_one or labels is y) and bool(((delta - factor * expected).abs() <= bound).all()):
-            return labels, weights, factor
-    return None
-
-
-KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
-# targets of rows that have others than the recorded ones, weights of all rows, whether these are not the loop's
-_Used = tuple[SeenRows | None, Tensor, bool]
-
-
-def _used_targets(
-    loss: Loss, outputs: Tensor, gradient: Tensor, y: Tensor, c: Tensor, is_recorded: Bool[Tensor, " n"]
-) -> _Used:
-    """Find the targets and weights that explain the gradient in the outputs.
-
-    Args:
-        loss: The stated loss.
-        outputs: What the loss took, (n, C); scores of several positions have further dimensions.
-        gradient: The gradient of the loop's loss in it.
-        y: The recorded targets of the rows.
-        c: The weights that the stated loss gives to the rows.
         is_recorded: Which rows of the input are as recorded.
+        is_read: Whether all rows have a factor that is not stated.
+
+    Returns:
+        Targets of rows that have others than the recorded ones, weights of all rows, whether these may not be the
+        loop's.
+
+    Raises:
+        StepMismatchError: The loop's labels are those of the next positions; or the pass had another number of
+            positions than y, and its labels are not found.
     """
-    tolerance, stated, unknown = rounding_of(outputs), (None, c, False), (None, c, True)
-    z, delta, c = outputs.double(), gradient.double(), c.to(device=outputs.device, dtype=torch.float64)
-    if not is_finite(delta) or not c.any():
-        return stated
+    outputs, gradient = forward.outputs, forward.output_gradient
+    if outputs is None or gradient is None or not is_finite(gradient) or not c.any():
+        return None, c, is_read
+    z, delta, c, tolerance = outputs.double(), gradient.double(), c.to(outputs.device), rounding_of(outputs)
+    found = _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, cuts), tolerance)
+    if found is not None:
+        labels, weights, factor = found
+        is_other = (
+            (labels != y).reshape(len(y), -1).any(dim=1) if labels.shape == y.shape else torch.ones(len(y)).bool()
+        )
+        index = is_other.nonzero().squeeze(1).to(labels.device)
+        return SeenRows(index, labels[index]) if len(index) else None, weights * (factor if is_read else 1.0), False
+    if z.ndim > 2 and isinstance(loss, ClassLoss) and not y.is_floating_point():
+        shifted = (F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts)
+        if _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, [*shifted]), tolerance) is not None:
+            raise StepMismatchError(
+                "y must hold the label of each position: the loop's loss compares the scores of each position with the "
+                "label of the next one, as causal language models do: pass the recorder "
+                "torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y."
+            )
+        if cuts[0].shape != y.shape:
+            raise StepMismatchError(
+                f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
+                f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and "
+                "its weight, or none with loss=None."
+            )
+    unknown = (None, c, True)
+    if is_read or z.ndim > 2:
+        return unknown
     derivative = loss_derivatives(loss, z, y)
-    expected = c[:, None] * derivative
     scale = c.abs()[:, None] * (1 + derivative.abs().amax(dim=1, keepdim=True))
-    is_like, common = _within(delta - expected, tolerance * scale), common_factor(delta, expected)
-    # one factor for all rows: the scale of a mixed-precision loop, or another weight of the batch
-    if is_like.all() or _within(delta - common * expected, tolerance * scale * max(1.0, abs(common))).all():
-        return stated
+    is_like = _within(delta - c[:, None] * derivative, tolerance * scale)
     ratio = row_factors(delta, derivative)
     is_weighted = _within(delta - ratio[:, None] * derivative, tolerance * (scale + ratio.abs()[:, None]))
     if is_weighted.all() and _are_weights(ratio, derivative, is_recorded):
-        return None, torch.where(is_like, c, ratio).cpu(), False
+        return None, torch.where(is_like, c, ratio), False
     if not isinstance(loss, KnownLoss) or getattr(loss, "class_weights", None) is not None:
         return unknown
     values, is_valid = read_targets(loss, z, delta, c, 10 * tolerance)
@@ -478,37 +485,7 @@ def _used_targets(
     if not is_valid[other].all() or not _is_plausible(loss, values, y, other, is_recorded):
         return unknown
     index = other.nonzero().squeeze(1)
-    return SeenRows(index, values[index].to(outputs.dtype)), c.cpu(), False
-
-
-def _used_positions(loss: Loss, forward: CapturedForward, y: Tensor, cuts: list[Tensor], c: Tensor) -> _Used:
-    """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
-
-    A masked language model is trained on other positions each time. Only such targets are found that are the recorded
-    ones with more positions ignored. Outputs are (n, V, ...) or (n, ..., V).
-
-    Raises:
-        StepMismatchError: The loop's labels are those of the next positions; or the pass had another number of
-            positions than y, and its labels are not found.
-    """
-    if not isinstance(loss, ClassLoss) or y.is_floating_point():
-        return None, c, False
-    found = _as_stated(loss, forward, y, cuts, c, is_read=False)
-    if found is not None:
-        labels, weights, _ = found
-        is_same = labels.shape == y.shape
-        index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1) if is_same else torch.arange(len(y))
-        return (SeenRows(index, labels[index.to(labels.device)]) if len(index) else None), weights, False
-    shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
-    if _as_stated(loss, forward, y, shifted, c, is_read=True) is not None:
-        raise StepMismatchError(f"y must hold the label of each position: {NEXT_LABELS}.")
-    if cuts[0].shape != y.shape:
-        raise StepMismatchError(
-            f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
-            f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and its "
-            "weight, or none with loss=None."
-        )
-    return None, c, True
+    return SeenRows(index, values[index].to(outputs.dtype)), c, False
 
 
 def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:
@@ -535,12 +512,10 @@ def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded: Tensor) -> bool
     With two classes, or one output, the gradients of all losses are multiples of each other: only the ranks tell then.
     """
     num_outputs, rows = derivative.shape[1], len(ratio)
-    if num_outputs == 1 or bool((ratio < 0).any()):
-        return False
-    if num_outputs == 2 and (rows < _ENOUGH_ROWS or not is_recorded.all()):
+    if num_outputs == 1 or (num_outputs == 2 and not is_recorded.all()) or bool((ratio < 0).any()):
         return False
     if rows < _ENOUGH_ROWS:
-        return True
+        return num_outputs > 2
     ranks = torch.stack([value.argsort().argsort().double() for value in (ratio, derivative.abs().amax(dim=1))])
     return abs(float(torch.corrcoef(ranks)[0, 1])) <= _FOLLOWS_LOSS
 
