@@ -185,7 +185,7 @@ def _evaluate(
     model, watch = net.model, None if recorder is None else recorder.watch
     mode: ParameterInterception
     if at.stacked is not None:
-        mode = StackedWeights(params, model.unflatten_rows(at.stacked.detach().requires_grad_()), watch)
+        mode = StackedWeights(params, model.unflatten(at.stacked.detach().requires_grad_()), watch)
     elif at.t is not None and at.d is not None:
         mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
         if at.secant_head is not None:

@@ -274,7 +274,7 @@ def _stacked_outputs(trial: _Trial) -> Pair:
     model, X, w = trial.model, trial.X, trial.w
     stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
     params = model.unflatten(w)
-    with StackedWeights(params, model.unflatten_rows(stacked)):
+    with StackedWeights(params, model.unflatten(stacked)):
         together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
     return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
 

@@ -173,6 +173,11 @@ def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove
         raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. {advice}")
 
 
+def allclose(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors agree up to the square root of eps, relative to the largest entry of b."""
+    return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())
+
+
 BLOCK_BYTES = 4 << 20  # of rows that are looked at together
 
 

@@ -31,14 +31,7 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import (
-    FunctionalModel,
-    leaves_of,
-    random_state_kept,
-    set_settings,
-    setting_places,
-    settings_of,
-)
+from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept, set_settings, setting_places, settings_of
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
@@ -157,6 +150,24 @@ class TrainingReplay:
                 leaf.requires_grad_(False)
                 leaf.grad = None
         return ReplayedPass(gradient.to(state), values.detach(), after)
+
+    def step_gradient(
+        self,
+        state: Float[Tensor, " PQ"],
+        passes: Sequence[PassData],
+        end: Float[Tensor, " Q"],
+        unexplained: float | None,
+        *,
+        exact: bool = False,
+    ) -> tuple[Float[Tensor, " P"], float]:
+        """Return the gradient of a step's passes, and the error of the moving statistics, which end at `end`."""
+        total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
+        for data in passes:
+            replayed, after = self.gradient(state, data, exact=exact), data.forward.statistics_after
+            total += replayed.gradient
+            after, dtype = end if after is None else after, self.model.spec.dtype
+            error = max(error, statistics_error(replayed.statistics, after, dtype, unexplained))
+        return total, error
 
     def losses(self, params: Mapping[str, Tensor], data: PassData) -> Float[Tensor, " n"]:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
@@ -406,23 +417,19 @@ class RunReplay:
         return self.gradient_at(step, flat_state(self.trajectory, step.index, self.reference), exact=exact)
 
     def gradient_at(
-        self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True
+        self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False
     ) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of a step's loss at some state, and the error of its statistics."""
+        """Return the gradient of a step's loss at some state, and the error of its statistics.
+
+        The rows of a step without recorded passes may be summed in reverse order.
+        """
         if not step.passes:
-            X, y, c = batch_of(self.trajectory, step, state)
+            X, y, c = (v.flip(0) if reverse else v for v in batch_of(self.trajectory, step, state))
             with disable_fused_attention():
                 return batch_gradient(self.model, state, X, y, self.trajectory.loss, c), 0.0
-        total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
-        for data in self.data(step):
-            replayed = self.passes.gradient(state, data, exact=exact)
-            total += replayed.gradient
-            if self.trajectory.statistics is not None:
-                after = data.forward.statistics_after
-                after = self.trajectory.statistics[step.index + 1] if after is None else after
-                allowed = self.trajectory.dtype, self.trajectory.unexplained
-                error = max(error, statistics_error(replayed.statistics, after, *allowed))
-        return total, error
+        run, end = self.trajectory, state.new_empty(0)
+        end = end if run.statistics is None else run.statistics[step.index + 1]
+        return self.passes.step_gradient(state, self.data(step), end, run.unexplained, exact=exact)
 
     def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
         """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
@@ -494,12 +501,7 @@ def mismatch_ratio(
     if not differences.max() <= plain:
         state = flat_state(run, step.index, w)
         moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
-        if step.passes:
-            g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved)
-        else:
-            X, y, c = batch_of(run, step, w)
-            with disable_fused_attention():
-                g = batch_gradient(model, moved, X.flip(0), y.flip(0), run.loss, c.flip(0))
+        g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
         again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
         rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
         # a small parameter can come out the same by chance
@@ -559,8 +561,3 @@ def batch_gradient(
             gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             total += torch.cat([g.reshape(-1) for g in gradients])
     return total
-
-
-def allclose(a: Tensor, b: Tensor) -> bool:
-    """Return whether two gradients agree up to the square root of eps, relative to the largest entry of b."""
-    return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())

@@ -67,11 +67,6 @@ class InputLayout:
     ragged: RaggedCall | None = None
 
     @property
-    def is_mapping(self) -> bool:
-        """Whether the network is called with keywords."""
-        return isinstance(self.tensors[0].key, str)
-
-    @property
     def longest(self) -> int:
         """The largest length of a ragged row."""
         return self.tensors[1].shape[0]
@@ -317,7 +312,7 @@ class Signature:
             follows_rows = tensor.dtype.is_floating_point and tensor.dtype == self.layout.dtype
             # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
             parts[str(tensor.key)] = (part if follows_rows else part.to(tensor.dtype)).contiguous()
-        return ((), parts) if self.layout.is_mapping else (tuple(parts.values()), {})
+        return ((), parts) if isinstance(self.layout.tensors[0].key, str) else (tuple(parts.values()), {})
 
     def length(self, rows: Shaped[Tensor, "n ..."]) -> int:
         """Return the number of positions of packed inputs, that of their longest vectors; 0 where there are none."""
@@ -438,9 +433,8 @@ def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[
     """Return training inputs as one tensor, with the signature of a network that takes them.
 
     Raises:
-        TypeError, ValueError: As `pack_inputs`; or `output` is no function.
+        TypeError, ValueError: As `pack_inputs`.
     """
-    validate_output(output)
     if isinstance(X, Tensor) and X.layout != torch.jagged:
         return X, Signature(None, output)
     packed, layout = pack_inputs(X)
@@ -451,9 +445,8 @@ def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | 
     """Return the numbers of a graph's nodes, with the signature of a network that takes it; its tensors are copied.
 
     Raises:
-        TypeError: `output` is no function, or a tensor is of a dtype that cannot be stored.
+        TypeError: A tensor is of a dtype that cannot be stored.
     """
-    validate_output(output)
     for key, value in graph.tensors.items():
         if str(value.dtype) not in DTYPES:
             raise TypeError(f"tensor {key!r} of the graph must hold real numbers: got {value.dtype}. Convert it first.")

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.checks import validate_texts
+from epk_gp.core.checks import allclose, validate_texts
 from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.plans import ModelCache, TensorSpec
 from epk_gp.core.torch_overrides import (
@@ -177,17 +177,12 @@ class FunctionalModel:
         """Concatenate the trained parameters in the model's order, in memory that is not used any more if given."""
         return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
 
-    def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""
-        names, shapes = self._layout(len(flat))
-        pieces = flat.split([shape.numel() for shape in shapes])
-        return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
-
-    def _layout(self, size: int) -> tuple[tuple[str, ...], tuple[torch.Size, ...]]:
-        """Return names and shapes of what a flat vector of P or of P + Q numbers holds."""
-        if size > self.num_weights:
-            return self.names + self.statistics, self.shapes + self.statistic_shapes
-        return self.names, self.shapes
+    def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
+        """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors."""
+        has_statistics = flat.shape[-1] > self.num_weights
+        names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
+        pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
+        return {n: piece.view(*flat.shape[:-1], *shape) for n, piece, shape in zip(names, pieces, shapes, strict=False)}
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
@@ -201,13 +196,6 @@ class FunctionalModel:
     def statistics_of(self, net: nn.Module) -> Float[Tensor, " Q"]:
         """Copy the moving statistics that a network of the same architecture holds now, as a flat vector."""
         return self.flatten_statistics({name: net.get_buffer(name) for name in self.statistics})
-
-    def unflatten_rows(self, rows: Float[Tensor, "G n"]) -> dict[str, Tensor]:
-        """View G flat vectors, as `unflatten` takes them, as named tensors, each with a first dimension of G."""
-        names, shapes = self._layout(rows.shape[1])
-        pieces = rows.split([shape.numel() for shape in shapes], dim=1)
-        named = zip(names, pieces, shapes, strict=True)
-        return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
 
     def frozen_state(self) -> dict[str, Tensor]:
         """Return buffers and frozen parameters by name: what f depends on beside what the path goes through."""
@@ -230,10 +218,6 @@ class FunctionalModel:
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
         return FunctionalModel(**self.__getstate__() | {"module": module, "cache": self.cache})
-
-    def keeping_activations(self) -> "FunctionalModel":
-        """Return the model of a network that uses activation checkpointing: nothing of it is recomputed."""
-        return FunctionalModel(**self.__getstate__() | {"recomputes": True, "cache": self.cache})
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.
@@ -272,12 +256,9 @@ def device_random_state(device: torch.device) -> Tensor | None:
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Leave torch's random numbers on the CPU and on one device as they were, whatever a network draws."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):  # by default the states of all GPUs are saved
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
-            yield
+    is_cpu = device.type == "cpu"  # by default the states of all GPUs are saved
+    with torch.random.fork_rng([] if is_cpu else [device.index or 0], device_type="cuda" if is_cpu else device.type):
+        yield
 
 
 def uncompiled(net: Any) -> Any:
@@ -501,15 +482,14 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
             raise ValueError(
                 f"the network must be differentiable in its weights: a forward pass with gradients fails: {error}"
             ) from error
-        model, module, signature = model.keeping_activations(), copy.deepcopy(model.module), model.signature
+        model = FunctionalModel(**model.__getstate__() | {"recomputes": True, "cache": model.cache})
+        module, signature = copy.deepcopy(model.module), model.signature
         leaves = leaves_of(module, model, state)
         try:
             with torch.enable_grad(), quiet_checkpoints(), disable_fused_attention():
                 again = signature.outputs(signature.call(module, rows, model.spec))
                 kept, expected = _gradient_along_a_wave(*evaluated(model)), _gradient_along_a_wave(again, leaves)
-                is_kept = bool(
-                    (kept - expected).abs().max() <= torch.finfo(kept.dtype).eps ** 0.5 * expected.abs().max()
-                )
+                is_kept = allclose(kept, expected)
         except RuntimeError:
             is_kept = False
     if not is_kept:

@@ -9,22 +9,16 @@ A few weights of every state say which states can be the anchor; all weights the
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from epk_gp.core.show import warn_caller
-from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.optimizers.update_rules import relative_rounding
-
 _NUM_SAMPLES = 64  # weights of a state that are kept to find it by
 _NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
 _CANDIDATES = 4  # anchors that are compared by all weights
-_NUM_COMPARED = 16  # training points whose outputs are compared
 _ROUNDING = 16  # eps of a parameter's largest weight by which a move may miss the line
 
 
@@ -113,55 +107,3 @@ class LiveNetwork:
 
     network: "weakref.ref[nn.Module]"
     samples: StateSamples
-
-    def warn_of_difference(
-        self,
-        trajectory: Any,
-        explained: Float[Tensor, " PQ"],
-        present: Float[Tensor, " PQ"],
-        changed: Mapping[str, Tensor],
-    ) -> None:
-        """Warn that the user's network is another one than that which results explain, if its outputs are.
-
-        Results of averages, and of a run up to a state, are asked for by name: nothing is said while the network is the
-        one that the recording left.
-
-        Args:
-            trajectory: The `Trajectory`.
-            explained: Weights and moving statistics of the network that is explained.
-            present: Those of the user's network.
-            changed: Its buffers and frozen parameters that are not as recorded, by name.
-        """
-        model, S = trajectory.model, trajectory.num_steps
-        P, statistics = model.num_weights, trajectory.trained.statistics
-        states = [
-            state
-            for state in self.samples.equal_to(present[:P])
-            if statistics is None or state > S or torch.equal(statistics[state].to(present), present[P:])
-        ]
-        is_asked_for = trajectory.average is not None or trajectory.recorded_steps > S
-        is_computed = hasattr(trajectory.states, "at")  # up to rounding
-        if not changed and (
-            (is_asked_for and max(S, trajectory.recorded_steps) in states) or (is_computed and S in states)
-        ):
-            return
-        rows = trajectory.inputs[:_NUM_COMPARED]
-        with torch.no_grad(), disable_fused_attention():
-            z = model(model.unflatten(explained), rows)
-            yours = model({**model.unflatten(present.to(explained)), **changed}, rows)
-        difference = float((z - yours).abs().max())
-        if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
-            return
-        advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
-        if "ScheduleFree" in trajectory.update_rule:
-            advice = "In optimizer.eval() it is an average: schedule_free_average(run) of epk_gp.core.states"
-        if changed:
-            advice = f"Frozen weights or buffers were changed: {', '.join(changed)}"
-        elif states:
-            call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
-            advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
-        warn_caller(
-            f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its "
-            f"weights were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. "
-            f"{advice}."
-        )

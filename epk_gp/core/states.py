@@ -142,14 +142,12 @@ def averaged_trajectory(
         )
     lead = None if start is None else trajectory.states[0].double() - start
     states, statistics = AveragedStates(trajectory.states, a, lead), None
-    if network is not None:
-        statistics = _statistics_of_average(trajectory, states, network)
+    whole = trajectory.statistics
+    if network is not None and (statistics := _statistics_of_average(trajectory, states, network)) is not None:
+        whole = EndingWith(whole, len(states), end=statistics)
     digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     for value in (a, lead, statistics):
         digest.update(b"" if value is None else tensor_bytes(value))
-    whole = (
-        trajectory.statistics if statistics is None else EndingWith(trajectory.statistics, len(states), end=statistics)
-    )
     return replace(
         trajectory,
         states=states,
@@ -425,20 +423,13 @@ class _Computation:
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
             if (move := run.steps[index].move) is not None:
-                place = move.anchor - self.numbers[number]
-                w = torch.lerp(w, states[place] if place >= 0 else self._earlier(move.anchor), move.share)
+                stretch = bisect_right(self.numbers, move.anchor) - 1
+                held = states if stretch == number else self.stretch(stretch).states
+                w = torch.lerp(w, held[move.anchor - self.numbers[stretch]], move.share)
             states.append(w)
         self.stretches[number] = made = _Stretch(states, updates, memory)
         while len(self.stretches) > 1 and sum(held.nbytes for held in self.stretches.values()) > HELD_BYTES:
             del self.stretches[next(iter(self.stretches))]
-        return made
-
-    def _earlier(self, state: int) -> Tensor:
-        """Return a state of an earlier stretch."""
-        number = bisect_right(self.numbers, state) - 1
-        if self.numbers[number] == state:
-            return _kept_state(self.kept, state, self.spec)
-        made: Tensor = self.stretch(number).states[state - self.numbers[number]]
         return made
 
 

@@ -343,6 +343,21 @@ class RowIdentity:
         """Say what contradicts the indices, by the rows that are left, if there are enough or no others were judged."""
         return None if self.num_judged and self._num_rows < _ENOUGH_ROWS else self._judge()
 
+    def finding(self, steps: Sequence[Step]) -> str | None:
+        """Say why the indices of a recorded run are wrong, or could not be confirmed; None if they were.
+
+        Args:
+            steps: The steps of the run; some, spread over it, are looked at.
+        """
+        if not any(step.passes for step in steps):
+            return None
+        spread = torch.linspace(0, len(steps) - 1, min(len(steps), 2 * _MIXED_BATCHES)).long().tolist()
+        errors = [*(self.look_at(steps[number]) for number in spread), self.finish()]
+        wrong = next((error for error in errors if error is not None), None)
+        if wrong is not None:
+            return f"the announced indices are not those of the rows: {wrong}"
+        return None if self.doubt is None else f"rows could not be matched with X: {self.doubt}"
+
     @property
     def _num_rows(self) -> int:
         return max(sum(len(part[-1]) for part in parts) for parts in (self._groups, self._targets))
@@ -496,28 +511,6 @@ class RowIdentity:
         if bool(((s - slope * x).abs() <= 1e-3 * s.abs().max()).all()):
             return "each column of every row is that of X[i], scaled and shifted"
         return None
-
-
-def identity_finding(
-    X: Shaped[Tensor, "M ..."], y: Shaped[Tensor, "M ..."], loss: Loss, steps: Sequence[Step]
-) -> str | None:
-    """Say why the indices of a recorded run are wrong, or could not be confirmed; None if they were.
-
-    Args:
-        X: The training inputs, packed.
-        y: Their targets.
-        loss: The loss.
-        steps: The steps of the run; some, spread over it, are looked at.
-    """
-    if not any(step.passes for step in steps):
-        return None
-    identity = RowIdentity(X, y, loss)
-    spread = torch.linspace(0, len(steps) - 1, min(len(steps), 2 * _MIXED_BATCHES)).long().tolist()
-    errors = [*(identity.look_at(steps[number]) for number in spread), identity.finish()]
-    wrong = next((error for error in errors if error is not None), None)
-    if wrong is not None:
-        return f"the announced indices are not those of the rows: {wrong}"
-    return None if identity.doubt is None else f"rows could not be matched with X: {identity.doubt}"
 
 
 def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:

@@ -17,12 +17,13 @@ from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input,
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, identity_finding
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, RowIdentity, Step
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
+from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients, relative_rounding
 
+_NUM_COMPARED = 16  # training points whose outputs are compared with those of the user's network
 BYTES = 64  # a cache line, and the widest register; torch allocates at multiples of it
 
 
@@ -300,7 +301,7 @@ class Trajectory(Displayed):
 
         Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
         """
-        return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
+        return RowIdentity(self.inputs, self.targets, self.loss).finding(self.trained.steps)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -477,12 +478,12 @@ def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
 
 
 def warn_unless_live(trajectory: Trajectory) -> None:
-    """Warn if the user's network is another one than that which results explain."""
-    live, model = trajectory.live, trajectory.model
+    """Warn if the user's network gives others than the explained outputs, and was not asked for by name."""
+    live, model, S = trajectory.live, trajectory.model, trajectory.num_steps
     net = None if live is None else live.network()
     if live is None or net is None:
         return
-    explained = _joined(trajectory, trajectory.num_steps, model.spec).to(model.spec.device)
+    explained, P = _joined(trajectory, S, model.spec).to(model.spec.device), model.num_weights
     try:
         w = model.weights_of(net)
         present = torch.cat([w, model.statistics_of(net).to(w)])
@@ -493,8 +494,34 @@ def warn_unless_live(trajectory: Trajectory) -> None:
         now = named.get(name, recorded).detach().to(recorded)
         if now.shape == recorded.shape and not name.endswith("num_batches_tracked") and not torch.equal(now, recorded):
             changed[name] = now
-    if present.shape == explained.shape and (changed or not torch.equal(explained.to(present), present)):
-        live.warn_of_difference(trajectory, explained, present, changed)
+    if present.shape != explained.shape or (not changed and torch.equal(explained.to(present), present)):
+        return
+    b, states = trajectory.trained.statistics, live.samples.equal_to(present[:P])
+    states = [s for s in states if b is None or s > S or torch.equal(b[s].to(present), present[P:])]
+    known = {S} if hasattr(trajectory.states, "at") else set[int]()  # states that are computed are so up to rounding
+    if trajectory.average is not None or trajectory.recorded_steps > S:  # the network is that of the whole run
+        known.add(max(S, trajectory.recorded_steps))
+    if not changed and not known.isdisjoint(states):
+        return
+    rows = trajectory.inputs[:_NUM_COMPARED]
+    with torch.no_grad(), disable_fused_attention():
+        z = model(model.unflatten(explained), rows)
+        yours = model({**model.unflatten(present.to(explained)), **changed}, rows)
+    difference = float((z - yours).abs().max())
+    if difference <= relative_rounding(model.spec.dtype) * float(z.abs().max()):
+        return
+    advice = "Record further, or explain the network after an earlier step with trajectory.until(step)"
+    if "ScheduleFree" in trajectory.update_rule:
+        advice = "In optimizer.eval() it is an average: schedule_free_average(run) of epk_gp.core.states"
+    if changed:
+        advice = f"Frozen weights or buffers were changed: {', '.join(changed)}"
+    elif states:
+        call = "trajectory.until" if states[0] <= S else "recorder.trajectory.until"
+        advice = f"Yours is that after step {states[0]}, which {call}({states[0]}) explains"
+    warn_caller(
+        f"your network is not the one that is explained ({trajectory.explained}): it was trained on, or its weights "
+        f"were replaced, and its outputs for {len(rows)} training points differ by up to {difference:.2g}. {advice}."
+    )
 
 
 def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:

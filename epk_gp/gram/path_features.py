@@ -93,7 +93,7 @@ def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
         return PathKernel(run, sketch.head, left_endpoint()), f"all {run.num_steps} steps, each at its start"
     if run.num_steps <= MAX_PROBE_STEPS:
         kernel = PathKernel(run, sketch.head, gauss_legendre(2), path=sketch.path)
-        along = "".join(f" along {path!r}" for path in path_identity(sketch.path))
+        along = "".join(f" along {path}" for path in path_identity(sketch.path))
         return kernel, f"all {run.num_steps} steps{along}, 2 nodes each"
     many = nodes_trajectory(run, MAX_PROBE_STEPS, path=sketch.path)
     return PathKernel(many, sketch.head, left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"

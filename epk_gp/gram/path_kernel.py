@@ -236,8 +236,8 @@ def require_gradients_of_rows(model: FunctionalModel) -> None:
     for name, module in model.module.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
-                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs. Make it "
-                "with scale_grad_by_freq=False."
+                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs in the "
+                "batch. Make it with scale_grad_by_freq=False."
             )
 
 

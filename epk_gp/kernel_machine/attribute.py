@@ -1,5 +1,6 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -342,7 +343,8 @@ def _attribute(
 ) -> tuple[GroupedAttribution, ...]:
     X, axes = parse_request(kernel, X, groupings, classes)
     if path is None:
-        kernel = PathKernel(kernel.trajectory, kernel.head, kernel.rule, path=default_path(kernel.trajectory, X))
+        kernel = copy.copy(kernel)  # made anew, it would say a second time that the user's network is another one
+        vars(kernel)["path"] = default_path(kernel.trajectory, X)
     while True:
         with planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)

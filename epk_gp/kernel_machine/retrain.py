@@ -173,7 +173,7 @@ class StackedTraining:
         model, dtype = replay.model, replay.dtype_of(data)
         leaves = states.detach().to(dtype).requires_grad_()
         with torch.enable_grad():
-            named = model.unflatten_rows(leaves)
+            named = model.unflatten(leaves)
             before = {name: named[name].detach().clone() for name in model.statistics}
 
             def losses(params: dict[str, Tensor], statistics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -68,29 +68,16 @@ def _rate_of_mean(group: Options) -> float:
     return float(group["lr"]) / bias
 
 
-def _sgdw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
-    if mu == 0:
-        return _step(group, lr, lr=lr, beta=1.0)
-    buffer = {"beta": mu, "one_minus_dampening": 1.0 - float(group["dampening"])}
-    buffer = buffer if "momentum_buffer" in before else {"one_minus_dampening": 1.0}
-    rates = {"lr": lr, "momentum_lr": lr * mu} if group["nesterov"] else {"momentum_lr": lr}
-    return _step(group, lr, **rates, **buffer)
-
-
 def _lion(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """The sign of v = beta1 m + (1 - beta1) h is v / |v|, with |v| held; m = (m' - (1 - beta2) h) / beta2."""
-    beta1, beta2 = map(float, group["betas"])
+    """The sign of v = beta1 m + (1 - beta1) h is v / |v|, with |v| held; m = (m' - (1 - beta2) h) / beta2.
+
+    Tiger takes the sign of m' itself.
+    """
+    beta1, beta2 = map(float, group["betas"] if "betas" in group else [group["beta"]] * 2)
     of_m, of_h = beta1 / beta2, 1 - beta1 / beta2
     v = (of_m * after["exp_avg"] + of_h * _h(group, before)).abs()
     scale = torch.where(v > 0, float(group["lr"]) / v, 0.0)
-    return _step(group, group["lr"], momentum_lr=of_m * scale, lr=of_h * scale, **_mean(beta2))
-
-
-def _tiger(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    size = after["exp_avg"].abs()
-    scale = torch.where(size > 0, float(group["lr"]) / size, 0.0)
-    return _step(group, group["lr"], momentum_lr=scale, **_mean(float(group["beta"])))
+    return _step(group, group["lr"], momentum_lr=of_m * scale, lr=of_h and of_h * scale, **_mean(beta2))
 
 
 def _adabelief(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -328,9 +315,7 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
 
 
 _TABLE: tuple[tuple[Any, ...], ...] = (  # coefficients, names of classes, what is needed of the state before, buffers
-    (_sgdw, "SGDW", ()),
-    (_lion, "Lion", ()),
-    (_tiger, "Tiger", ()),
+    (_lion, "Lion Tiger", ()),
     (_adabelief, "AdaBelief", ()),
     (_qhadam, "QHAdam", ()),
     (_stable_adamw, "StableAdamW", ()),

@@ -53,7 +53,7 @@ def _as_computed(group: Options, value: Any) -> Any:
 def _step(group: Options, **coefficients: Any) -> LinearStep:
     """Add what all optimizers have: the sign of the gradient, and the decay of the weights."""
     decay = group.get("weight_decay", 0.0)
-    if group.get("decoupled_weight_decay", False):  # torch multiplies the weights with 1 - lr * weight_decay
+    if group.get("decoupled_weight_decay", group.get("weight_decouple", False)):  # weights times 1 - lr * weight_decay
         shrunk = 1 - float(1 - _as_computed(group, group["lr"]) * _as_computed(group, decay))
         coefficients = {"decoupled_decay": shrunk} | coefficients
     else:
@@ -71,9 +71,9 @@ def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> Li
     lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
     if mu == 0:
         return _step(group, lr=lr, beta=1.0)
-    # torch starts the buffer with the gradient itself
-    dampening = float(group.get("dampening", 0.0)) if before else 0.0
-    buffer = {"beta": mu if before else 0.0, "one_minus_dampening": 1.0 - dampening}
+    has_buffer = bool(before.keys() - {GRADIENT})  # torch starts it with the gradient itself
+    dampening = float(group.get("dampening", 0.0)) if has_buffer else 0.0
+    buffer = {"beta": mu if has_buffer else 0.0, "one_minus_dampening": 1.0 - dampening}
     return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
 
 
@@ -119,12 +119,11 @@ def _radam(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 
-def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+def _sparse_adam(p: Any, group: Options, before: Options, after: Options) -> LinearStep:
     """Adam on the entries of the sparse gradient; the buffers of the others keep what they hold."""
     beta1, beta2 = map(float, group["betas"])
     count, seen = float(after["step"]), torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-    if p.grad is not None:
-        seen[tuple(p.grad.coalesce().indices())] = True
+    seen[tuple(p.grad.coalesce().indices())] = True
     rate = float(_as_computed(group, group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
     moving = {"momentum_lr": rate / (after["exp_avg_sq"].sqrt() + float(group["eps"])), **_mean(group, before)}
     one = torch.ones_like(after["exp_avg"])
@@ -163,7 +162,7 @@ def _rprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
     return _step(group, lr=torch.where(size > 0, after["step_size"] / size, 0.0))
 
 
-def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+def _adafactor(p: Any, group: Options, before: Options, after: Options) -> LinearStep:
     def root_mean_square(value: Tensor) -> float:
         return float(value.norm(2)) / math.sqrt(value.numel())
 
@@ -175,17 +174,15 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
     else:
         V = after["variance"]
     inverse = V.clamp(min=eps1 * eps1).rsqrt()
-    gradient = torch.zeros_like(p) if p.grad is None else p.grad
     rate = min(_as_computed(group, group["lr"]), float(after["step"]) ** -0.5)
     alpha = max(float(eps2), root_mean_square(before[WEIGHTS])) * rate
-    clipping = max(1.0, root_mean_square(inverse * gradient) / float(group["d"]))
+    clipping = max(1.0, root_mean_square(inverse * p.grad) / float(group["d"]))
     return _step({**group, "decoupled_weight_decay": True}, lr=float(alpha / clipping) * inverse)
 
 
-def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+def _muon(p: Any, group: Options, before: Options, after: Options) -> LinearStep:
     mu, nesterov = float(group["momentum"]), bool(group["nesterov"])
-    gradient = torch.zeros_like(p) if p.grad is None else p.grad
-    U = gradient.lerp(after["momentum_buffer"], mu) if nesterov else after["momentum_buffer"]
+    U = p.grad.lerp(after["momentum_buffer"], mu) if nesterov else after["momentum_buffer"]
     Q = orthogonalising_matrix(U, group["ns_coefficients"], int(group["ns_steps"]), float(group["eps"]))
     rows, columns = p.shape
     rates = {"original": math.sqrt(max(1, rows / columns)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
@@ -234,7 +231,10 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
 _SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
-_OF_LIBRARIES = LIBRARY_RULES | {"Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5)}
+_OF_LIBRARIES = LIBRARY_RULES | {
+    "Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5),
+    "SGDW": UpdateRule("SGDW", _sgd, (GRADIENT,)),
+}
 
 
 @dataclass(frozen=True)

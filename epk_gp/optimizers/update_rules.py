@@ -413,11 +413,6 @@ class ClipNorm:
         norms: Tensor = torch.linalg.vector_norm(g, self.norm_type, dim=-1, keepdim=True)
         return (self.bound / (norms + EPSILON)).clamp(max=1.0)
 
-    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
-        """Return whether a gradient is as large as this clipping leaves it: up to rounding, not below the bound."""
-        norm = float(torch.linalg.vector_norm(used, self.norm_type))
-        return not norm * (1 + CLIP_ROUNDING[False]) + EPSILON < self.bound
-
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
         nn.utils.clip_grad_norm_(net.parameters(), self.bound, self.norm_type)
@@ -429,19 +424,17 @@ class ClipValue:
 
     Attributes:
         bound: The largest absolute value that is not clipped.
+        norm_type: The p of the norm that is then the bound.
     """
 
     bound: float
+    norm_type = float("inf")
 
     def factors(self, g: Float[Tensor, "*m P"]) -> Float[Tensor, "*m P"]:
         """Return the factor by which this clipping multiplies each entry of gradients."""
         return torch.where(g.abs() > self.bound, self.bound / g.abs(), 1.0)
 
     factor = factors
-
-    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
-        """Return whether a gradient has an entry as large as this clipping leaves it."""
-        return not float(torch.linalg.vector_norm(used, float("inf"))) * (1 + CLIP_ROUNDING[False]) < self.bound
 
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""

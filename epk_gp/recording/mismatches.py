@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.gradients import PassData, TrainingReplay, allclose, passes_of, seen_losses
+from epk_gp.core.checks import allclose
+from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, seen_losses
 from epk_gp.core.graphs import rows_of
 from epk_gp.core.losses import (
     ELEMENTWISE,
@@ -39,13 +40,7 @@ from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
-from epk_gp.optimizers.update_rules import (
-    WeightPenalty,
-    predict_step,
-    relative_rounding,
-    rounded_bound,
-    step_tolerance,
-)
+from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors

@@ -1,6 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,8 +216,8 @@ class StepObserver:
             called: What the loop calls: the network, or what `torch.compile` made of it.
         """
         self.setup, self.num_passes, self._called = setup, 0, called
-        self._weights, self._report, self._rules, self._last_groups = weights, report, rules, groups
-        self._optimizers = [optimizer for _, optimizer in rules]
+        self._weights, self._report, self._last_groups = weights, report, groups
+        self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
         self._hooks: list[Any] = []
@@ -240,9 +240,7 @@ class StepObserver:
     @property
     def num_announced(self) -> int:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
-        gradients = (p.grad for p in self._parameters() if p.grad is not None)
-        values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
-        if not all(is_finite(g) for g in values):
+        if not all(map(is_finite, self._present_gradients())):
             return 0  # a GradScaler skips such a step
         return sum(not batch.is_void for batch in self._announced)
 
@@ -432,20 +430,22 @@ class StepObserver:
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
         """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
-        gradients = (p.grad for p in self._parameters() if p.grad is not None)
-        has_gradient = any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
+        if not hasattr(self._called, "parameters"):
+            return  # ranks hold parts of the gradients, which are gathered at the step
+        has_gradient = any(bool(g.any()) for g in self._present_gradients())
         for batch in self._announced:
             is_done = all(f.outputs is None or f.output_gradient is not None for f in batch.forwards)
             batch.is_void |= not has_gradient and bool(batch.forwards) and is_done
         is_first = all(forward.output_gradient is None for forward in self._passes)
         self._has_left_over |= is_backward and is_first and has_gradient
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+    def _present_gradients(self) -> Iterator[Tensor]:
+        held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        gradients = (p.grad for p in held if p.grad is not None)
+        return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
     def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
-        rule = next(own for own, other in self._rules if other is optimizer)
-        return tuple(group.of_scale() for group in groups_of(optimizer, rule, self._names))
+        return tuple(group.of_scale() for group in groups_of(optimizer, self._rules[id(optimizer)], self._names))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):

@@ -72,19 +72,10 @@ class _Segment:
             return self.model(params, self.X), leaves
 
     def weights(self, t: float) -> Float[Tensor, " P"]:
-        return torch.add(self.middle, self.d, alpha=t, out=self._moved) if t else self.middle
-
-    @cached_property
-    def _moved(self) -> Float[Tensor, " P"]:  # written anew each time: new memory costs more than the sum
-        return torch.empty_like(self.middle)
+        return torch.add(self.middle, self.d, alpha=t) if t else self.middle
 
     def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
         return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
-
-    def in_float64(self) -> "_Segment":
-        spec = TensorSpec(torch.float64, self.middle.device)
-        model = self.model if self.model.spec == spec else self.model.converted(spec)
-        return _Segment(model, self.middle.double(), self.d.double(), spec.cast(self.X), self.statistics)
 
 
 class DerivativeProbe:
@@ -145,7 +136,9 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
     F = torch.stack([own.outputs(t) for t in grid])
     few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, len(X))).indices  # where a derivative has most to say
     try:
-        segment = own.in_float64()
+        spec = TensorSpec(torch.float64, d.device)
+        wide = model if model.spec == spec else model.converted(spec)
+        segment = _Segment(wide, own.middle.double(), d.double(), spec.cast(X), statistics)
         look = _Look.at(segment, 0.0, few, 1)
         is_wide = look.f.dtype == torch.float64
     except (RuntimeError, TypeError, ValueError):  # the network, or its derivative, needs its own dtype

@@ -19,7 +19,7 @@ from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import RowIdentity, Step, fingerprint_data
+from epk_gp.core.step import RowIdentity, Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
@@ -159,7 +159,8 @@ class Recorder:
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
-        self._history = RunHistory(start, setup.digest(header, start), (), setup.statistics())
+        digest = fingerprint_start(header, setup.model, setup.fingerprint, start, setup.statistics(), setup.momentum)
+        self._history = RunHistory(start, digest, (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
         momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps what is the same on all

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
-from epk_gp.core.checks import validate_finite, validate_tensor
+from epk_gp.core.checks import allclose, validate_finite, validate_tensor
 from epk_gp.core.graphs import Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
@@ -39,7 +39,7 @@ from epk_gp.core.model import (
     settings_of,
     with_kept_activations,
 )
-from epk_gp.core.step import fingerprint_data, fingerprint_start
+from epk_gp.core.step import fingerprint_data
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
@@ -186,10 +186,6 @@ class TrainingSetup:
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
         return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
 
-    def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
-        """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics(), self.momentum)
-
     def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
 
@@ -276,8 +272,6 @@ class TrainingSetup:
         if not isinstance(outputs, Tensor) or outputs.shape != recorded.shape:
             return False
         is_finite = recorded.isfinite()  # at perturbed weights a network may leave its domain
-        if not torch.equal(outputs.isfinite(), is_finite):
-            return False
         difference, size = (outputs - recorded)[is_finite].abs(), recorded[is_finite].abs()
         if not len(size) or bool(difference.max() <= relative_rounding(w.dtype) * size.max()):
             return True
@@ -387,6 +381,7 @@ def _parse_data(
         TypeError: The inputs or targets are not tensors, or `output` is no function.
         ValueError: Several inputs do not go together; the inputs have no row per point, or are not finite.
     """
+    validate_output(output)
     if isinstance(X, Graph):
         validate_tensor(y, "y")
         labels = torch.as_tensor(y)
@@ -394,7 +389,6 @@ def _parse_data(
             raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
         nodes, signature = parse_graph(X, len(labels), output)
         return nodes, labels.detach().to(device, copy=True), signature
-    validate_output(output)
     inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
@@ -448,7 +442,6 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             raise TypeError(
                 f"{name} must have the weights' dtype {start.dtype}: got {value.dtype}. Convert one of them."
             )
-    for name, value in inputs.items():
         if value.device != start.device:  # a graph's tensors are the user's
             raise ValueError(f"{name} must be on the network's device {start.device}: got {value.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
@@ -589,8 +582,7 @@ def _validate_returned_rows(model: FunctionalModel, params: Mapping[str, Tensor]
         together = rows_of(model.returned(params, X), len(X))
         alone = [rows_of(model.returned(params, x), 1) for x in X.split(1)]
     is_same = all(z.shape == together[:1].shape for z in alone)
-    rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
-    if not is_same or not (torch.cat(alone) - together).abs().max() <= rounding:
+    if not is_same or not allclose(torch.cat(alone), together):
         raise ValueError(
             "with loss=None, all floating-point tensors that the network returns must have one row per input, which "
             "depends on this input alone: they do not. Leave others out of what forward() returns, or state the loss."

@@ -11,16 +11,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, initial_momentum
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
-from epk_gp.optimizers.update_rules import clip_from_json, predict_step, step_tolerance
+from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
@@ -137,12 +137,8 @@ def validate_loss_function(trajectory: Trajectory) -> None:
         if not jump <= recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0]):
             raise ValueError(f"loss must be the recorded one: its steps do not lead to state {state}.")
         return
-    step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
-    X, y, c = batch_of(trajectory, step, start)
-    gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
-    predicted, _ = predict_step(
-        trajectory.updates[0], trajectory.model.sizes, start, gradient, initial_momentum(trajectory, start)
-    )
+    start, end = trajectory.states[0], trajectory.states[1]
+    predicted = next(replayed_steps(trajectory, trajectory.model, start, slice(1))).d
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
         raise ValueError(f"loss must be the recorded one: step 0 is not a step on the given {trajectory.loss.name!r}.")
 

@@ -131,7 +131,7 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
     own = nodes_trajectory(run, 4, path=epk.chords(4))
     asked = {"nodes": 4, "is_train": mask}
     z = epk.path_features(run, X, 64, path=epk.chords(4), **asked)
-    assert z.error.reference == "all 8 steps along ChordPath(every=4), 2 nodes each"
+    assert z.error.reference == "all 8 steps along straight lines, each over 4 steps, 2 nodes each"
     assert z.error.nodes_rms < 0.1
     straight = epk.path_features(run, X, 64, num_probe=0, **asked)
     assert not torch.allclose(z + 0, straight + 0)  # sketches are drawn for each path
