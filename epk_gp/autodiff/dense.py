@@ -1,8 +1,8 @@
 """A network with its plan: outputs and derivatives along a step of the weights, and dense Jacobians.
 
 Derivatives along a step, J d, are taken in one of three ways: in forward mode, of rows that share a pass wherever they
-stand on the step; else in reverse mode through the rows' positions on it; else row by row, one backward pass for each
-output, which works wherever training does.
+stand on the step; else in forward mode of rows at one place, or mapped over rows; else row by row, one backward pass
+for each output, which works wherever training does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -317,33 +317,20 @@ def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: b
 def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Evaluate f and its slopes; f stands in for these where they are not asked for."""
     plan = segment.net.plan
-    needs_reverse = differentiate and not plan.supports_jvp
-    passes_at_points = plan.calls_fused_functions and not needs_reverse and len(t.unique()) <= _FEW_POINTS
-    if plan.supports_interpolation and not passes_at_points:
-        return _interpolated(segment, X, t, differentiate)
+    is_fast = plan.supports_jvp or not differentiate
+    passes_at_points = plan.calls_fused_functions and len(t.unique()) <= _FEW_POINTS
+    if is_fast and plan.supports_interpolation and not passes_at_points:
+        with _moving(t, differentiate) as u:
+            params, moved = segment.interpolated(u)
+            with moved:
+                f = segment.outputs(params, X)
+            return _with_slope(f, differentiate)
     points, groups = group_rows(t)
-    if plan.supports_vmap and not needs_reverse and len(points) > (1 if plan.shares_pass else _FEW_POINTS):
+    if is_fast and plan.supports_vmap and len(points) > (1 if plan.shares_pass else _FEW_POINTS):
         return _mapped(segment, X, t, differentiate)
     results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
     order = torch.cat(groups).argsort()
     return torch.cat([f for f, _ in results])[order], torch.cat([slope for _, slope in results])[order]
-
-
-def _interpolated(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Evaluate all rows in one forward pass: each layer is called with w and with d."""
-    if differentiate and not segment.net.plan.supports_interpolated_jvp:
-        leaf = t.detach().requires_grad_()
-        with torch.enable_grad():
-            params, moved = segment.interpolated(leaf)
-            with moved:
-                f = segment.outputs(params, X)
-            one_hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[:, None].expand(-1, len(f), -1)
-            return f.detach(), pulled_back(f, [leaf], one_hot).T
-    with _moving(t, differentiate) as u:
-        params, moved = segment.interpolated(u)
-        with moved:
-            f = segment.outputs(params, X)
-        return _with_slope(f, differentiate)
 
 
 @contextmanager

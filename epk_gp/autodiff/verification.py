@@ -137,7 +137,6 @@ def build_plan(
         supports_interpolation=not all_dense,
         supports_stacking=True,
         supports_jvp=True,
-        supports_interpolated_jvp=not all_dense,
         supports_batched_vjp=True,
         supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
@@ -172,9 +171,7 @@ def build_plan(
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
-        plan = _verified(plan, "supports_interpolated_jvp", lambda plan: _slopes(trial, plan))
-    if not plan.supports_interpolated_jvp:  # else in reverse mode
-        plan = _verified(plan, "supports_interpolation", lambda plan: _slopes(trial, plan))
+        plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, plan))
     if plan.shares_pass and plan.supports_jvp:
         plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
@@ -346,7 +343,7 @@ def _agree(pairs: Iterable[Pair]) -> bool:
 
 def _num_dropped(plan: DifferentiationPlan) -> tuple[int, int]:
     """Count the parameters that are no layer's, and the ways of differentiating that did not reproduce autograd."""
-    ways = (plan.supports_interpolation, plan.supports_interpolated_jvp, plan.supports_jvp, plan.supports_batched_vjp)
+    ways = (plan.supports_interpolation, plan.supports_jvp, plan.supports_batched_vjp)
     return len(plan.dense_params), ways.count(False)
 
 

@@ -46,8 +46,7 @@ class DifferentiationPlan:
             (`autodiff.interception.InterpolatedWeights`).
         supports_stacking: Equal parts of the rows can have weights of their own
             (`autodiff.interception.StackedWeights`).
-        supports_jvp: Forward-mode derivatives work.
-        supports_interpolated_jvp: They do of rows at different points of a segment that share calls.
+        supports_jvp: Forward-mode derivatives work, also of rows at different points of a segment that share calls.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.
         supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
@@ -69,7 +68,6 @@ class DifferentiationPlan:
     supports_interpolation: bool
     supports_stacking: bool
     supports_jvp: bool
-    supports_interpolated_jvp: bool
     supports_batched_vjp: bool
     calls_convolutions: bool
     supports_pool_windows: bool
@@ -189,31 +187,12 @@ class MemoryPlan:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        of_pair = self._pair_bytes(num_output_pairs)
+        of_pair = self.itemsize * (4 * num_output_pairs + 1)
         by_pairs = int((self.budget / 2 / of_pair) ** 0.5)
         share, of_point = 3 * self.budget // 4, 3 * feature_bytes
         all_in_one_pass = _most_points(of_pair, self._all_outputs_bytes + of_point, share)
         in_several = _most_points(of_pair, of_point, share - PASS_BYTES - self._all_outputs_bytes)
         return max(1, min(by_pairs, max(all_in_one_pass, in_several)))
-
-    def kept_bytes(self, num_output_pairs: int, feature_bytes: int, num_rows: int, num_columns: int) -> int:
-        """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
-
-        Args:
-            num_output_pairs: Pairs of outputs in the tile.
-            feature_bytes: Of the layer Jacobians of one point.
-            num_rows: Points on its left.
-            num_columns: Points on its right.
-        """
-        num_points = max(num_rows, num_columns)
-        of_passes = min(num_points * self._all_outputs_bytes, PASS_BYTES + self._all_outputs_bytes)
-        of_points = of_passes + 3 * feature_bytes * num_points
-        of_pairs = num_rows * num_columns * self._pair_bytes(num_output_pairs)
-        return max(0, self.budget // 2 - of_pairs - max(0, of_points - self.budget // 4))
-
-    def _pair_bytes(self, num_output_pairs: int) -> int:
-        """Bytes of the sums of a pair of points."""
-        return self.itemsize * (4 * num_output_pairs + 1)
 
     def derivative_points(self, num_output_pairs: int, feature_bytes: int) -> int:
         """Count the points on each side of a block whose derivative in the points is taken.

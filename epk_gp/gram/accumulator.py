@@ -89,9 +89,37 @@ class GramAccumulator:
             for x, y, weight in zip(a, b, weights, strict=True):
                 x.add_inner(y, self, weight, layer=number, same_points=True)
 
-    def add_rows(self, rows: Int64[Tensor, " E"], values: Float[Tensor, "K E ..."]) -> None:
-        """Add values to some points on the left, to a point as often as it occurs."""
-        self._started_main().index_add_(1, rows, values)
+    def add_nodes(
+        self,
+        batch: "NodeBatch",
+        right: Sequence[LayerJacobian],
+        eta: float,
+        averages: Collection[int],
+        layers: Collection[int] | None = None,
+    ) -> None:
+        """Add the products of some nodes of a step with its training side, node by node.
+
+        Args:
+            batch: The nodes.
+            right: Training-side layer Jacobians of the step.
+            eta: The step's factor.
+            averages: Layers that are left out: they are averaged over the nodes first (`add_to_averages`).
+            layers: The layers that are added; None for all.
+        """
+        nodes = batch.nodes
+        for layer, (jacobian, other) in enumerate(zip(batch.jacobians, right, strict=True)):
+            if layer in averages or (layers is not None and layer not in layers):
+                continue
+            if isinstance(nodes.weights, float):
+                jacobian.add_inner(other, self, eta * nodes.weights, layer=layer, same_points=False)
+                continue
+            points = nodes.row_points()
+            shape = (self.shape[0], len(points), *self.shape[2:])
+            part = GramAccumulator(shape, self.reference, num_traced=self.num_traced)
+            jacobian.add_inner(other, part, eta, layer=layer, same_points=False)
+            products = part.result()
+            weighted = products.mul_(nodes.weights.view(1, -1, *[1] * (products.ndim - 2)))
+            self._started_main().index_add_(1, points, weighted)
 
     def add_products(self, x: Float[Tensor, "K N P"], y: Float[Tensor, "J M P"], weight: float) -> None:
         """Add weight * <x[k, n], y[j, m]>."""
@@ -338,59 +366,6 @@ class NodeBatch:
 
     jacobians: Sequence[LayerJacobian]
     nodes: NodeWeights
-
-
-class StepAverage:
-    """One step's average against fixed training-side Jacobians, accumulated node by node and finalized into a tile."""
-
-    def __init__(
-        self,
-        tile: GramAccumulator,
-        right: Sequence[LayerJacobian],
-        eta: float,
-        averages: dict[int, LeftFactor] | None = None,
-        layers: Collection[int] | None = None,
-    ) -> None:
-        """Start a step.
-
-        Args:
-            tile: Where the step is added.
-            right: Training-side layer Jacobians of the step.
-            eta: The step's factor.
-            averages: Those of all nodes, where several steps share them (`add_to_averages`); their layers are left out.
-            layers: The layers that are added; None for all.
-        """
-        self.tile, self.right, self.eta = tile, right, eta
-        self._layers = range(len(right)) if layers is None else layers
-        self._has_averages = averages is not None
-        self.averages: dict[int, LeftFactor] = {} if averages is None else averages
-
-    def accumulate(self, batch: NodeBatch) -> None:
-        """Add some nodes; together they must cover [0, 1] once for every point.
-
-        Layers that do not commute with the average are multiplied node by node, at once.
-        """
-        nodes = batch.nodes
-        for layer, (jacobian, other) in enumerate(zip(batch.jacobians, self.right, strict=True)):
-            if layer not in self._layers or (self._has_averages and layer in self.averages):
-                continue
-            if jacobian.commutes_with_average:
-                self.averages[layer] = jacobian.average(self.averages.get(layer), nodes)
-            elif isinstance(nodes.weights, float):
-                jacobian.add_inner(other, self.tile, self.eta * nodes.weights, layer=layer, same_points=False)
-            else:
-                points, tile = nodes.row_points(), self.tile
-                shape = (tile.shape[0], len(points), *tile.shape[2:])
-                part = GramAccumulator(shape, tile.reference, num_traced=tile.num_traced)
-                jacobian.add_inner(other, part, self.eta, layer=layer, same_points=False)
-                products = part.result()
-                self.tile.add_rows(points, products.mul_(nodes.weights.view(1, -1, *[1] * (products.ndim - 2))))
-
-    def finalize(self) -> None:
-        """Add the averaged layers to the tile."""
-        for layer, average in self.averages.items():
-            if layer in self._layers:
-                average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
 
 
 def add_to_averages(averages: dict[int, LeftFactor], batch: NodeBatch) -> None:

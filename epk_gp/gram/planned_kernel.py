@@ -3,7 +3,7 @@
 Training copies are evaluated at the start of each step, test copies at the nodes of the path.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -115,8 +115,6 @@ class PlannedKernel:
         prefetcher: Reads weight states ahead of their use.
         integrations: How many integrals of an adaptive rule have each status, and their largest residuals, since they
             were taken the last time.
-        training_sums: Sums of the training side over chords that later tiles ask for again.
-        spare_bytes: Memory that is left for more of them; 0, none, until a block with several tiles sets a limit.
     """
 
     trajectory: Trajectory
@@ -130,8 +128,6 @@ class PlannedKernel:
     is_traced: bool = False
     prefetcher: WeightPrefetcher = field(init=False)
     integrations: Sums = field(init=False, default_factory=Sums)
-    training_sums: dict[Hashable, Averages] = field(init=False, default_factory=dict)
-    spare_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         """Make the reader of weight states; nothing is read yet."""
@@ -298,15 +294,20 @@ class PlannedKernel:
             jacobians = layer_jacobians_blocked(self.net, at, X[points], self.head, cost)
             yield NodeBatch(jacobians, NodeWeights(integral.weight[rows], points, len(X)))
 
-    def shared_nodes(self, steps: Steps, X: Shaped[Tensor, "n ..."]) -> list[tuple[int, float, float]]:
-        """List the nodes (s, t) that test copies share, with the weights of their products.
+    def shared_nodes(
+        self, steps: Steps, X: Shaped[Tensor, "n ..."], *, are_training: bool
+    ) -> list[tuple[int, float, float]]:
+        """List the nodes (s, t) that copies of one kind share, with the weights of their products.
 
-        A node has the first step of its stretch.
+        Training copies have the start of each step, test copies nodes with the first step of their stretch.
 
         Args:
             steps: (s, eta_s) of each step.
             X: The points, at which an adaptive rule chooses its nodes.
+            are_training: They are training copies.
         """
+        if are_training:
+            return [(s, 0.0, eta) for s, eta in steps]
         nodes = []
         for first, own in self.stretches(steps):
             if isinstance(self.rule, rules.QuadratureRule):

@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -78,21 +78,24 @@ def nodes_trajectory(
     along = None if is_train else path
     states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]
     states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
-    P = trajectory.num_weights
     name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
-    name += "".join(f" along {own}" for own in path_identity(path))
-    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    length = ends[-1] / nodes
-    sizes = trajectory.model.sizes
-    coefficients = stack_coefficients([LinearStep(lr=length)] * len(sizes), sizes)
+    name += "".join(f" along {own!r}" for own in path_identity(path))
+    return run_of_states(trajectory, states, ends[-1] / nodes, _RULE.format(nodes), name.encode())
+
+
+def run_of_states(
+    trajectory: Trajectory, states: Sequence[Float[Tensor, " PQ"]], lr: float, update_rule: str, identity: bytes
+) -> Trajectory:
+    """Return a run whose steps go from state to state of the weights, each of the same length on all points."""
+    sizes, P, S = trajectory.model.sizes, trajectory.num_weights, len(states) - 1
     return replace(
         trajectory,
         states=tuple(state[:P] for state in states),
         statistics=None if trajectory.statistics is None else tuple(state[P:] for state in states),
-        updates=(coefficients,) * nodes,
-        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(nodes)),
-        update_rule=_RULE.format(nodes),
-        digest=digest,
+        updates=(stack_coefficients([LinearStep(lr=lr)] * len(sizes), sizes),) * S,
+        steps=tuple(Step(index=j, lr=lr, batch=None) for j in range(S)),
+        update_rule=update_rule,
+        digest=hashlib.blake2b(identity, digest_size=16).hexdigest(),
         digests=(),
         live=None,
     )

@@ -5,13 +5,12 @@ With the steps s of a chord, and H the sum of their weights eta_s,
     sum_s eta_s Phi(x) J_s(y)^T = H Phi(x) (sum_s (eta_s / H) J_s(y))^T
 
 so that a chord costs one product for each layer, and the test side is evaluated once. Only a layer that is so large
-that its gradients are not written out is multiplied for every node and step. The sums of the training side are kept for
-further tiles of the same columns, while memory lasts.
+that its gradients are not written out is multiplied for every node and step.
 """
 
 import math
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.plans import MAX_STEP_BATCH, empty_huge_pages
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, aligned
-from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, scatter_block, transpose_block
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages, scatter_block, transpose_block
 from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
 from epk_gp.quadrature.rules import path_identity
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
@@ -54,8 +53,6 @@ class Tile:
     Attributes:
         x_is_train: Whether the points on the left are training copies.
         y_is_train: Whether the points on the right are.
-        i: Number of the tile among those on the left.
-        j: Number of the tile among those on the right.
         rows: Indices of the points on the left.
         columns: Indices of the points on the right.
         is_symmetric: Both sides are the same points.
@@ -64,8 +61,6 @@ class Tile:
 
     x_is_train: bool
     y_is_train: bool
-    i: int
-    j: int
     rows: Int64[Tensor, " n"]
     columns: Int64[Tensor, " m"]
     is_symmetric: bool
@@ -105,7 +100,7 @@ def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> dict[Place, Ti
         for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
             if len(n) and len(m) and not (mirrored and j < i):
                 is_symmetric = mirrored and i == j
-                tile = Tile(x_is_train, y_is_train, i, j, n, m, is_symmetric, same and not is_symmetric)
+                tile = Tile(x_is_train, y_is_train, n, m, is_symmetric, same and not is_symmetric)
                 tiles[int(x_is_train), int(y_is_train), i, j] = tile
     return tiles
 
@@ -217,10 +212,10 @@ class GramWork(RunWork):
         """Sum a range of the steps of a tile, or one range after another; the training side is on the right."""
         kernel, (*of_tile, number), done = self.kernel, place, 0
         tile = self.tiles[tuple(of_tile)]
-        X, Y, columns = _rows(self.a, tile.rows), _rows(self.b, tile.columns), ("columns", tile.j)
+        X, Y = _rows(self.a, tile.rows), _rows(self.b, tile.columns)
         if tile.is_turned:
-            X, Y, columns = Y, X, ("rows", tile.i)
-        are_training, are_tests = tile.x_is_train and tile.y_is_train, not (tile.x_is_train or tile.y_is_train)
+            X, Y = Y, X
+        are_training = tile.x_is_train and tile.y_is_train
         for own in self.ranges if number == WHOLE else [self.ranges[number]]:
             steps = kernel.steps[own]
             done += len(steps)
@@ -231,12 +226,10 @@ class GramWork(RunWork):
             shape = kernel.block_shape(len(X), len(Y))
             total = GramAccumulator(shape, kernel.reference, tile.is_symmetric, num_traced)
             for batch in kernel.step_batches(steps, max(len(X), len(Y)), are_training=are_training):
-                if are_tests:
-                    add_test_test(kernel, batch, total, X, Y)
-                elif are_training:
-                    add_train_train(kernel, batch, total, X, Y)
+                if tile.x_is_train == tile.y_is_train:
+                    add_shared_nodes(kernel, batch, total, X, Y, are_training=are_training)
                 elif kernel.path.every > 1:
-                    add_chords(kernel, batch, total, X, Y, columns)
+                    add_chords(kernel, batch, total, X, Y)
                 else:
                     add_test_train(kernel, batch, total, X, Y)
             saved.merge(Sums({"total": total.result().to(kernel.sum_dtype)}, steps=len(steps)))
@@ -251,10 +244,6 @@ def _rows(points: Points, indices: Tensor) -> Tensor:
 def assemble(work: GramWork) -> Float[Tensor, "K N ..."]:
     """Compute all tiles, and put a class-major block together (`PlannedKernel.block_shape`)."""
     kernel, tiles, integrations = work.planned, list(work.tiles.values()), Sums()
-    if kernel.options.executor is None and kernel.path.every > 1 and len(tiles) > 1:
-        sizes = {(len(tile.rows), len(tile.columns)) for tile in tiles}
-        sums, features = kernel.num_sums, kernel.feature_bytes
-        work.kernel.spare_bytes = min(kernel.memory.kept_bytes(sums, features, *size) for size in sizes)
     size, reference = (len(work.a), len(work.b)), kernel.reference.to(kernel.sum_dtype)
     is_whole = [(len(tile.rows), len(tile.columns)) for tile in tiles] == [size]
     block = reference if is_whole else empty_huge_pages(kernel.block_shape(*size), reference)
@@ -313,7 +302,7 @@ class DiagonalWork(GramWork):
         C = kernel.trajectory.num_outputs
         total = kernel.reference.new_zeros(len(X), C, C)
         for batch in kernel.step_batches(steps, len(X), are_training=bool(is_train)):
-            nodes = [(s, 0.0, eta) for s, eta in batch] if is_train else kernel.shared_nodes(batch, X)
+            nodes = kernel.shared_nodes(batch, X, are_training=bool(is_train))
             for jacobians, (*_, weight) in zip(kernel.jacobians([(s, t) for s, t, _ in nodes], X), nodes, strict=True):
                 first, *others = (jacobian.pointwise_products(jacobian) for jacobian in jacobians)
                 for products in others:
@@ -324,17 +313,12 @@ class DiagonalWork(GramWork):
         yield sums
 
 
-def add_train_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add J_s(x) J_s(y)^T for each step: one evaluation per step and side."""
-    starts = [(s, 0.0) for s, _ in steps]
-    right = list(kernel.jacobians(starts, Y))
-    left = right if tile.is_symmetric else list(kernel.jacobians(starts, X))
-    tile.add_steps(left, right, [eta for _, eta in steps])
-
-
-def add_test_test(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add sum_q w_q J_sq(x) J_sq(y)^T for each step: one product per node. Steps of a chord share their nodes."""
-    nodes = kernel.shared_nodes(steps, X if tile.is_symmetric else torch.cat([X, Y]))
+def add_shared_nodes(
+    kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, *, are_training: bool
+) -> None:
+    """Add sum_q w_q J_sq(x) J_sq(y)^T for each step, between copies of one kind: one product per node."""
+    points = X if tile.is_symmetric else torch.cat([X, Y])
+    nodes = kernel.shared_nodes(steps, points, are_training=are_training)
     size = kernel.batch_size(len(X) + len(Y))
     for batch in (nodes[first : first + size] for first in range(0, len(nodes), size)):
         at_nodes = [(s, t) for s, t, _ in batch]
@@ -346,18 +330,16 @@ def add_test_test(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X:
 def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
     """Add (sum_q w_q J_sq(x)) J_s(y)^T for each step.
 
-    The left side is averaged over nodes before any product; layers without an average are multiplied node by node by
-    `StepAverage.accumulate`.
+    The left side is averaged over nodes before any product; layers without an average are multiplied node by node.
     """
     right = list(kernel.jacobians([(s, 0.0) for s, _ in steps], Y))
-    averages = []
+    averages = list[Averages]()
     at_nodes = kernel.node_batches([s for s, _ in steps], X, kernel.cost())
     for (_, eta), other, nodes in zip(steps, right, at_nodes, strict=True):
-        average = StepAverage(tile, other, eta)
+        averages.append(Averages())
         for batch in nodes:
-            average.accumulate(batch)
-        averages.append(average.averages)
-    # averages are joined over steps before they are multiplied; `StepAverage.finalize` would multiply step by step
+            add_to_averages(averages[-1], batch)
+            tile.add_nodes(batch, other, eta, averages[-1])
     layers = sorted(averages[0])
     tile.add_steps(
         [[of_step[layer] for layer in layers] for of_step in averages],
@@ -366,9 +348,7 @@ def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X
     )
 
 
-def add_chords(
-    kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, columns: Hashable
-) -> None:
+def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
     """Add the products of test copies with training copies for each step.
 
     Args:
@@ -377,31 +357,21 @@ def add_chords(
         tile: The tile.
         X: The test copies, on the left.
         Y: The training copies.
-        columns: Tells these training copies from others of the block, for `kernel.training_sums`.
     """
     chords = kernel.stretches(steps)
     left, right, weights = list[Averages](), list[Averages](), list[float]()
     at_nodes = kernel.node_batches([first for first, _ in chords], X, kernel.cost(1))
-    for (first, own), nodes in zip(chords, at_nodes, strict=True):
+    for (_, own), nodes in zip(chords, at_nodes, strict=True):
         batches, length = list(nodes), sum(eta for _, eta in own)
-        averages = _test_side(kernel, batches)
-        sums = kernel.training_sums.get((columns, first))
-        if sums is None:
-            sums = Averages()
-            for part in (own[n : n + MAX_STEP_BATCH] for n in range(0, len(own), MAX_STEP_BATCH)):
-                jacobians = list(kernel.jacobians([(s, 0.0) for s, _ in part], Y, kernel.cost(1)))
-                for layer in averages:
-                    one, *others = (of_step[layer] for of_step in jacobians)
-                    sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
-                if len(averages) < len(jacobians[0]):
-                    for (_, eta), of_step in zip(part, jacobians, strict=True):
-                        product_of_step = StepAverage(tile, of_step, eta, averages)
-                        for batch in batches:
-                            product_of_step.accumulate(batch)
-            num_bytes = sum(factor.nbytes for factor in sums.values())
-            if len(averages) == len(batches[0].jacobians) and num_bytes <= kernel.spare_bytes:
-                kernel.spare_bytes -= num_bytes
-                kernel.training_sums[columns, first] = sums
+        averages, sums = _test_side(kernel, batches), Averages()
+        for part in (own[n : n + MAX_STEP_BATCH] for n in range(0, len(own), MAX_STEP_BATCH)):
+            jacobians = list(kernel.jacobians([(s, 0.0) for s, _ in part], Y, kernel.cost(1)))
+            for layer in averages:
+                one, *others = (of_step[layer] for of_step in jacobians)
+                sums[layer] = one.add_states(sums.get(layer), others, [eta / length for _, eta in part])
+            for (_, eta), of_step in zip(part, jacobians, strict=True):
+                for batch in batches:
+                    tile.add_nodes(batch, of_step, eta, averages)
         left.append(averages)
         right.append(sums)
         weights.append(length)

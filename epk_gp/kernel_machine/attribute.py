@@ -2,11 +2,11 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -22,7 +22,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
-from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
@@ -66,11 +66,25 @@ class CertifiedTerms(Displayed, Certificate):
         network: Outputs of the trained network, (n, C).
         amplification: Sum of the absolute contributions of samples, steps apart, over the sum of the absolute changes
             that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
+        sources: Contributions of what is no training point, by name: rows "not of the data set", which the recorder got
+            as -1. Empty for a run without. Split as `decay`.
     """
 
     initial: Float[Tensor, "n C"]
     network: Float[Tensor, "n C"]
     amplification: Float[Tensor, "n C"]
+    sources: Mapping[str, Float[Tensor, "n C *ones"]] = field(default_factory=dict)
+    _names: ClassVar[Iterable[str]]
+
+    @property
+    def _terms(self) -> dict[str, Tensor]:
+        """All terms by name; with `initial` they sum to the network's output."""
+        return {name: getattr(self, name) for name in self._names} | dict(self.sources)
+
+    @property
+    def total(self) -> Float[Tensor, "n C"]:
+        """Sum of all terms."""
+        return self.initial + torch.stack([_summed(term) for term in self._terms.values()]).sum(dim=0)
 
     def _shown(self, split: str, terms: Mapping[str, Tensor], largest: str, name_of: Callable[[int], str]) -> Summary:
         """Return what is shown of terms beside the initial outputs, the first of which is split into groups.
@@ -108,26 +122,17 @@ class Attribution(CertifiedTerms):
         statistics: Contribution of the moving statistics of normalisations, (n, C); 0 for a network without them.
         unexplained: Contribution of what update rule and exact gradients leave of the steps, (n, C): rounding in less
             than float64, and what the run's `unexplained` accepts. In float64 without that it is rounding, taken as 0.
-        sources: Contributions of what is no training point, (n, C) by name: rows "not of the data set", which the
-            recorder got as -1. Empty for a run without.
     """
 
     samples: Float[Tensor, "n C M"]
     decay: Float[Tensor, "n C"]
     statistics: Float[Tensor, "n C"]
     unexplained: Float[Tensor, "n C"]
-    sources: Mapping[str, Float[Tensor, "n C"]] = field(default_factory=dict)
-
-    @property
-    def total(self) -> Float[Tensor, "n C"]:
-        """Sum of all terms."""
-        total = self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
-        return sum(self.sources.values(), total)
+    _names = ("samples", "decay", "statistics", "unexplained")
 
     def _summary(self) -> Summary:
-        terms = {name: getattr(self, name) for name in ("samples", "decay", "statistics", "unexplained")}
         samples = count(self.samples.shape[2], "training sample")
-        return self._shown(samples, terms | dict(self.sources), "largest samples", "#{}".format)
+        return self._shown(samples, self._terms, "largest samples", "#{}".format)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -142,7 +147,6 @@ class GroupedAttribution(CertifiedTerms):
             statistics that are no batch normalisation's; axes of samples and parameters have length 1.
         unexplained: Contribution of what update rule and exact gradients leave of the steps, split as `decay`.
         axes: The axes.
-        sources: Contributions of what is no training point, by name, split as `decay`.
     """
 
     values: Float[Tensor, "n C *groups"]
@@ -151,20 +155,12 @@ class GroupedAttribution(CertifiedTerms):
     statistics_of_no_sample: Float[Tensor, "n C *steps"]
     unexplained: Float[Tensor, "n C *ones"]
     axes: tuple[Axis, ...]
-    sources: Mapping[str, Float[Tensor, "n C *ones"]] = field(default_factory=dict)
-
-    @property
-    def total(self) -> Float[Tensor, "n C"]:
-        """Sum of all terms."""
-        terms = [*(getattr(self, name) for name in TERMS), *self.sources.values()]
-        return self.initial + torch.stack([_summed(term) for term in terms]).sum(dim=0)
+    _names = TERMS
 
     def _summary(self) -> Summary:
         kinds = ", ".join(axis.kind for axis in self.axes)
-        terms = {name.replace("_", " ").replace("values", "training data"): getattr(self, name) for name in TERMS}
-        return self._shown(
-            in_words(self.axes), terms | dict(self.sources), f"largest by {kinds}", partial(group_name, self.axes)
-        )
+        terms = {name.replace("_", " ").replace("values", "training data"): term for name, term in self._terms.items()}
+        return self._shown(in_words(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
 def attribute(
@@ -211,12 +207,12 @@ def attribute(
     kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
     (parts,) = _attribute(kernel, X, ((by_sample(trajectory),),), classes, parsed, path, splits_statistics=False)
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
+    shared["sources"] = {name: term.squeeze(2) for name, term in parts.sources.items()}
     result = Attribution(
         samples=parts.values,
         decay=parts.decay.squeeze(2),
         statistics=parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2),
         unexplained=parts.unexplained.squeeze(2),
-        sources={name: term.squeeze(2) for name, term in parts.sources.items()},
         **shared,
     )
     return replace(result, max_error=_largest_error(result))
@@ -293,21 +289,25 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
         try:
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
-        except (ValueError, RuntimeError, NotImplementedError):  # something in it has no average
+        except (ValueError, RuntimeError):  # something in it has no average
             return straight()
     return layerwise()
 
 
-def validate_request(kernel: PathKernel, X: Tensor, groupings: Groupings, classes: object) -> None:
-    """Raise if predictions cannot be split in these ways.
+def parse_request(
+    kernel: PathKernel, X: Inputs, groupings: Sequence[Sequence[Axis]], classes: object
+) -> tuple[Shaped[Tensor, "n ..."], Groupings]:
+    """Return inputs as one tensor and the axes of each result, or raise if predictions cannot be split in these ways.
 
     Raises:
         TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input.
     """
-    for by in groupings:
+    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
+    for by in axes:
         validate_axes(kernel.trajectory, by)
     if classes is not None:
         validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
+    return X, axes
 
 
 def attribution_work(
@@ -341,8 +341,7 @@ def _attribute(
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
-    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
-    validate_request(kernel, X, axes, classes)
+    X, axes = parse_request(kernel, X, groupings, classes)
     if path is None:
         kernel = copy.copy(kernel)  # made anew, it would say a second time that the user's network is another one
         vars(kernel)["path"] = default_path(kernel.trajectory, X)
@@ -525,11 +524,10 @@ def _sample_terms(
         eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
         for part, layers in enumerate(layers_of_parts):
             tile = GramAccumulator((K, N, 1, len(rows)), w)
-            average = StepAverage(tile, right, eta, averages, layers)
             for batch in batches:
-                average.accumulate(batch)
-            if is_last:
-                average.finalize()
+                tile.add_nodes(batch, right, eta, averages, layers)
+            for layer in [layer for layer in averages if is_last and layer in layers]:
+                averages[layer].add_inner(right[layer], tile, eta, layer=layer, same_points=False)
             values[..., part] = tile.result()[:, :, 0].transpose(0, 1)
         return values
 

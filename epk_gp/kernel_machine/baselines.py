@@ -1,7 +1,6 @@
 """Other kernel machines: one kernel for the whole run (Theorem 3.7, Bell et al. 2023), and the tangent kernel."""
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.sketch import run_of_states
 from epk_gp.kernel_machine.certificate import sum_tolerance, warn_unless_certified
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, WeightPath, adaptive, require_integrable, straight
 
 
@@ -40,21 +39,9 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
     count = trajectory.num_steps + 1
     if not -count <= state < count:
         raise IndexError(f"state must lie in 0..{trajectory.num_steps} (or be negative): got {state}.")
-    w, P = flat_state(trajectory, state % count, trajectory.states[0]), trajectory.num_weights
-    hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
-    hasher.update(tensor_bytes(w))
-    sizes = trajectory.model.sizes
-    return replace(
-        trajectory,
-        states=(w[:P], w[:P]),
-        statistics=None if trajectory.statistics is None else (w[P:], w[P:]),
-        updates=(stack_coefficients([LinearStep(lr=1.0)] * len(sizes), sizes),),
-        steps=(Step(index=0, lr=1.0, batch=None),),
-        update_rule="none (NTK)",
-        digest=hasher.hexdigest(),
-        digests=(),
-        live=None,
-    )
+    w = flat_state(trajectory, state % count, trajectory.states[0])
+    identity = trajectory.digest.encode() + bytes(tensor_bytes(w))
+    return run_of_states(trajectory, [w, w], 1.0, "none (NTK)", identity)
 
 
 @dataclass(frozen=True, eq=False)

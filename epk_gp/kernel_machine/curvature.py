@@ -153,6 +153,7 @@ class LossCurvature:
         of_weights, products = torch.zeros_like(of_gradient), list[tuple[Tensor, Tensor]]()
         passes = self.run.data(step)
         moves, at_start = self.run.unseen_moves(step, passes), list[Tensor]()
+        graph = self.net.model.signature.graph
         for number in reversed(range(len(passes))):
             move = moves[number + 1]
             if move is not None and move.returns and of_statistics is not None:
@@ -164,7 +165,9 @@ class LossCurvature:
                     step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
                 )
                 values = of_gradient.new_empty(len(of_gradient), len(data.X))
-                for rows in self._chunks(len(of_gradient), len(data.X)):
+                # adjoints that go back together fit into memory
+                count = self.memory.curvature_adjoints(len(data.X) if graph is None else graph.num_nodes)
+                for rows in torch.arange(len(of_gradient), device=values.device).split(count):
                     given = [of_gradient[rows], *([] if carried is None else [carried[rows]])]
                     own, weights, statistics = self._pull(leaves, results, given)
                     values[rows] = own * data.c.to(own)
@@ -192,13 +195,6 @@ class LossCurvature:
             rows = slice(int(part[0]), int(part[-1]) + 1)
             forward = replace(data.forward, num_rows=len(part))
             yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
-
-    def _chunks(self, num_adjoints: int, num_rows: int) -> Iterator[slice]:
-        """Divide adjoints, so that those that go back together fit into memory."""
-        graph = self.net.model.signature.graph
-        count = self.memory.curvature_adjoints(num_rows if graph is None else graph.num_nodes)
-        for first in range(0, num_adjoints, count):
-            yield slice(first, min(first + count, num_adjoints))
 
     def _graph(
         self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool

@@ -14,7 +14,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
-from epk_gp.kernel_machine.attribute import attribution_work, validate_request
+from epk_gp.kernel_machine.attribute import attribution_work, parse_request
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.work.run import Piece, Sums, Work
 
@@ -90,8 +90,7 @@ def plan_attribution(
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
-    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
-    validate_request(kernel, X, axes, classes)
+    X, axes = parse_request(kernel, X, groupings, classes)
     while True:
         with planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, parsed)

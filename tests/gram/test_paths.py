@@ -8,10 +8,8 @@ import torch
 from path_runs import queries, recorded
 
 import epk_gp as epk
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import planned_kernel
-from epk_gp.gram.accumulator import GramAccumulator, StepAverage
+from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.sketch import nodes_trajectory
 from helpers import assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
@@ -51,14 +49,14 @@ def test_wide_layers_keep_their_factors_along_chords(name, head, monkeypatch):
     run = make_case("wide", steps=5).trajectory if name == "wide" else recorded(name)
     run = replace(run, steps=tuple(replace(step, lr=step.lr * (1 + step.index)) for step in run.steps))
     points, met = epk.Points(run.inputs[:4].flip(0), torch.arange(4) > 1), []
-    for kind, method in ((GramAccumulator, "add_softmax_averages"), (StepAverage, "accumulate")):
-        real = getattr(kind, method)
-        monkeypatch.setattr(kind, method, lambda *args, real=real, kind=kind: met.append(kind) or real(*args))
+    for name in ("add_softmax_averages", "add_nodes"):
+        real = getattr(GramAccumulator, name)
+        monkeypatch.setattr(GramAccumulator, name, lambda *args, real=real, name=name: met.append(name) or real(*args))
     expected = path_runs.gram_block(run, epk.chords(2), points, head, RULE)
     kernel = epk.PathKernel(run, head, RULE, path=epk.chords(2))
     assert_close(kernel.block(points, points), expected)
-    assert met.count(StepAverage) == 5 * 2
-    assert (GramAccumulator in met) == (head == "log_softmax")
+    assert met.count("add_nodes") == 5 * 2
+    assert ("add_softmax_averages" in met) == (head == "log_softmax")
     assert_blocks(kernel, points, points, expected)
 
 
@@ -107,35 +105,6 @@ def test_test_copies_are_evaluated_once_for_each_chord(evaluated):
         evaluated.clear()
         epk.gram_block(run, test, right, rule=RULE, path=path)
         assert (evaluated.count(3), evaluated.count(2)) == counts
-
-
-@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
-def test_tiles_share_the_training_side_of_a_chord(is_turned, evaluated, monkeypatch):
-    """While there is room for it, and to the same bytes as without."""
-    run = recorded("tanh_sgd", steps=20)
-    sides = (epk.Points(queries(120), is_train=False), epk.Points(run.inputs[:2], is_train=True))
-    sides, options = sides[::-1] if is_turned else sides, {"path": epk.chords(10), "memory_budget": 1 << 20}
-    epk.gram_block(run, *sides, rule=RULE, **options)
-    evaluated.clear()
-    shared = epk.gram_block(run, *sides, rule=RULE, **options)
-    assert evaluated.count(2) == 20
-    evaluated.clear()
-    monkeypatch.setattr(MemoryPlan, "kept_bytes", lambda *_: 0)
-    assert torch.equal(epk.gram_block(run, *sides, rule=RULE, **options), shared)
-    assert evaluated.count(2) in range(60, 1000, 20)  # of each of several tiles
-
-
-def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
-    run = recorded("tanh_sgd")
-    memory = plan_for(run, run.model_for(queries(1))).memory_plan(1 << 20)
-    assert memory.kept_bytes(9, 8, 10, 10) == (1 << 19) - 100 * 8 * (4 * 9 + 1)
-    largest = memory.tile_points(9, 8)
-    assert memory.kept_bytes(9, 8, largest, largest) >= 0
-    assert memory.kept_bytes(9, 8, 1000, 1000) == 0
-    features = 5 << 10  # 20 points take more than a quarter: the rest comes from what pairs leave
-    borrowed = 20 * (memory._all_outputs_bytes + 3 * features) - (1 << 18)
-    assert borrowed > 0
-    assert memory.kept_bytes(9, features, 10, 20) == (1 << 19) - 200 * 8 * (4 * 9 + 1) - borrowed
 
 
 @pytest.mark.parametrize("path", [epk.straight(), epk.chords(2), epk.chords(100)], ids=["straight", "chords", "one"])
