@@ -182,7 +182,7 @@ class FunctionalModel:
         has_statistics = flat.shape[-1] > self.num_weights
         names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
         pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
-        return {n: piece.view(*flat.shape[:-1], *shape) for n, piece, shape in zip(names, pieces, shapes, strict=False)}
+        return {n: piece.view(flat.shape[:-1] + shape) for n, piece, shape in zip(names, pieces, shapes, strict=False)}
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
