@@ -229,18 +229,24 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
     step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
     rest, factor, rule = step - predicted, common_factor(step, predicted), setup.update_rule.name
-    rate = -common_factor(rest, made.gradient)
+    rate, is_scaled = -common_factor(rest, made.gradient), allclose(step, factor * predicted)
     moved = [name for name, part in model.unflatten(rest).items() if part.numel() and part.abs().max() > allowed]
     if abs(factor - 1) < 1e-4 and (step - factor * predicted).norm() < 0.5 * rest.norm():
         return (
             f"{known}, and the step is {rule}'s but for {abs(factor - 1):.1g} of it: where it is compiled "
             "or capturable=True, torch computes its rates in float32. Accept it with unexplained=0.001"
         )
+    inside = (
+        f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another one inside of step()"
+    )
     if rate > 0 and allclose(rest, -rate * made.gradient):
-        return f"{known}, and another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+        other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
+        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
+    if is_scaled:
+        return f"{known}, and {inside}. Change it before or after optimizer.step()"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
-    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer, option or rate inside of step()"
+    return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
 
 
 def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
