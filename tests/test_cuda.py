@@ -189,8 +189,9 @@ class Encoder(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    layers = [nn.Linear(5, 108), nn.Unflatten(1, (3, 6, 6)), nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 3))
+    layers = [nn.Linear(5, 3 * 32 * 32), nn.Unflatten(1, (3, 32, 32)), nn.Conv2d(3, 64, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)]
+    return nn.Sequential(*layers)
 
 
 @pytest.mark.parametrize(
