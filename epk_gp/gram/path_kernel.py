@@ -281,7 +281,7 @@ def gram_block(
             path is unknown, a step weight is negative, or the checkpoint belongs to another computation.
     """
     kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
-    return kernel.block(a, b, parse_options("gram_block", **options))
+    return kernel._assembled(a, b, parse_options("gram_block", **options)).permute(1, 0, 3, 2)
 
 
 def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
