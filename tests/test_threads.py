@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,8 +140,8 @@ LOCKS = re.compile(r"\s*with .*(\block|_lock|\b_[A-Z_]{4,})\b")
 def interrupt(work: Callable[[], object], line: int) -> bool:
     """Raise KeyboardInterrupt before a line of the package or of torch's parametrisation; return whether it was.
 
-    torch.func's own context managers are left out: one that does not run to its end leaves torch's levels open. So are
-    lines that take or release a lock, where Python raises no interrupt.
+    Context managers of torch.func and of torch's function modes are left out: one that does not run to its end leaves
+    torch's levels open. So are lines that take or release a lock, where Python raises no interrupt.
     """
     parts = ("epk_gp", "stateless", "_named_member_accessor", "forward_ad", "contextlib")
     left = line
@@ -150,7 +151,11 @@ def interrupt(work: Callable[[], object], line: int) -> bool:
         file = frame.f_code.co_filename
         if "contextlib" in file and hasattr(manager := frame.f_locals.get("self"), "gen"):
             file += manager.gen.gi_code.co_filename
-        if "_functorch" in file or not any(part in file for part in parts):
+        if (
+            "_functorch" in file
+            or Path(file).parts[-2:] == ("torch", "overrides.py")
+            or not any(part in file for part in parts)
+        ):
             return None
         if event != "line" or LOCKS.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno)):
             return trace
