@@ -189,7 +189,7 @@ def _verified(
 
 
 def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
-    """Map the weights that only layers' calls use to the bias that always goes with each."""
+    """Map the weights that only layers' calls use to the bias that always goes with each, and others to None."""
     by_name = defaultdict[str, list[FunctionCall]](list)
     for call in calls:
         for name in call.params:
@@ -201,7 +201,7 @@ def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
         if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
             bias = biases.pop() if len(biases) == 1 else None
             bias_of[name] = bias if bias is not None and len(by_name[bias]) == len(own) else None
-    return bias_of
+    return bias_of | {name: None for name in by_name if name not in {*bias_of, *bias_of.values()}}
 
 
 @dataclass(frozen=True, eq=False)
