@@ -350,17 +350,17 @@ class _RecordedPass:
 
     def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | UseBuilder | LayerJacobian":
         """Collect the calls of one parameter; a head's last layer has its Jacobian at once."""
-        own = [(number, call) for number, call in enumerate(self.calls) if name in call.names]
-        if not own:
+        every = [(number, call) for number, call in enumerate(self.calls) if name in call.names]
+        if not every:
             raise UnsupportedParameterUseError(
                 f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        layers = [(number, call) for number, call in own if isinstance(call, LayerCall)]
-        if len(layers) < len(own):
-            options = {"has_secants": self.at.secant_head is not None, "create_graph": self.create_graph}
-            uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in own]
-            return UseBuilder(self.params[name], uses, **options)
-        own, head, last = layers, self.cotangents.head, layers[-1][1]
+        own = [(number, call) for number, call in every if isinstance(call, LayerCall)]
+        if len(own) < len(every):
+            uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
+            has_secants = self.at.secant_head is not None
+            return UseBuilder(self.params[name], uses, has_secants=has_secants, create_graph=self.create_graph)
+        head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
@@ -411,7 +411,8 @@ class _RecordedPass:
         A last, linear layer is passed without a matrix product: the cotangents at its input are rows of its weight.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
-        last, head, has_secants = calls[-1] if calls else None, self.cotangents.head, self.at.secant_head is not None
+        head, has_secants = self.cotangents.head, self.at.secant_head is not None
+        last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
         is_one_point = self.at.t is None and self.at.stacked is None
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
@@ -495,8 +496,9 @@ class LayerJacobianBuilder:
         # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
-        self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
-            num_positions, self.n_in, self.n_out, is_averaged=is_averaged
+        self.is_factored = self.num_groups == 1 and (
+            cost.keeps_factors
+            or cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []

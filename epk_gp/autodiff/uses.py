@@ -196,7 +196,9 @@ class ParameterUses:
     """
 
     def __init__(self, params: Mapping[str, Tensor], num_rows: int) -> None:
-        self.num_rows, self.made = num_rows, {id(value): (value, (name,)) for name, value in params.items()}
+        self.num_rows = num_rows
+        # by id: what was made, and the parameters that it was made of
+        self.made: dict[int, tuple[Tensor, tuple[str, ...]]] = {id(v): (v, (name,)) for name, v in params.items()}
 
     def seen(self, call: FunctionCall, result: Any) -> list[ParameterUse]:
         """Return the uses in a call, and keep what it makes of parameters alone.
