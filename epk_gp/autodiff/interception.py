@@ -49,11 +49,13 @@ LINEAR_MAPS = {
     *functions_named(
         "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "view", "view_as",
         "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to",
-        "repeat", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "contiguous", "clone", "flip", "roll",
-        "tril", "triu", "diag", "sum", "mean", "neg", "negative", "cat", "concat", "concatenate", "stack", "hstack",
-        "vstack", "index_select", "__getitem__", "__neg__",
+        "repeat", "repeat_interleave", "tile", "ravel", "chunk", "split", "tensor_split", "unbind", "narrow", "select",
+        "contiguous", "clone", "flip", "roll", "tril", "triu", "diag", "diagonal", "sum", "mean", "cumsum", "neg",
+        "negative", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "index_select", "gather",
+        "take_along_dim", "view_as_real", "view_as_complex", "conj", "real", "imag", "__getitem__", "__neg__",
     ),
-    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+    torch.Tensor.to, torch.Tensor.double, torch.Tensor.float, torch.Tensor.type_as,
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
 }  # fmt: skip
 
 # Likewise, and their numbers are terms: zero along the direction too.
@@ -333,6 +335,8 @@ def along_direction(call: FunctionCall, direction: Mapping[int, Tensor]) -> Any:
     function, args, kwargs = call.function, call.args, call.kwargs
     tensors = list(tensors_in((args, kwargs)))
     moving = [value for value in tensors if id(value) in direction]
+    if function is F.embedding:
+        return FunctionCall(function, args, kwargs, {}, []).run({"weight": direction[id(moving[0])]})
     if function in LINEAR_MAPS or function in SUMS:
         constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
         direction = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
@@ -444,7 +448,7 @@ class InterpolatedWeights(ParameterInterception):
         if call.statistics:
             require_rows(call.input, call.input, len(self.t), call.params[0])
             return self.normalise(call)
-        if not call.in_slots:
+        if not call.in_slots or (call.function is F.embedding and not has_rows(call.input)):
             return self._followed(call)
         held = {name: value for name, value in call.held.items() if value is not None}
         steps = ((name, value, self.direction.get(id(value))) for name, value in held.items())
