@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from epk_gp.core.losses import CrossEntropy as CrossEntropy
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
+    from epk_gp.core.losses import next_words as next_words
     from epk_gp.core.ragged import Ragged as Ragged
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
@@ -54,7 +55,7 @@ else:
         "analysis.labels": "label_errors next_to_label",
         "core.graphs": "Graph",
         "core.inputs": "Points",
-        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss",
+        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
         "core.ragged": "Ragged",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
