@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from epk_gp.core.losses import CrossEntropy as CrossEntropy
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
+    from epk_gp.core.losses import next_words as next_words
     from epk_gp.core.scalars import RowFunction as RowFunction
     from epk_gp.core.scalars import log_probability as log_probability
     from epk_gp.core.scalars import logit_difference as logit_difference
@@ -58,7 +59,7 @@ else:
         "analysis.labels": "label_errors next_to_label",
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
-        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss",
+        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
         "core.scalars": "RowFunction log_probability logit_difference loss_value",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
