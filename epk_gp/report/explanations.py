@@ -115,8 +115,9 @@ def explain(
     K = 1 if request.function is None else request.network.shape[1]  # of a function, all numbers of a point together
     for chosen in torch.arange(len(request.rows)).split(K * max(1, options.memory_budget // (_BYTES * cells * K))):
         rows = request.rows[chosen[::K]]
-        function = request.function_of(request.points[rows])
-        what = {"head": request.head, "classes": request.classes[chosen]} if function is None else {"function": function}
+        what: dict[str, Any] = {"head": request.head, "classes": request.classes[chosen]}
+        if request.function is not None:
+            what = {"function": request.function_of(request.points[rows])}
         checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
             (result,) = attribute_many(

@@ -128,7 +128,7 @@ def parse_request(
     run, asked, noun = trajectory, X, "output"
     if function is not None:
         if y is not None or head is not None or outputs != "predicted":
-            raise ValueError("y, head and outputs are of the network's outputs: leave them out where there is a function.")
+            raise ValueError("y, head and outputs are of the network's outputs: leave them out beside function.")
         function = function if isinstance(function, RowFunction) else RowFunction(function)
         (run, asked), noun, head = ask(trajectory, X, function), name_of(function), "logits"
     network, C = network_outputs(run, asked).cpu(), run.num_outputs

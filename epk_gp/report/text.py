@@ -46,7 +46,6 @@ class Passage:
     words: list[str]
     terms: list[int]
 
-
     def part(self, shares: Sequence[int], whole: int) -> dict[str, Any]:
         """Return the share of each word, None of one that is no target, and what they leave of the whole.
 

@@ -273,7 +273,7 @@ def _point(
             whole = explanation["network"] - explanation["initial"]
             explanation["words"] = look.text.passage(request.X[n], answers).part(changes, whole)
     values = None
-    if not request.is_classifier and request.function is None:  # what is predicted of each output, its target and the difference
+    if not request.is_classifier and request.function is None:  # predictions, their targets and the differences
         f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
