@@ -270,6 +270,14 @@ def log_probability(answers: Integer[Tensor, "n *A"], ignore_index: int = -100) 
     return RowFunction(partial(_log_probability, ignore_index=ignore_index, largest=largest), answers)
 
 
+def log_probabilities(asked: RowFunction) -> RowFunction | None:
+    """Return the function of the single terms, by position, of a `log_probability`; None for another function."""
+    function = asked.function
+    if not isinstance(function, partial) or function.func is not _log_probability:
+        return None
+    return RowFunction(partial(_log_probabilities, **function.keywords), *asked.data)
+
+
 def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"]) -> RowFunction:
     """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
 
@@ -329,7 +337,11 @@ def _at_end(z: Float[Tensor, "m ..."]) -> Float[Tensor, "m V"]:
     return z if z.ndim == 2 else z[:, -1]
 
 
-def _log_probability(returned: Any, answers: Tensor, *, ignore_index: int, largest: int) -> Float[Tensor, " m"]:
+def _log_probability(returned: Any, answers: Tensor, **options: int) -> Float[Tensor, " m"]:
+    return _log_probabilities(returned, answers, **options).sum(dim=1)
+
+
+def _log_probabilities(returned: Any, answers: Tensor, *, ignore_index: int, largest: int) -> Float[Tensor, "m A"]:
     z = logits_of(returned)
     if answers.ndim == 1:
         z, answers = _at_end(z)[:, None], answers[:, None]
@@ -340,7 +352,7 @@ def _log_probability(returned: Any, answers: Tensor, *, ignore_index: int, large
     _require_known(largest, z.shape[1])
     is_ignored = answers == ignore_index
     chosen = z.log_softmax(dim=1).gather(1, answers.long().masked_fill(is_ignored, 0)[:, None])[:, 0]
-    return chosen.masked_fill(is_ignored, 0.0).sum(dim=1)
+    return chosen.masked_fill(is_ignored, 0.0)
 
 
 def _logit_difference(returned: Any, a: Tensor, b: Tensor, *, largest: int) -> Float[Tensor, " m"]:
