@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from epk_gp.autodiff.averages import HeldProducts
@@ -74,11 +75,17 @@ def test_experts_that_both_states_choose_otherwise_are_refused_and_others_are_av
         product(net, params, d, x)
 
 
+def overwriting():
+    """Return a network that writes into what a layer returned."""
+    layers = nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", [*BY_HAND, "overwriting"])
 def test_products_that_a_pass_held_are_those_at_the_end_of_the_next(name):
     """Two stretches, the later one first; products that are overwritten in place are computed again."""
-    net, params, d, x = made(BY_HAND[name], 0.3, rows=3)
+    net, params, d, x = made(BY_HAND.get(name, overwriting), 0.3, rows=3)
     held, starts = [HeldProducts(None, 1 << 30)], []
     for step in (1.0, 0.0):
         here = {key: (value.detach() + step * d[key]).requires_grad_() for key, value in params.items()}
