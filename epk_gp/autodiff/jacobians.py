@@ -525,8 +525,10 @@ class LayerJacobianBuilder:
         # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
-        self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
-            num_positions, self.n_in, self.n_out, is_averaged=is_averaged
+        stays_factored = cost.keeps_factors and first.call.function is LINEAR
+        self.is_factored = stays_factored or (
+            self.num_groups == 1
+            and cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []

@@ -34,6 +34,11 @@ class ParameterGradients:
     has_bias: bool = False
     is_bias: bool = False
 
+    @property
+    def unit(self) -> int:
+        """Numbers in a row of the parameter."""
+        return 1 if self.is_bias else self.width
+
     def written(self, rows: slice = _ALL) -> Float[Tensor, "K E size"]:
         """Write out the gradients in some rows of the parameter; those of a bias are its entries."""
         if type(self.jacobian) is OuterProductJacobian:
@@ -47,7 +52,8 @@ class ParameterGradients:
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
-        return H @ self.written(rows)[0].to(H).T
+        products: Tensor = H @ self.written(rows)[0].to(H).T
+        return products
 
 
 def by_parameter(

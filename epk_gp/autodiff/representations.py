@@ -45,6 +45,7 @@ class ContractionCost:
         num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
         tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
             few are asked for: to be verified.
+        keeps_factors: Linear layers stay factored: their gradients are written out a few at a time.
     """
 
     num_output_pairs: int
@@ -53,6 +54,7 @@ class ContractionCost:
     all_dense: bool = False
     num_features: int | None = None
     tries_pool_windows: bool = False
+    keeps_factors: bool = False
 
     def factored_is_cheaper(self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool) -> bool:
         """Compare factored with dense inner products, per pair of points and outputs.

@@ -19,6 +19,7 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
@@ -327,7 +328,7 @@ def attribution_work(
     if is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
-    rows_per_block = max(1, whole.memory.adjoint_points(outputs_per_row))
+    rows_per_block = max(MAPPED_ADJOINTS // outputs_per_row, whole.memory.adjoint_points(outputs_per_row), 1)
     return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan)
 
 
@@ -461,7 +462,7 @@ class FactoredTerms(AttributionWork):
 
     def terms(
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
-    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+    ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
         """Go through a range of steps, and add every term to the totals."""
         trajectory, layers_of_parts = block.trajectory, layers_of(block, self.parts) or []
         steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
@@ -477,7 +478,7 @@ class FactoredTerms(AttributionWork):
                 totals.add_change(total if len(stretch) == 1 else change)
             if leaves_residuals(block):
                 totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
-            yield line.integral, len(stretch), None
+            yield line.integral, len(stretch), {}
 
 
 # Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,

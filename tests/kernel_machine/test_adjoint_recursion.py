@@ -42,15 +42,16 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
     """sum_s <Phi_s, step s> by the steps forward, and by the adjoints backward, for random Phi and gradients."""
     P, w = sum(sizes), torch.randn(sum(sizes)).double()
     Phi, g = torch.randn(len(updates), 1, 1, P).double(), torch.randn(len(updates), P).double()
-    forward, backward, m, carried = torch.zeros(()).double(), torch.zeros(()).double(), torch.zeros(P).double(), None
+    forward, backward, m, carried = torch.zeros(()).double(), torch.zeros(()).double(), torch.zeros(P).double(), {}
     for s, u in enumerate(updates):
         d, m = predict_step(u, sizes, w, g[s], m)
         forward += Phi[s, 0, 0] @ d
     for s in reversed(range(len(updates))):
-        H, N, carried = propagate(updates[s], sizes, Phi[s], carried)
-        backward -= H[0, 0] @ g[s]
+        carried = carried or {name: torch.zeros(1, P).double() for name in ("momentum", "second")}
+        H, N = propagate(updates[s], sizes, Phi[s, 0], carried)
+        backward -= H[0] @ g[s]
         if N is not None:
-            backward -= N[0, 0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
+            backward -= N[0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
     return forward, backward
 
 

@@ -11,7 +11,7 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.adjoint import LossProducts
+from epk_gp.kernel_machine.loss_products import LossProducts
 from epk_gp.kernel_machine.terms import Predictions
 
 
