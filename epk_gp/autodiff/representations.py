@@ -45,7 +45,8 @@ class ContractionCost:
         num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
         tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
             few are asked for: to be verified.
-        keeps_factors: Linear layers stay factored: their gradients are written out a few at a time.
+        keeps_factors: Layers are not multiplied but written out later, some rows of a weight at a time
+            (`autodiff.products`): every layer that can be is factored.
     """
 
     num_output_pairs: int

@@ -248,9 +248,7 @@ class AdjointTerms(AttributionWork):
             step, uncounted = trajectory.steps[s], None
             if stretch is None or s not in stretch.steps:
                 steps, shape = stretch_of(self.kernel.path, s, trajectory.num_steps), Phi.view(K, N, -1)
-                stretch = average_over(
-                    block, steps, self.rows_per_block, shape, splits_statistics=self._splits(totals)
-                )
+                stretch = average_over(block, steps, self.rows_per_block, shape, splits_statistics=self._splits(totals))
                 # a pass that resumes within a chord has counted it
                 uncounted = stretch.integral if s == steps[-1] else None
             change = self._go_back(block, step, stretch.of_weights.flatten(0, 1), carried, products, totals)
