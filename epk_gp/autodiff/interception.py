@@ -81,9 +81,10 @@ def has_rows(value: Tensor) -> bool:
 def spread_mark(result: Any, arguments: Any) -> None:
     """Mark the results of a call of which an argument is marked."""
     results = [value for value in tensors_in((result,)) if not has_rows(value)]
-    if results and any(has_rows(value) for value in tensors_in(arguments)):
+    marked = next(filter(has_rows, tensors_in(arguments)), None) if results else None
+    if marked is not None:
         for value in results:
-            setattr(value, BATCH_MARK, True)
+            setattr(value, BATCH_MARK, getattr(marked, BATCH_MARK))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -241,6 +242,14 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
 
 
+def _addmm(bias: Tensor, x: Tensor, W: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """Compute x W + bias for rows whose positions were joined with them, (E L, n), as (E, L, n)."""
+    num_rows = getattr(x, BATCH_MARK, 0)
+    if not num_rows or len(x) % num_rows or (beta, alpha) != (1, 1):
+        return NotImplemented
+    return (x.unflatten(0, (num_rows, -1)) @ W + bias).flatten(0, 1)
+
+
 # Each returns NotImplemented where it does not cover a call.
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _recurrent_layers(_lstm_gates),
@@ -252,6 +261,7 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_tanh_cell: _cell(_plain_gates(torch.tanh)),
     torch.rnn_relu_cell: _cell(_plain_gates(torch.relu)),
     F.multi_head_attention_forward: _attention,
+    torch.addmm: _addmm,
 }
 
 

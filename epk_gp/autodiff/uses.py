@@ -218,7 +218,7 @@ class ParameterUses:
         if values and (len(results) > 1 or results[0].shape[:1] != (self.num_rows,)):
             raise UnsupportedParameterUseError(f"the weights {sorted(names)} must meet all {self.num_rows} rows.")
         for value in results:
-            setattr(value, BATCH_MARK, True)
+            setattr(value, BATCH_MARK, self.num_rows)
         return [ParameterUse(*own, call, results[0].shape, get_gradient_edge(results[0])) for own in values]
 
 
