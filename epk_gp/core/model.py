@@ -23,8 +23,8 @@ from epk_gp.core.torch_overrides import (
     quiet_checkpoints,
 )
 
-# The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it can
-# be told from parameters and constants, whatever their sizes (`autodiff.interception`).
+# The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it
+# can be told from parameters and constants, whatever their sizes (`autodiff.interception`).
 BATCH_MARK = "_epk_gp_batch"
 
 
