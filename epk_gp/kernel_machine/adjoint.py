@@ -59,7 +59,7 @@ def carried_before(trajectory: Trajectory, s: int, u: UpdateCoefficients, carrie
 
 def propagate_step(
     trajectory: Trajectory, s: int, u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Tensor, carried: Carried
-) -> tuple[Float[Tensor, "R p"], Float[Tensor, "R p"], Float[Tensor, "R p"], Float[Tensor, "R p"] | None]:
+) -> tuple[Float[Tensor, "R p"], Float[Tensor, "R p"], Float[Tensor, "R p"], float, Float[Tensor, "R p"] | None]:
     """Go one step of a run back: return the adjoints of its change of the weights, and of what it consists of.
 
     Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
@@ -73,11 +73,12 @@ def propagate_step(
         u: The step's coefficients of some of the parameters.
         sizes: Number of weights of each of them.
         Phi: The averaged gradients of the outputs along the path, in these weights: (R, p).
-        carried: What the step after left, likewise, which is overwritten with what the step before receives.
+        carried: What the step after left, likewise, which is overwritten; `decay_buffers` makes of it what the step
+            before receives.
 
     Returns:
-        The adjoints of the change, of the optimizer's part of it, of h and of the second buffer. The first may be
-        those that are carried.
+        The adjoints of the change, of the optimizer's part of it, and what `propagate` returns. They may be among what
+        is carried.
     """
     E, moves = Phi, trajectory.moves
     if trajectory.average is not None:
@@ -96,8 +97,8 @@ def propagate_step(
 
 def propagate(
     u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "R p"], carried: Carried
-) -> tuple[Float[Tensor, "R p"], Float[Tensor, "R p"] | None]:
-    """Go one step back: return the adjoints of h and of the second buffer.
+) -> tuple[Float[Tensor, "R p"], float, Float[Tensor, "R p"] | None]:
+    """Go one step back: return the adjoint of h, but for a factor that is returned too, and of the second buffer.
 
     With the coefficients of step s, and left^T Phi right^T in the place of Phi in M and H, these are
 
@@ -109,31 +110,35 @@ def propagate(
         sizes: Number of weights of each of their parameters.
         Phi: The adjoint of the weights after the step.
         carried: (beta M)_{s+1} as "momentum" and (second_beta N)_{s+1} as "second", where they may not be zero, which
-            are overwritten with beta M and second_beta N.
+            are overwritten with M and N. The adjoint of h may be M.
     """
-    M, N, of_second = carried.get("momentum"), carried.get("second"), None
-    momentum_lr, beta, one_minus_dampening, lr = (
-        broadcast_to_params(v, sizes, Phi) for v in (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
+    M, N = carried.get("momentum"), carried.get("second")
+    momentum_lr, of_momentum, lr = (
+        broadcast_to_params(v, sizes, Phi) for v in (u.momentum_lr, u.one_minus_dampening, u.lr)
     )
     if N is not None and M is not None:
-        rate, second_beta, of_h, of_m, _ = second_coefficients(u, sizes, Phi)
-        of_second = N.addcmul_(Phi, rate).clone()
-        M.addcmul_(N, of_m)
-        N.mul_(second_beta)
+        rate, _, of_h, of_m, _ = second_coefficients(u, sizes, Phi)
+        M.addcmul_(N.addcmul_(Phi, rate), of_m)
     Phi = apply_matrices(u, sizes, Phi, transposed=True)
-    has_direct = bool(u.lr.any())
     if M is None:
-        return lr * Phi, None
+        return lr * Phi, 1.0, None
     if u.inner_left or u.inner_right:
         own_m, own_h = (apply_matrices(u, sizes, r * Phi, transposed=True, inner=True) for r in (momentum_lr, lr))
-        H = (one_minus_dampening * M.add_(own_m)).add_(own_h)
+        H = (of_momentum * M.add_(own_m)).add_(own_h)
     else:
-        H = one_minus_dampening * M.addcmul_(Phi, momentum_lr)
-        H = H.addcmul_(Phi, lr) if has_direct else H
-    if of_second is not None:
-        H.addcmul_(of_second, of_h)
-    M.mul_(beta)
-    return H, of_second
+        M.addcmul_(Phi, momentum_lr)
+        if N is None and not u.lr.any() and of_momentum.stride() == (0,):  # one number, as under Adam
+            return M, float(of_momentum[0]), None
+        H = (of_momentum * M).addcmul_(Phi, lr)
+    return H if N is None else H.addcmul_(N, of_h), 1.0, N
+
+
+def decay_buffers(u: UpdateCoefficients, sizes: tuple[int, ...], carried: Carried) -> None:
+    """Multiply the adjoints M and N of a step (`propagate`) as the step before receives them."""
+    if (M := carried.get("momentum")) is not None:
+        M.mul_(broadcast_to_params(u.beta, sizes, M))
+    if (N := carried.get("second")) is not None:
+        N.mul_(second_coefficients(u, sizes, N)[1])
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
@@ -177,25 +182,26 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
     d, eps = end - w, torch.finfo(w.dtype).eps
     rows = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
     rows, found = min(rows, block.memory.statistics_rows(block.num_outputs, Q)), list[tuple[Tensor, ...]]()
-    changes, num_layers = w.new_zeros(2, len(X), block.num_outputs), 1
+    change, size, num_layers = *w.new_zeros(2, len(X), block.num_outputs), 1
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2)):
         cotangents = block.cotangents(points.repeat_interleave(2))
         z, layers, part = secant_jacobians(net, (w, d), X[points], cotangents, block.cost, block.kernel.head)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
         targets = (of_all.split(list(net.model.sizes), dim=-1) for of_all in (Phi[:, own], d[:P]))
-        terms = [*zip(by_parameter(net, layers), *targets, strict=True), (None, part, d[P:])]
-        for gradients, target, direction in terms:  # while they are in the cache
-            values = target if gradients is None else target.copy_(gradients.written())
-            changes[0, own] += (values @ direction).T
-            changes[1, own] += (values.abs() @ direction.abs()).T
+        for gradients, target, direction in zip(by_parameter(net, layers), *targets, strict=True):
+            values = gradients.written()  # which are in the cache
+            target.copy_(values)
+            change[own] += (values @ direction).T
+            size[own] += (values.norm(dim=2) * direction.norm()).T
     (start, end), of_statistics = (
         parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*found, strict=True)
     )
-    change, size = changes
+    size += (of_statistics.abs() @ d[P:].abs()).T
     rounding = _SUM_ROUNDING * num_layers * eps * size.amax(dim=1)
-    error = (block.select_outputs(end - start) - change).abs().amax(dim=1)
-    total = change if block.classes is None else (end - start).scatter(1, block.classes[:, None], change)
+    whole = change + (of_statistics @ d[P:]).T
+    error = (block.select_outputs(end - start) - whole).abs().amax(dim=1)
+    total = whole if block.classes is None else (end - start).scatter(1, block.classes[:, None], whole)
     if isinstance(rule := block.kernel.rule, AdaptiveRule):
         share = len(stretches_of(block.kernel.path, block.trajectory.num_steps))
         status = residual_status(error, torch.maximum(rounding_of(start, end), rounding), rule.tol / share)
@@ -220,12 +226,13 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         status=status,
         rounding=rounding,
     )
-    return StretchAverage(steps, Phi, of_statistics if Q else None, integral)
+    return StretchAverage(steps, Phi, of_statistics if Q else None, integral, change)
 
 
 # Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied
-# with: measured, one thread with 1 MB of its own cache and 32 MB that are shared (docs/benchmarks.md).
-_PART_BYTES, _DEVICE_PART_BYTES = 4 << 20, 256 << 20
+# with. Measured, 100 questions of a GPT of 0.8 million weights, one thread with 1 MB of cache of its own and 32 MB that
+# are shared: 4.6 training steps a step with 1 MB, 3.5 with 4 and 8, 3.2 with 16 and 32, 3.7 with 64.
+_PART_BYTES, _DEVICE_PART_BYTES = 16 << 20, 256 << 20
 
 
 class AdjointTerms(AttributionWork):
@@ -251,7 +258,8 @@ class AdjointTerms(AttributionWork):
                 stretch = average_over(block, steps, self.rows_per_block, shape, splits_statistics=self._splits(totals))
                 # a pass that resumes within a chord has counted it
                 uncounted = stretch.integral if s == steps[-1] else None
-            change = self._go_back(block, step, stretch.of_weights.flatten(0, 1), carried, products, totals)
+            Phi, change = stretch.of_weights.flatten(0, 1), stretch.change if len(stretch.steps) == 1 else None
+            change = self._go_back(block, step, Phi, carried, products, totals, change)
             if trajectory.statistics is not None:
                 self._add_statistics(totals, products, step, stretch, change)
             yield uncounted, 1, carried
@@ -269,8 +277,9 @@ class AdjointTerms(AttributionWork):
         carried: Carried,
         products: LossProducts,
         totals: TermSums,
+        change: Float[Tensor, "N K"] | None,
     ) -> Float[Tensor, "N K"]:
-        """Go one step back, add its terms, and return by how much its weights change the outputs."""
+        """Go one step back, add its terms, and return by how much its weights change the outputs, unless it is known."""
         trajectory, shapes, s, R = block.trajectory, block.net.model.shapes, step.index, len(Phi)
         u, w, P = step_coefficients(trajectory, s, block.X), block.trained_state(s), Phi.shape[1]
         w, d, residual = w[:P], block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
@@ -290,25 +299,28 @@ class AdjointTerms(AttributionWork):
             columns, sizes, g = part.columns, part.sizes, part.group
             own = u.part(part.first, part.pieces, columns, len(shapes))
             tiles = {name: vectors[:, columns] for name, vectors in carried.items()}
-            E, of_optimizer, H, N = propagate_step(trajectory, s, own, sizes, Phi[:, columns], tiles)
-            sums["change"][:, g] += Phi[:, columns] @ d[columns]
+            E, of_optimizer, H, scale, N = propagate_step(trajectory, s, own, sizes, Phi[:, columns], tiles)
+            if change is None:
+                sums["change"][:, g] += Phi[:, columns] @ d[columns]
             of_second = [] if N is None else [(N, second_coefficients(own, sizes, w)[-1])]
-            for adjoint, factor in ((H, own.weight_decay), (of_optimizer, own.decoupled_decay), *of_second):
+            for adjoint, factor in ((H, scale * own.weight_decay), (of_optimizer, own.decoupled_decay), *of_second):
                 if factor.any():
                     sums["decay"][:, g] -= adjoint @ (broadcast_to_params(factor, sizes, w) * w[columns])
             if residual is not None:
                 sums["unexplained"][:, g] += E @ residual[columns].to(E)
-            for name, vector in held.items():
-                if name in tiles:
-                    sums[BEFORE][:, g] += tiles[name] @ vector[columns]
-            if not bool((own.grad_scale == 1).all()):
-                H = H * broadcast_to_params(own.grad_scale, sizes, H)
+            of_gradient = broadcast_to_params(own.grad_scale, sizes, H)
+            if of_gradient.stride() == (0,):
+                scale *= float(of_gradient[0])
+            else:
+                H = H * of_gradient
             if H_all is not None:
-                H_all[:, columns] = H
-                continue
+                H_all[:, columns] = scale * H
             for value, blocks in zip(values, recorded, strict=True):
-                for rows in blocks or ():
-                    add_products(value[:, rows.rows, g], H, rows.gradients or [], part)
+                for rows in blocks if H_all is None and blocks else ():
+                    add_products(value[:, rows.rows, g], H, rows.gradients or [], part, scale)
+            decay_buffers(own, sizes, tiles)
+            for name in held.keys() & tiles.keys():
+                sums[BEFORE][:, g] += tiles[name] @ held[name][columns]
         for name in [name for name in carried if name.startswith("move.")]:
             if trajectory.moves[int(name.removeprefix("move."))].anchor >= s:
                 del carried[name]
@@ -318,7 +330,7 @@ class AdjointTerms(AttributionWork):
                 if rounding is not None:
                     sums["unexplained"] = sums["unexplained"] - rounding
             totals.add_samples(s, data.samples, -self._by_point(block, value))
-        change = self._by_point(block, sums.pop("change")).sum(dim=2)
+        change = self._by_point(block, sums.pop("change")).sum(dim=2) if change is None else change
         totals.add_change(change)
         for name, value in sums.items():
             totals.add(name, s, self._by_point(block, value))
@@ -326,7 +338,8 @@ class AdjointTerms(AttributionWork):
 
     def _by_point(self, block: Predictions, values: Float[Tensor, "R *rest"]) -> Float[Tensor, "N K *rest"]:
         """Return values of all outputs of all points by their points."""
-        return values.unflatten(0, (block.num_outputs, -1)).transpose(0, 1)
+        by_point: Tensor = values.unflatten(0, (block.num_outputs, -1)).transpose(0, 1)
+        return by_point
 
     def _width(self, Phi: Tensor, num_rows: int) -> int:
         """Return how many columns of all buffers, and of rows' gradients, stay in the cache."""

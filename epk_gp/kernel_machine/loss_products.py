@@ -296,7 +296,7 @@ class LossProducts:
             signature = replace(model.signature, output=lambda returned: replay.losses_of(returned, self._present))
             model = FunctionalModel(**model.__getstate__() | {"signature": signature})
             self._in_modes[key] = PlannedModel(model, net.plan)
-        net = self._in_modes[key]
+        net = self._in_modes[key] or net
         at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
         weights = Cotangents(lambda losses: data.c.to(losses)[None, :, None])
         try:
@@ -415,12 +415,17 @@ class LossProducts:
 
 
 def add_products(
-    values: Float[Tensor, "R E"], H: Float[Tensor, "R size"], gradients: Sequence[ParameterGradients], part: Part
+    values: Float[Tensor, "R E"],
+    H: Float[Tensor, "R size"],
+    gradients: Sequence[ParameterGradients],
+    part: Part,
+    scale: float = 1.0,
 ) -> None:
-    """Add the products of a part of some adjoints with rows' gradients."""
+    """Add the products of a part of some adjoints, times a factor, with rows' gradients."""
     owners = gradients[part.first : part.first + len(part.pieces)]
     for own, piece, columns in zip(owners, part.pieces, H.split(list(part.sizes), dim=1), strict=True):
-        values += own.products(columns, slice(piece.start // own.unit, piece.stop // own.unit))
+        rows = slice(piece.start // own.unit, piece.stop // own.unit)
+        values.add_(own.products(columns, rows), alpha=scale)
 
 
 def _loss_cotangents(block: Predictions, data: PassData, rows: slice) -> Cotangents:

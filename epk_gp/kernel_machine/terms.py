@@ -207,12 +207,14 @@ class StretchAverage:
         of_weights: Phi, the averaged gradients in the weights.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
         integral: Along the stretch.
+        change: By how much the weights change the outputs along it, if that is known.
     """
 
     steps: range
     of_weights: Float[Tensor, "K N P"]
     of_statistics: Float[Tensor, "K N Q"] | None
     integral: Integral
+    change: Float[Tensor, "N K"] | None = None
 
 
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:

@@ -7,7 +7,7 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.kernel_machine.adjoint import propagate
+from epk_gp.kernel_machine.adjoint import decay_buffers, propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     SecondBuffer,
@@ -48,10 +48,11 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
         forward += Phi[s, 0, 0] @ d
     for s in reversed(range(len(updates))):
         carried = carried or {name: torch.zeros(1, P).double() for name in ("momentum", "second")}
-        H, N = propagate(updates[s], sizes, Phi[s, 0], carried)
-        backward -= H[0] @ g[s]
+        H, scale, N = propagate(updates[s], sizes, Phi[s, 0], carried)
+        backward -= scale * (H[0] @ g[s])
         if N is not None:
             backward -= N[0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
+        decay_buffers(updates[s], sizes, carried)
     return forward, backward
 
 
