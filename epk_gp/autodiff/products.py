@@ -49,9 +49,8 @@ class ParameterGradients:
             if self.is_bias:
                 return delta.sum(dim=2)
             is_single = inputs.shape[1] == 1
-            outer: Tensor = delta.squeeze(2).unsqueeze(3) * inputs if is_single else delta.mT @ inputs
-            return outer.flatten(2)
-        by_row = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
+            return (delta.squeeze(2).unsqueeze(3) * inputs if is_single else delta.mT @ inputs).flatten(2)
+        by_row: Tensor = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
         return by_row[..., -1] if self.is_bias else by_row[..., : self.width].flatten(2)
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:

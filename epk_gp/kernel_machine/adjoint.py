@@ -11,6 +11,7 @@ they are mapped to a temporary file.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -27,7 +28,6 @@ from epk_gp.kernel_machine.loss_products import LossProducts, add_products, part
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
     Predictions,
-    StretchAverage,
     TermSums,
     integrate_stretch,
 )
@@ -139,6 +139,25 @@ def decay_buffers(u: UpdateCoefficients, sizes: tuple[int, ...], carried: Carrie
         M.mul_(broadcast_to_params(u.beta, sizes, M))
     if (N := carried.get("second")) is not None:
         N.mul_(second_coefficients(u, sizes, N)[1])
+
+
+@dataclass(frozen=True, eq=False)
+class StretchAverage:
+    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
+
+    Attributes:
+        steps: The steps that the stretch stands for.
+        of_weights: Phi, the averaged gradients in the weights.
+        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
+        integral: Along the stretch.
+        change: By how much the weights change the outputs along it, if that is known.
+    """
+
+    steps: range
+    of_weights: Float[Tensor, "K N P"]
+    of_statistics: Float[Tensor, "K N Q"] | None
+    integral: Integral
+    change: Float[Tensor, "N K"] | None = None
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
@@ -279,7 +298,7 @@ class AdjointTerms(AttributionWork):
         totals: TermSums,
         change: Float[Tensor, "N K"] | None,
     ) -> Float[Tensor, "N K"]:
-        """Go one step back, add its terms, and return by how much its weights change the outputs, unless it is known."""
+        """Go one step back, add its terms, and return by how much its weights change the outputs (`change`, if known)."""
         trajectory, shapes, s, R = block.trajectory, block.net.model.shapes, step.index, len(Phi)
         u, w, P = step_coefficients(trajectory, s, block.X), block.trained_state(s), Phi.shape[1]
         w, d, residual = w[:P], block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]

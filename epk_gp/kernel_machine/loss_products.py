@@ -32,7 +32,7 @@ from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import step_coefficients
-from epk_gp.kernel_machine.terms import Predictions, grouped_products
+from epk_gp.kernel_machine.terms import Predictions
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
 # What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
@@ -412,6 +412,20 @@ class LossProducts:
             alone[row] = 1.0
             columns.append(directions @ self.run.passes.gradient(state, replace(data, c=alone), exact=True).gradient)
         return torch.stack(columns, dim=1)
+
+
+def grouped_products(
+    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+) -> Float[Tensor, "N K B G"]:
+    """Compute inner products, summed over each group of parameters separately."""
+    count = int(groups.max()) + 1
+    K, N = H.shape[:2]
+    if count == 1:
+        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(vectors), count)
+    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
+        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
+    return out
 
 
 def add_products(

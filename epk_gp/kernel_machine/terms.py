@@ -198,25 +198,6 @@ class IntegratedLine:
             yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
 
 
-@dataclass(frozen=True, eq=False)
-class StretchAverage:
-    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
-
-    Attributes:
-        steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights.
-        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretch.
-        change: By how much the weights change the outputs along it, if that is known.
-    """
-
-    steps: range
-    of_weights: Float[Tensor, "K N P"]
-    of_statistics: Float[Tensor, "K N Q"] | None
-    integral: Integral
-    change: Float[Tensor, "N K"] | None = None
-
-
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
     """Choose the nodes of all points on a stretch of the path.
 
@@ -232,20 +213,6 @@ def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> Integ
     segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
     return IntegratedLine(block, segment, integral, size)
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
-        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
-    return out
 
 
 # The terms of a result, and by what each is split.
