@@ -203,7 +203,7 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
     rows, found = min(rows, block.memory.statistics_rows(block.num_outputs, Q)), list[tuple[Tensor, ...]]()
     change, size, num_layers = *w.new_zeros(2, len(X), block.num_outputs), 1
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2)):
-        cotangents = block.cotangents(points.repeat_interleave(2))
+        cotangents = block.cotangents(points)
         z, layers, part = secant_jacobians(net, (w, d), X[points], cotangents, block.cost, block.kernel.head)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
