@@ -298,7 +298,7 @@ class AdjointTerms(AttributionWork):
         totals: TermSums,
         change: Float[Tensor, "N K"] | None,
     ) -> Float[Tensor, "N K"]:
-        """Go one step back, add its terms, and return by how much its weights change the outputs (`change`, if known)."""
+        """Go one step back, add its terms, and return the change of the outputs (`change`, if known)."""
         trajectory, shapes, s, R = block.trajectory, block.net.model.shapes, step.index, len(Phi)
         u, w, P = step_coefficients(trajectory, s, block.X), block.trained_state(s), Phi.shape[1]
         w, d, residual = w[:P], block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
