@@ -19,7 +19,7 @@ def made(make, step, *, rows):
     d = {name: step * torch.randn_like(value) for name, value in params.items()}
     x = torch.randint(1, WORDS, (rows, LENGTH))
     x[0, -2:] = 0
-    setattr(x, BATCH_MARK, True)
+    setattr(x, BATCH_MARK, len(x))
     return net, params, d, x
 
 
