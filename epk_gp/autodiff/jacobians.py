@@ -502,7 +502,7 @@ class LayerJacobianBuilder:
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
         self.is_factored = self.num_groups == 1 and (
-            cost.keeps_factors
+            (cost.keeps_factors and not is_convolution)  # whose patches take more than their products
             or cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
