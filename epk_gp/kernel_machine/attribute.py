@@ -20,6 +20,7 @@ from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, v
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.states import described_states
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages
@@ -387,7 +388,8 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
                 own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
-    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained, "path": str(kernel.path)}
+    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained}
+    facts |= {"path": str(kernel.path), "states": described_states(trajectory)}
     return tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

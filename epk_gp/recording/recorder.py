@@ -505,7 +505,8 @@ class Recorder:
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
-        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
+        replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
+        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None, replay)
         setup.live.know_copy(end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:

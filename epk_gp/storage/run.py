@@ -201,7 +201,9 @@ def create_run(
     tensors = training.state_dict()
     writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
     with writer.closed_on_error():
-        writer.append([weights], [], [], [digest], tensors, () if statistics is None else (statistics,))
+        replay = [training.replay_row((), is_kept=True)] if writer.schema.thins else ()
+        kept = () if statistics is None else (statistics,)
+        writer.append([weights], [], [], [digest], tensors, kept, replay=replay)
         write_header(writer, full_header)
     return writer
 
