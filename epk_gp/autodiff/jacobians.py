@@ -3,7 +3,8 @@
 For a linear layer the gradient of output k at point e is delta_k (x) a: the gradient with respect to the layer's output
 times the layer's input. A convolution, or a layer used at several positions or several times, sums such products over
 its positions. Which representation a layer takes is decided by counted cost (`ContractionCost`), the same on both
-sides of an inner product. Parameters that are not a layer's are differentiated sample by sample (`dense_jacobian`).
+sides of an inner product. Other parameters have their gradients where they meet rows (`autodiff.uses`); what is left is
+differentiated sample by sample (`dense_jacobian`).
 
 A layer uses its weight at L positions for every sample. Inputs are brought to the shape (E, L, G, n_in) and output
 gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that do not mix.
@@ -67,7 +68,8 @@ from epk_gp.autodiff.representations import (
     sum_outer_products,
     windows_of,
 )
-from epk_gp.autodiff.secants import SecantDerivatives
+from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.uses import LayerCall, MarkedInterception, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
@@ -86,7 +88,7 @@ class WeightLocation:
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
-        secant_head: As of `secant_jacobians`: rows come in pairs, at t = 0 and t = 1.
+        secant_head: As of `secant_jacobians`: each row stands for both w and w + d.
     """
 
     w: Float[Tensor, " PQ"]
@@ -147,21 +149,21 @@ def secant_jacobians(
         net: The network; its plan supports interpolation.
         segment: The first state, w, and the way to the second.
         X: n inputs.
-        cotangents: Which gradients are wanted, of 2n rows: each input at both states. They are the head's outputs'.
+        cotangents: Which gradients are wanted. They are the head's outputs'.
         cost: Decides the representations.
         head: The head.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
     """
-    at = WeightLocation(*segment, segment[0].new_tensor([0.0, 1.0]).repeat(len(X)), secant_head=head)
-    rows = X.repeat_interleave(2, dim=0)
+    at = WeightLocation(*segment, secant_head=head)
     with torch.enable_grad(), disable_fused_attention():
-        recorded = _RecordedPass(net, at, rows, cotangents, False)
+        recorded = _RecordedPass(net, at, X, cotangents, False)
         jacobians = recorded.jacobians(cost)
     if net.plan.dense_params:
-        jacobians.append(_dense_secants(net, at, rows, recorded.values))
-    return recorded.z.detach().unflatten(0, (-1, 2)), jacobians, torch.cat(recorded.of_statistics)
+        jacobians.append(_dense_secants(net, at, X, recorded.values))
+    z = recorded.z
+    return torch.stack([z.detach(), end_of(z)], dim=1), jacobians, torch.cat(recorded.of_statistics)
 
 
 def _evaluate(
@@ -186,15 +188,15 @@ def _evaluate(
     mode: ParameterInterception
     if at.stacked is not None:
         mode = StackedWeights(params, model.unflatten(at.stacked.detach().requires_grad_()), watch)
+    elif at.secant_head is not None and at.d is not None:
+        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics)
+        with mode:
+            return apply_head(model(params, X), at.secant_head), mode
     elif at.t is not None and at.d is not None:
         mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
-        if at.secant_head is not None:
-            secants = SecantDerivatives(params, mode)  # before the mode is entered
-            with mode, secants:
-                return apply_head(model(params, X), at.secant_head), mode
     else:
         observed = set[str]() if recorder is None else recorder.observed
-        mode = ParameterInterception({name: params[name] for name in observed}, watch)
+        mode = MarkedInterception({name: params[name] for name in observed}, watch)
     with mode if mode.name_of else nullcontext():
         return model(params, X), mode
 
@@ -210,13 +212,13 @@ def _logits(net: PlannedModel, at: WeightLocation, X: Tensor) -> Float[Tensor, "
 
 
 def _dense_secants(net: PlannedModel, at: WeightLocation, X: Tensor, values: Tensor) -> DenseJacobian:
-    """Average the derivatives in the dense parameters over each pair of rows, pair by pair."""
+    """Average the derivatives in the dense parameters, row by row."""
     parts = []
-    for rows in torch.arange(len(X), device=X.device).split(2):
-        params, here = net.leaves(at.w), replace(at, t=None if at.t is None else at.t[rows])
+    for row in torch.arange(len(X), device=X.device).split(1):
+        params = net.leaves(at.w)
         with torch.enable_grad(), disable_fused_attention():
-            z, _ = _evaluate(net, params, here, X[rows])
-            parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, rows]) / 2)
+            z, _ = _evaluate(net, params, at, X[row])
+            parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, row]))
     return DenseJacobian(torch.stack(parts, dim=1))
 
 
@@ -299,44 +301,6 @@ def _statistics_of_rows(model: FunctionalModel, at: WeightLocation) -> tuple[Flo
     return rows, {name: piece.reshape(len(t), *shape) for name, piece, shape in named}
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerCall:
-    """One call of a layer's function with a trained weight.
-
-    Attributes:
-        call: The call.
-        weight: Name of its weight.
-        input: What the layer saw, (E, ...), detached unless a graph is kept.
-        input_is_constant: The input does not depend on the weights.
-        shape: Shape of its output, (E, ...).
-        edge: Where the gradient with respect to the call's output can be taken.
-    """
-
-    call: FunctionCall
-    weight: str
-    input: Tensor
-    input_is_constant: bool
-    shape: torch.Size
-    edge: GradientEdge
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Stride, padding, dilation and groups of a convolution, by name."""
-        keys = ("stride", "padding", "dilation", "groups")
-        named = {name: value for name, value in self.call.kwargs.items() if name in keys}
-        return {**dict(zip(keys, self.call.args[3:], strict=False)), **named}
-
-    def normalised(self, mode: ParameterInterception) -> Tensor:
-        """Return what a normalisation scales and shifts."""
-        call, x = self.call, self.input
-        rest = [None if k in call.slots.values() else value for k, value in enumerate(call.args)][1:]
-        named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots}}
-        if call.statistics:
-            rest[:2] = [mode.of_rows(value, len(x)).detach() for value in call.statistics]
-        result: Tensor = call.function(x, *rest, **named)
-        return result
-
-
 class _RecordedPass:
     """A forward pass in which the layers' calls are recorded, with the cotangents of its outputs.
 
@@ -349,48 +313,54 @@ class _RecordedPass:
         self.net, self.at, self.cotangents, self.create_graph = net, at, cotangents, create_graph
         self.bias_of, self.num_rows = net.plan.bias_of, len(X)
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
-        self.calls = list[_LayerCall]()
+        self.calls = list[LayerCall | ParameterUse]()
         self.params, self.statistics, own = net.leaves(at.w), None, None
+        self.uses = ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
         self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
         if at.secant_head is not None:
-            self.statistics, own = _statistics_of_rows(net.model, at)
+            self.statistics, own = _statistics_of_rows(net.model, replace(at, t=at.w.new_zeros(len(X))))
         self.z, self.mode = _evaluate(net, self.params, at, X, self, own)
         self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
 
     def watch(self, call: FunctionCall | None, result: Any) -> None:
-        """Record a call if it is a layer's."""
-        if call is None or not (params := self.observed.intersection(call.params)):
+        """Record a call if it is a layer's, or one in which what was made of parameters meets rows."""
+        if call is None or not has_tensors(result):  # a shape or a dtype
             return
         weight, bias = (name if name in self.observed else None for name in map(call.names.get, ("weight", "bias")))
-        is_layer = weight is not None and call.function in LAYERS
-        if weight is None or not is_layer or self.bias_of.get(weight, weight) != bias or params - {weight, bias}:
-            if not has_tensors(result):  # a shape or a dtype
-                return
-            raise UnsupportedParameterUseError(f"the weights {sorted(params)} must be used by their layers only.")
+        held = zip((weight, bias), ("weight", "bias"), strict=True)
+        are_whole = all(name is None or call.held[slot] is self.params[name] for name, slot in held)
+        if weight is None or call.function not in LAYERS or not are_whole or self.bias_of.get(weight, weight) != bias:
+            self.calls += self.uses.seen(call, result)
+            return
         x = call.input
         require_rows(x, result, self.num_rows, weight)
         is_constant = not self.create_graph and not x.requires_grad and not call.statistics
         kept = x if self.create_graph else x.detach()
         edge = get_gradient_edge(result)
-        self.calls.append(_LayerCall(call, weight, kept, is_constant, result.shape, edge))
+        self.calls.append(LayerCall(call, weight, kept, is_constant, result.shape, edge))
 
     def jacobians(self, cost: ContractionCost) -> list[LayerJacobian]:
         """Compute the Jacobian of every layer."""
         layers = [self._start_layer(name, cost) for name in self.bias_of]
-        builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
+        builders = [layer for layer in layers if not isinstance(layer, LayerJacobian)]
         for output_grads in self._backward():
             for builder in builders:
                 builder.add_cotangents(output_grads)
-        return [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
+        return [layer if isinstance(layer, LayerJacobian) else layer.build() for layer in layers]
 
-    def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | LayerJacobian":
-        """Collect the calls of one weight; a head's last layer has its Jacobian at once."""
-        own = [(number, call) for number, call in enumerate(self.calls) if call.weight == name]
-        if not own:
+    def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | UseBuilder | LayerJacobian":
+        """Collect the calls of one parameter; a head's last layer has its Jacobian at once."""
+        every = [(number, call) for number, call in enumerate(self.calls) if name in call.names]
+        if not every:
             raise UnsupportedParameterUseError(
                 f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        head, (_, last) = self.cotangents.head, own[-1]
+        own = [(number, call) for number, call in every if isinstance(call, LayerCall)]
+        if len(own) < len(every):
+            uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
+            options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
+            return UseBuilder(self.params[name], uses, **options)
+        head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
@@ -403,7 +373,7 @@ class _RecordedPass:
             self._see_through_pool(builder, cost)
         return builder
 
-    def are_last(self, calls: Sequence[tuple[int, _LayerCall]]) -> bool:
+    def are_last(self, calls: Sequence[tuple[int, LayerCall]]) -> bool:
         """Return whether the network returns what these calls return."""
         return all(call.edge.node is self.z.grad_fn for _, call in calls)
 
@@ -441,8 +411,9 @@ class _RecordedPass:
         A last, linear layer is passed without a matrix product: the cotangents at its input are rows of its weight.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
-        last, head, has_secants = calls[-1] if calls else None, self.cotangents.head, self.at.secant_head is not None
-        is_one_point = self.at.t is None and self.at.stacked is None
+        head, has_secants = self.cotangents.head, self.at.secant_head is not None
+        last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
+        is_one_point = self.at.t is None and self.at.stacked is None and not has_secants
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
             W = self.params[last.weight].detach()
@@ -463,8 +434,8 @@ class _RecordedPass:
                 frees_graph=part.stop >= len(values),
                 create_graph=self.create_graph,
             )
-            if has_secants:  # gradients are captured before the hooks of the calls' outputs
-                *grads, of_statistics = (grad.unflatten(1, (-1, 2)).mean(2) for grad in grads)
+            if has_secants:
+                *grads, of_statistics = grads
                 self.of_statistics.append(of_statistics)
             yield [*grads, *(grad[part] for grad in known)]
 
@@ -479,7 +450,7 @@ _Users = defaultdict[Node, list[tuple[Node, int]]]
 _PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
 
 
-def _pool_windows(users: _Users, layer: _LayerCall) -> _PoolWindows | None:
+def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
     """Find the max-pool that alone sees a convolution's output, or the output of a ReLU that alone sees it."""
     relu, pool = None, _only_user(users, layer.edge.node)
     if pool is not None and pool.name() == "ReluBackward0":
@@ -510,7 +481,7 @@ class LayerJacobianBuilder:
     """
 
     def __init__(
-        self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, _LayerCall]], cost: ContractionCost
+        self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, LayerCall]], cost: ContractionCost
     ) -> None:
         self.has_secants = recorded.at.secant_head is not None
         self.calls, self.has_bias, is_last = calls, recorded.bias_of[name] is not None, recorded.are_last(calls)
@@ -525,19 +496,18 @@ class LayerJacobianBuilder:
         # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
-        self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
-            num_positions, self.n_in, self.n_out, is_averaged=is_averaged
+        self.is_factored = self.num_groups == 1 and (
+            cost.keeps_factors
+            or cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []
         self.patches: Tensor | None = None
 
-    def _inputs_at_positions(self, layer: _LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
+    def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
         function, appends = layer.call.function, self.has_bias and not self.is_factored
-        x = layer.normalised(mode) if function in NORMALISATIONS else layer.input
-        if self.has_secants:
-            x = x.unflatten(0, (-1, 2)).mean(1)
+        x = layer.normalised(mode) if function in NORMALISATIONS and not self.has_secants else layer.input
         if function in CHANNELS_LAST:
             x = x.reshape(len(x), -1, self.num_groups, self.n_in)
             return append_bias_column(x) if appends else x
@@ -547,7 +517,7 @@ class LayerJacobianBuilder:
             patches = torch.cat([patches, x.new_ones(len(x), self.num_groups, 1, patches.shape[3])], dim=2)
         return patches.permute(0, 3, 1, 2)
 
-    def _grads_at_positions(self, layer: _LayerCall, grads: Tensor) -> Tensor:
+    def _grads_at_positions(self, layer: LayerCall, grads: Tensor) -> Tensor:
         """Bring a call's output gradients to (K, E, L, G, n_out)."""
         if layer.call.function in CHANNELS_LAST:
             return grads.reshape(*grads.shape[:2], -1, self.num_groups, self.n_out)

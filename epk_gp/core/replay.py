@@ -282,12 +282,15 @@ class _LoopPasses(TrainingReplay):
         with torch.enable_grad(), kernels():
             with self._conditions(module, data, exact=False):
                 returned = self._call(module, data, False)
-                ways = list[Callable[[], Tensor]]()
-                if data.forward.cotangents is None:
-                    value = loss_input(self.model.signature, self.loss, returned, data.y)
-                    ways = loop_losses(self.loss, returned, value, data)
-                loss = [*ways, partial(self._sum_of_rows, returned, data)][number]()
+                loss = self._ways(returned, data)[number]()
             loss.backward()
+
+    def _ways(self, returned: Any, data: PassData) -> list[Callable[[], Tensor]]:
+        sum_of_rows = partial(self._sum_of_rows, returned, data)
+        if data.forward.cotangents is not None:
+            return [sum_of_rows]
+        value = loss_input(self.model.signature, self.loss, returned, data.y)
+        return [*loop_losses(self.loss, returned, value, data), sum_of_rows]
 
     def _sum_of_rows(self, returned: Any, data: PassData) -> Tensor:
         values = self._losses(returned, data)
