@@ -387,8 +387,7 @@ class StepResiduals:
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
         keeps_all, recomputation = leaves_residuals(block), recomputation_of(trajectory)
-        most = trajectory.num_steps if keeps_all or recomputation is None else len(recomputation.kept.numbers)
-        count = 0
+        most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)

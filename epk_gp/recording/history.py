@@ -1,7 +1,7 @@
 """The recorded steps of a run: what stays in memory, and when steps are written to disk."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +20,11 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
+from epk_gp.storage.files import pack
 from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.rows import as_bytes, num_seen
-from epk_gp.storage.schema import CHECKSUM, INPUTS, TARGETS, ChunkSchema
-from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
+from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
 Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
@@ -81,7 +82,7 @@ class StepResult:
     end: Float[Tensor, " P"]
     update: UpdateCoefficients | None
     statistics: Float[Tensor, " Q"] | None = None
-    replay: Mapping[str, Tensor] | None = None
+    replay: dict[str, Tensor] | None = None
 
     def num_bytes(self, schema: ChunkSchema) -> float:
         """Return how many bytes it takes in a chunk, which holds every k-th state; numbers per parameter are few."""
@@ -139,7 +140,7 @@ class RunHistory:
         end: Float[Tensor, " P"],
         update: UpdateCoefficients,
         statistics: Float[Tensor, " Q"] | None = None,
-        replay: Mapping[str, Tensor] | None = None,
+        replay: dict[str, Tensor] | None = None,
     ) -> None:
         """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
 
@@ -332,7 +333,7 @@ class CommitSchedule:
         digests = self._digests or (chunks[-1].digest,)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
-    def replay_of(self, made: MadeStep, num_ranks: int) -> Mapping[str, Tensor] | None:
+    def replay_of(self, made: MadeStep, num_ranks: int) -> dict[str, Tensor] | None:
         """Return what a step that was just made needs to be made again; None where every state is kept anyway."""
         schema, state = self.writer.schema, self._history.num_steps + 1
         if not schema.thins or num_ranks > 1:
@@ -374,15 +375,13 @@ class CommitSchedule:
             statistics = [r.statistics for r in results if r.statistics is not None]
             digests = tuple(result.digest() for result in results)
             kept = (states, steps, updates, digests, self._training_state, statistics)
-            replay = list[Mapping[str, Tensor]]()
-            for state, result in enumerate(results, first + 1):
-                if result.replay is not None:
-                    replay.append({**result.replay, CHECKSUM: torch.tensor(self._history.checksum(state))})
+            made = [(state, r.replay) for state, r in enumerate(results, first + 1) if r.replay]
+            replay = [row | {CHECKSUM: torch.tensor(self._history.checksum(state))} for state, row in made]
             rows = dict[str, Tensor]()
             if (stream := self._stream) is not None:
                 new = slice(self._num_points, num_seen(steps, self._num_points))
                 rows = {INPUTS: as_bytes(stream.X[new]), TARGETS: stream.y[new]} if new.stop > new.start else rows
-            self.writer.append(*kept, rows=rows, replay=replay)
+            self.writer.append(*kept, rows=rows | (pack(REPLAY, replay) if replay else {}))
             self._digests = (*self._digests, *digests) if self._digests else ()
             self._num_points += len(rows.get(INPUTS, ()))
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)

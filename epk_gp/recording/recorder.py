@@ -481,8 +481,7 @@ class Recorder:
         return step, before, after
 
     def _record_step(self, made: MadeStep) -> None:
-        index, setup, last = self.num_steps, self._setup, self._history.last
-        end = setup.weights()
+        index, setup, last, end = self.num_steps, self._setup, self._history.last, self._setup.weights()
         if self._ranks.size > 1:
             whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
         else:

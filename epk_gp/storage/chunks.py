@@ -30,18 +30,8 @@ from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_j
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
 from epk_gp.storage.rows import Rows, from_bytes, num_seen
-from epk_gp.storage.schema import (
-    CHECKSUM,
-    INPUTS,
-    REPLAY,
-    TARGETS,
-    ChunkSchema,
-    Count,
-    GroupRecord,
-    Record,
-    validated,
-)
-from epk_gp.storage.training_state import decoded_state
+from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
+from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
 MOVES = "moves"  # that of moves without a gradient: anchor and share of the way, which is 0 where there is none

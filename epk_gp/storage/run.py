@@ -22,10 +22,10 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
-from epk_gp.storage.files import regular_file_size
+from epk_gp.storage.files import pack, regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
-from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.training_state import REPLAY, TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 _KNOWN_LOSSES: dict[str, Any] = {
@@ -201,9 +201,9 @@ def create_run(
     tensors = training.state_dict()
     writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
     with writer.closed_on_error():
-        replay = [training.replay_row((), is_kept=True)] if writer.schema.thins else ()
+        rows = pack(REPLAY, [training.replay_row((), is_kept=True)]) if writer.schema.thins else {}
         kept = () if statistics is None else (statistics,)
-        writer.append([weights], [], [], [digest], tensors, kept, replay=replay)
+        writer.append([weights], [], [], [digest], tensors, kept, rows=rows)
         write_header(writer, full_header)
     return writer
 

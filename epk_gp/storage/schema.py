@@ -23,7 +23,6 @@ from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
 INPUTS, TARGETS = "rows.inputs", "rows.targets"  # the points of a stream that the steps of a chunk saw first
-REPLAY, CHECKSUM = "replay", "checksum"  # what steps need to be made again, and of it the checksum of the weights
 _IN_MEMORY = 1 << 26  # bytes of data up to which they are read into memory, where no change of the file can reach them
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}

@@ -29,6 +29,7 @@ from epk_gp.storage.journal import Chunk, resume_name
 from epk_gp.storage.schema import Record, validated
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
+REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: what steps need to be made again, with the weights' checksum
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {

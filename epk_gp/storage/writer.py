@@ -23,19 +23,9 @@ from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage import files
 from epk_gp.storage.chunks import chunk_tensors
-from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, pack, regular_file_size
+from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
-from epk_gp.storage.schema import (
-    DATA,
-    FORMAT,
-    HEADER,
-    REPLAY,
-    ChunkSchema,
-    RunHeader,
-    chunk_schema,
-    read_header,
-    validated,
-)
+from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
@@ -155,7 +145,6 @@ class RunWriter:
         statistics: Sequence[Tensor] = (),
         *,
         rows: Mapping[str, Tensor] = MappingProxyType({}),
-        replay: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
@@ -166,8 +155,8 @@ class RunWriter:
             digests: Digests of the run up to each of the steps, or of a run of no steps.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
-            rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
-            replay: What is stored of each state so that steps can be made again (`TrainingState.replay_row`).
+            rows: Inputs and targets of a stream that the steps saw first, and what steps need to be made again, by
+                their names on disk.
 
         Raises:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced.
@@ -175,9 +164,7 @@ class RunWriter:
             ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, start, digest = len(self.chunks), self._journal_bytes, digests[-1]
-        packed = pack(REPLAY, replay) if replay else {}
-        tensors = chunk_tensors(states, steps, updates, self.schema, statistics, digests=digests)
-        content = save(tensors | packed | dict(rows))
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics, digests=digests) | dict(rows))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
