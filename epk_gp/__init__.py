@@ -9,12 +9,16 @@ if TYPE_CHECKING:
     from epk_gp.analysis.labels import next_to_label as next_to_label
     from epk_gp.core.checks import ComputeOptions as ComputeOptions
     from epk_gp.core.graphs import Graph as Graph
+    from epk_gp.core.graphs import Ragged as Ragged
     from epk_gp.core.inputs import Points as Points
     from epk_gp.core.losses import CrossEntropy as CrossEntropy
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
     from epk_gp.core.losses import next_words as next_words
-    from epk_gp.core.ragged import Ragged as Ragged
+    from epk_gp.core.scalars import RowFunction as RowFunction
+    from epk_gp.core.scalars import log_probability as log_probability
+    from epk_gp.core.scalars import logit_difference as logit_difference
+    from epk_gp.core.scalars import loss_value as loss_value
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from epk_gp.recording.causes import StepMismatchError as StepMismatchError
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
+    from epk_gp.report.text import sentences as sentences
     from epk_gp.report.write import write_report as write_report
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
@@ -53,10 +58,10 @@ else:
     # `epk-gp --help` needs neither of them.
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
-        "core.graphs": "Graph",
+        "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
-        "core.ragged": "Ragged",
+        "core.scalars": "RowFunction log_probability logit_difference loss_value",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",
@@ -80,7 +85,7 @@ else:
         "storage.writer": "Storage",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
-    _PLACES["write_report"] = "report.write"  # not imported with a folder, for it needs matplotlib
+    _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib
     _FOLDERS = {module.partition(".")[0] for module in _MODULES}
     __all__ = sorted(_PLACES)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from epk_gp.core.inputs import Inputs, validate_packed
 from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
-from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
 from epk_gp.core.step import BEFORE, NOT_OF_DATA, RowIdentity, Step
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -172,6 +172,9 @@ class Trajectory(Displayed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
+        if (recorded := self.asked_of) is not None:  # which has the rest
+            own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+            return {name: value for name, value in own.items() if value is not getattr(recorded, name)}
         state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
         for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
             state.pop(name, None)
@@ -182,6 +185,11 @@ class Trajectory(Displayed):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the run."""
+        recorded = state.get("asked_of")
+        vars(self).update(({} if recorded is None else vars(recorded)) | state)
 
     @property
     def recorded(self) -> "Trajectory":
@@ -563,7 +571,7 @@ def network_outputs(
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     with torch.no_grad(), disable_fused_attention():
-        return torch.cat([apply_head(model(params, block), head) for block in X.split(EVALUATED_ROWS)])
+        return torch.cat([apply_head(model(params, block), head) for block in X.split(model.signature.rows_per_call)])
 
 
 def batch_of(
