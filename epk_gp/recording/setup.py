@@ -179,6 +179,11 @@ class TrainingSetup:
             is_stream=self.stream is not None,
         )
 
+    def base(self) -> dict[str, str]:
+        """Return the entry of the header that stands for a frozen base that is not stored."""
+        base = self.model.base().values()
+        return {"base": fingerprint_data(*base)} if base else {}
+
     def data(self) -> dict[str, Tensor]:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
         base = self.model.base()

@@ -72,8 +72,8 @@ def recorded_model(
     base = model.base() if header["base"] is not None else {}
     if base and fingerprint_data(*base.values()) != header["base"]:
         raise ValueError(
-            "the network must have the frozen weights that it was trained with, of which the run holds the digest alone: "
-            "it has others. Load the same pretrained weights before."
+            "the network must have the frozen weights that it was trained with, of which the run holds the digest "
+            "alone: it has others. Load the same pretrained weights before."
         )
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         _require_recorded(name, recorded, list(shape))

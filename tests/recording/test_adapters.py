@@ -131,5 +131,6 @@ class Quantised(torch.Tensor):
 def test_a_base_of_a_library_that_quantises_is_refused(packed):
     net = Adapted()
     net.layer._parameters["weight"] = packed()
-    with pytest.raises(ValueError, match=r"'layer.weight' is quantised \((Packed|Quantised), .*Load the base in float32"):
+    message = r"'layer.weight' is quantised \((Packed|Quantised), .*Load the base in float32"
+    with pytest.raises(ValueError, match=message):
         record(net)
