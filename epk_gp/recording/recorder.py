@@ -175,7 +175,7 @@ class Recorder:
         if self._ranks.size > 1 and setup.stream is not None:
             raise ValueError("a Stream must be recorded by one process, which numbers its rows: pass a data set as X.")
         if folder is not None:
-            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
+            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]} | setup.base()
         with self._ranks.together():
             if self._ranks.size > 1:
                 self._ranks.validate(self._data_digest)

@@ -69,11 +69,18 @@ def recorded_model(
     for name, shape in zip(header["statistics"], header["statistic_shapes"], strict=True):
         _require_recorded(f"moving statistic {name}", shape, buffers.get(name))
     model = functionalize(net, tuple(header["names"]), tuple(header["statistics"]), signature)
+    base = model.base() if header["base"] is not None else {}
+    if base and fingerprint_data(*base.values()) != header["base"]:
+        raise ValueError(
+            "the network must have the frozen weights that it was trained with, of which the run holds the digest "
+            "alone: it has others. Load the same pretrained weights before."
+        )
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         _require_recorded(name, recorded, list(shape))
     model = model.variant(TensorSpec(WEIGHT_DTYPES[header["dtype"]], torch.device("cpu")))
     frozen_state = model.frozen_state()
     recorded_state = {k.removeprefix("constant."): v for k, v in data.items() if k.startswith("constant.")}
+    recorded_state |= {name: value for name, value in frozen_state.items() if name in base}
     for name in sorted(frozen_state.keys() | recorded_state.keys()):
         recorded, own = (list(side[name].shape) if name in side else None for side in (recorded_state, frozen_state))
         _require_recorded(name, recorded, own)

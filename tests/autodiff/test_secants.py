@@ -78,7 +78,7 @@ def change_and_product(function, *, has_secants=True, step=0.3):
     direction = {name: step * torch.randn_like(value) for name, value in params.items()}
     ends = {name: value.detach() + direction[name] for name, value in params.items()}
     x = torch.randn(ROWS, 4, dtype=torch.float64)
-    setattr(x, BATCH_MARK, True)
+    setattr(x, BATCH_MARK, len(x))
     y_end = functional_call(net, ends, (x,)).detach()
     if has_secants:
         with SecantDerivatives(params, direction, ROWS):
