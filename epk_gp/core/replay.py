@@ -293,7 +293,7 @@ class _LoopPasses(TrainingReplay):
         return [*loop_losses(self.loss, returned, value, data), sum_of_rows]
 
     def _sum_of_rows(self, returned: Any, data: PassData) -> Tensor:
-        values = self._losses(returned, data)
+        values = self.losses_of(returned, data)
         return data.c.to(values) @ values
 
     def network(self, data: PassData) -> nn.Module:
