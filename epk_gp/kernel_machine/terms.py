@@ -12,22 +12,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.averages import HeldProducts
-from epk_gp.autodiff.dense import (
-    Cotangents,
-    PlannedModel,
-    WeightSegment,
-    all_outputs,
-    chosen_outputs,
-)
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import write_columns
-from epk_gp.autodiff.representations import (
-    ContractionCost,
-    DenseJacobian,
-    LayerJacobian,
-    LeftFactor,
-    NodeWeights,
-)
+from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, LeftFactor, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.states import law_of_step, recomputation_of

@@ -12,7 +12,7 @@ question gives those of all rows of a pass; taken are the passes that hold the s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Unpack
+from typing import Unpack, cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -204,8 +204,8 @@ def attribute_tokens(
     (parts,), totals = split_predictions(
         kernel, X, groupings, explained, parsed, path, splits_statistics=False, kind=kind
     )
-    terms, shape = terms_by_sample(parts), parts.network.shape
-    tokens, chosen = (value.reshape(*shape, *value.shape[2:]) for value in (totals.named["tokens"], totals.sequences))
+    terms, shape, own = terms_by_sample(parts), parts.network.shape, cast(TokenSums, totals)
+    tokens, chosen = (value.reshape(*shape, *value.shape[2:]) for value in (own.tokens, own.sequences))
     missed = (tokens.sum(dim=3) - terms["samples"].gather(2, chosen)).abs()
     allowed = relative_rounding(tokens.dtype) * tokens.abs().sum(dim=3)
     error, tolerance = (float(value.max()) if value.numel() else 0.0 for value in (missed, allowed))
