@@ -144,8 +144,7 @@ class Trajectory(Displayed):
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
         live: The user's network, as long as it lives; None for a run that was not recorded in this process.
-        asked_of: The run that was recorded, where this one is it with another network: what gives the numbers that are
-            asked for, at inputs that are `inputs` (`core.scalars`). None for a recorded run itself.
+        asked_of: The recorded run, where this one has the network and inputs of a question (`core.scalars`).
     """
 
     model: FunctionalModel
@@ -188,8 +187,7 @@ class Trajectory(Displayed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the run."""
-        recorded = state.get("asked_of")
-        vars(self).update(({} if recorded is None else vars(recorded)) | state)
+        vars(self).update(vars(state["asked_of"]) | state if state.get("asked_of") else state)
 
     @property
     def recorded(self) -> "Trajectory":

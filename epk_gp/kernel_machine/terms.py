@@ -67,7 +67,7 @@ class Predictions:
     @property
     def recorded_net(self) -> PlannedModel:
         """The network of the recorded run, with its plan."""
-        return self.net if self._recorded_net is None else self._recorded_net
+        return self._recorded_net or self.net
 
     @property
     def num_outputs(self) -> int:
