@@ -1,4 +1,4 @@
-"""Language models in miniature, as people write them: by hand in the ways of nanoGPT and of Llama, and by transformers."""
+"""Language models in miniature: by hand in the ways of nanoGPT and of Llama, and by transformers."""
 
 import math
 from collections.abc import Callable
@@ -169,8 +169,9 @@ class Experts(nn.Module):
         self.experts, self.head = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)]), nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).flatten(0, 1)
-        weights, chosen = self.router(x).softmax(-1).topk(1, dim=-1)
+        x = self.embed(tokens)
+        weights, chosen = (y.flatten(0, 1) for y in self.router(x).softmax(-1).topk(1, dim=-1))
+        x = x.flatten(0, 1)
         mixed = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             (places,) = torch.where(chosen[:, 0] == number)
@@ -253,4 +254,5 @@ BY_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
         "BERT with LoRA": lambda attention: bert(attention, lora=True),
     }.items()
     for attention in ("sdpa", "eager")
+    if (make, attention) != (gemma, "sdpa")
 }

@@ -61,8 +61,8 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
         return result
     nodes = (apply_pulled(x, [value.new_empty(()).expand(value.shape)], pull) for x, pull in differentiable)
     joined: Any = _Joined.apply
-    result = joined([value], *nodes)
-    return result
+    joint: Tensor = joined([value], *nodes)
+    return joint
 
 
 def identity(grad: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def matmul_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
 
 
 def log_mean(a: Tensor, b: Tensor, change: Tensor) -> Tensor:
-    """Return (b - a) / (log b - log a) of two tensors whose logarithms differ by `change`; 0 where this is no number."""
+    """Return (b - a) / (log b - log a) of tensors whose logarithms differ by `change`; 0 where that is no number."""
     size = change.abs().nan_to_num_(nan=0.0).clamp_min_(torch.finfo(change.dtype).tiny)
     return torch.expm1(-size).div_(size).neg_().mul_(torch.maximum(a, b))
 

@@ -119,6 +119,7 @@ def end_of(x: Tensor) -> Tensor:
 def moves_to(x: Tensor, end: Tensor) -> Tensor:
     """Let a tensor carry its value at the end of the stretch."""
     setattr(x, _END, end)
+    setattr(x, _MIDDLE, None)
     return x
 
 
@@ -549,7 +550,9 @@ class SecantDerivatives(ParameterInterception):
         rows = [has_rows(value) for value in inputs]
         lengths = {value.shape[:1] for value in (*inputs, *(value for both in results for value in both))}
         if any(rows) and not (all(rows) and lengths == {(self.num_rows,)}):
-            raise _unsupported(func, "does not return one entry per row" if all(rows) else "mixes weights and rows")
+            raise _unsupported(
+                func, "does not return one entry for each input" if all(rows) else "mixes weights and inputs"
+            )
         floats = [value.is_floating_point() for value, _ in results]
 
         def function(node: float, *values: Tensor) -> Outputs:
