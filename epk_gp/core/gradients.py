@@ -31,7 +31,15 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept, set_settings, setting_places, settings_of
+from epk_gp.core.model import (
+    FunctionalModel,
+    copied_module,
+    leaves_of,
+    random_state_kept,
+    set_settings,
+    setting_places,
+    settings_of,
+)
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
@@ -51,6 +59,9 @@ from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, pred
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
 # (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
 CANCELLATION_FACTOR = 32
+
+# Share of what rounding explains, up to which that of a step shortly before is taken: a choice.
+_CLEARLY = 0.25
 
 # Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
 # 32 MiB of float64 inputs.
@@ -140,7 +151,7 @@ class TrainingReplay:
         leaves = leaves_of(module, model, self.state(state, data, exact=exact))
         try:
             with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
-                values = self._losses(self._call(module, data, exact), data)
+                values = self.losses_of(self._call(module, data, exact), data)
                 after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -177,7 +188,7 @@ class TrainingReplay:
         with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
             returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
-            return self._losses(returned, data)
+            return self.losses_of(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
         """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
@@ -195,7 +206,7 @@ class TrainingReplay:
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
         """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
-        module = copy.deepcopy(self.module_in_modes(data))
+        module = copied_module(self.module_in_modes(data), has_own_buffers=True)
         return FunctionalModel(**self.model.__getstate__() | {"module": module, "statistics": ()})
 
     def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
@@ -253,7 +264,8 @@ class TrainingReplay:
         spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
-    def _losses(self, returned: Any, data: PassData) -> Tensor:
+    def losses_of(self, returned: Any, data: PassData) -> Float[Tensor, " n"]:
+        """Return the losses of the rows of a pass, given what the network returned for them."""
         if data.forward.cotangents is not None:
             return seen_losses(self.loss, rows_of(returned, len(data.X)), data)
         y = data.y.to(self.spec.device)
@@ -480,8 +492,13 @@ def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
 
 
 def mismatch_ratio(
-    run: Trajectory, model: FunctionalModel, replayed: ReplayedStep, difference: Float[Tensor, " P"], dtype: torch.dtype
-) -> float:
+    run: Trajectory,
+    model: FunctionalModel,
+    replayed: ReplayedStep,
+    difference: Float[Tensor, " P"],
+    dtype: torch.dtype,
+    known: Float[Tensor, " L"] | None = None,
+) -> tuple[float, Float[Tensor, " L"] | None]:
     """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
 
     Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
@@ -494,19 +511,30 @@ def mismatch_ratio(
         replayed: The step.
         difference: The recorded step less the replayed one.
         dtype: The coarser of the dtypes of run and computation.
+        known: The rounding of a step shortly before, which is not measured again where it explains the difference
+            clearly.
+
+    Returns:
+        The ratio; and the rounding of each parameter, where it was measured.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
-    differences, plain = _largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
-    allowed = torch.full_like(differences, plain)
-    if not differences.max() <= plain:
-        state = flat_state(run, step.index, w)
-        moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
-        g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
-        again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
-        rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
+    differences, plain = largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
+
+    def ratio(rounding: Tensor) -> float:
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
-    return float(torch.where(differences == 0, 0.0, differences / allowed).max())
+        return float(torch.where(differences == 0, 0.0, differences / allowed).max())
+
+    if differences.max() <= plain:
+        return ratio(torch.zeros_like(differences)), None
+    if known is not None and (found := ratio(known)) <= _CLEARLY:
+        return found, None
+    state = flat_state(run, step.index, w)
+    moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
+    g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
+    again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
+    rounding = largest_by_parameter(model, run.with_move(step, w, again) - d)
+    return ratio(rounding), rounding
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
@@ -524,7 +552,8 @@ def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
     return replace(step, passes=tuple(passes))
 
 
-def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
+def largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
+    """Return the largest absolute value in each parameter that has weights."""
     parts = values.split([size for size in model.sizes if size])
     return torch.stack([largest_entry(part) for part in parts]) if parts else values.new_zeros(1)
 

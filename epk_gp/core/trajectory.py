@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -144,8 +144,7 @@ class Trajectory(Displayed):
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
         live: The user's network, as long as it lives; None for a run that was not recorded in this process.
-        asked_of: The run that was recorded, where this one is it with another network: what gives the numbers that are
-            asked for, at inputs that are `inputs` (`core.scalars`). None for a recorded run itself.
+        asked_of: The recorded run, where this one has the network and inputs of a question (`core.scalars`).
     """
 
     model: FunctionalModel
@@ -172,6 +171,9 @@ class Trajectory(Displayed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
+        if (recorded := self.asked_of) is not None:  # which has the rest
+            own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+            return {name: value for name, value in own.items() if value is not getattr(recorded, name)}
         state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
         for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
             state.pop(name, None)
@@ -182,6 +184,10 @@ class Trajectory(Displayed):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the run."""
+        vars(self).update(vars(state["asked_of"]) | state if state.get("asked_of") else state)
 
     @property
     def recorded(self) -> "Trajectory":
@@ -445,7 +451,12 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
     They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
     a step ends at a kept state after states that were computed again.
     """
-    if trajectory.unexplained is not None or hasattr(trajectory.trained.states, "at"):
+    return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
+
+
+def has_coarse_steps(trajectory: Trajectory) -> bool:
+    """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
+    if trajectory.unexplained is not None:
         return True
     return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
 

@@ -18,8 +18,10 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.scalars import Function, ask
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import AdjointTerms
@@ -381,7 +383,7 @@ def attribution_work(
     if not is_asked and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
-    rows_per_block = max(1, whole.memory.adjoint_points(outputs_per_row))
+    rows_per_block = max(MAPPED_ADJOINTS // outputs_per_row, whole.memory.adjoint_points(outputs_per_row), 1)
     recorded_plan = recorded_net.plan if is_asked else None
     return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 
@@ -443,6 +445,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
     facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
+    facts["states"] = described_states(trajectory)
     return tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

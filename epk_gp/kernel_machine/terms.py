@@ -1,35 +1,40 @@
 """The terms of an attribution: the test side, averaged gradients along the path, and sums of terms along axes."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
     WeightSegment,
     all_outputs,
     chosen_outputs,
-    flat_columns,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
-from epk_gp.autodiff.representations import ContractionCost, NodeWeights
-from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
+from epk_gp.autodiff.products import write_columns
+from epk_gp.autodiff.representations import (
+    ContractionCost,
+    DenseJacobian,
+    LayerJacobian,
+    LeftFactor,
+    NodeWeights,
+)
+from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
+from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
-from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
+from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
@@ -56,6 +61,8 @@ class Predictions:
     memory_budget: int
     _recorded_net: PlannedModel | None = None
     _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    # of passes of some rows, by the first of them: the state, and its products
+    _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -70,7 +77,7 @@ class Predictions:
     @property
     def recorded_net(self) -> PlannedModel:
         """The network of the recorded run, with its plan."""
-        return self.net if self._recorded_net is None else self._recorded_net
+        return self._recorded_net or self.net
 
     @property
     def num_outputs(self) -> int:
@@ -92,11 +99,6 @@ class Predictions:
             all_dense=not self.net.plan.supports_interpolation,
         )
 
-    @cached_property
-    def columns(self) -> Int64[Tensor, " P"]:
-        """Place in the flat weights of each entry of dense layer Jacobians."""
-        return flat_columns(self.net, all_dense=self.cost.all_dense).to(self.X.device)
-
     @property
     def is_layerwise(self) -> bool:
         """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
@@ -113,6 +115,19 @@ class Predictions:
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
         """Read a state of the run: that of the path, but for averaged weights."""
         return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
+
+    def products(self, first: int, steps: range) -> HeldProducts:
+        """Return what holds the products of a stretch at some rows: a fraction of the budget, for the stretch before.
+
+        Args:
+            first: The first of the rows.
+            steps: The stretch.
+        """
+        state, ends = self._products.pop(first, (-1, None))
+        room = self.memory_budget // 4 - sum(own.nbytes for _, own in self._products.values())
+        held = HeldProducts(ends if state == steps.stop else None, room)
+        self._products[first] = steps.start, held
+        return held
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
@@ -151,12 +166,29 @@ class IntegratedLine:
     integral: Integral
     max_rows: int
 
-    def node_batches(self) -> Iterator[NodeBatch]:
-        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
-        block = self.block
-        for nodes, points, at in self._nodes(self.max_rows):
-            jacobians = layer_jacobians(block.net, at, block.X[points], block.cotangents(points), block.cost)
-            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], points, len(block.X)))
+    def node_batches(self, points: range | None = None) -> Iterator[NodeBatch]:
+        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew.
+
+        Args:
+            points: Neighbouring points, at whose nodes they are computed; None for all.
+        """
+        block, own = self.block, range(len(self.block.X)) if points is None else points
+        for nodes, rows, at in self._nodes(self.max_rows, own):
+            jacobians = layer_jacobians(block.net, at, block.X[rows], block.cotangents(rows), block.cost)
+            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], rows - own.start, len(own)))
+
+    def average_into(self, Phi: Float[Tensor, "K N P"]) -> None:
+        """Overwrite a vector of weights for each output of each point with the outputs' averaged gradients."""
+        block, N, all_dense = self.block, len(self.block.X), self.block.cost.all_dense
+        at_once = max(1, min(self.max_rows, block.memory.adjoint_points(block.num_outputs) // 8))
+        for points in (range(a, min(a + at_once, N)) for a in range(0, N, at_once)):
+            averages: dict[int, LeftFactor] = {}
+            for batch in self.node_batches(points):
+                for layer, jacobian in enumerate(batch.jacobians):
+                    term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
+                    averages[layer] = term.average(averages.get(layer), batch.nodes)
+            layers = [cast(LayerJacobian, averages[layer]) for layer in sorted(averages)]
+            write_columns(block.net, layers, Phi[:, points.start : points.stop], all_dense=all_dense)
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K N Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
@@ -168,33 +200,16 @@ class IntegratedLine:
         block, K, Q = self.block, self.block.num_outputs, self.block.net.model.num_statistics
         total = block.zeros(K, len(block.X), Q)
         size = block.memory.statistics_rows(K, Q)
-        for nodes, points, at in self._nodes(size):
+        for nodes, points, at in self._nodes(size, range(len(block.X))):
             gradients = statistics_jacobian(block.net, at, block.X[points], block.cotangents(points))
             total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
         return total
 
-    def _nodes(self, size: int) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
-        """Yield some nodes at a time, the points that they belong to, and their weights."""
+    def _nodes(self, size: int, own: range) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
+        """Yield some nodes of neighbouring points at a time, the points that they belong to, and their weights."""
         line, integral = self.segment, self.integral
-        for nodes in torch.arange(len(integral.point), device=integral.point.device).split(size):
+        for nodes in ((integral.point >= own.start) & (integral.point < own.stop)).nonzero().squeeze(1).split(size):
             yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
-
-
-@dataclass(frozen=True, eq=False)
-class StretchAverage:
-    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
-
-    Attributes:
-        steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights.
-        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretch.
-    """
-
-    steps: range
-    of_weights: Float[Tensor, "K N P"]
-    of_statistics: Float[Tensor, "K N Q"] | None
-    integral: Integral
 
 
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
@@ -212,20 +227,6 @@ def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> Integ
     segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
     return IntegratedLine(block, segment, integral, size)
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
-        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
-    return out
 
 
 # The terms of a result, and by what each is split.
@@ -366,53 +367,10 @@ class TermSums:
             own.at("statistics_of_no_sample", step).add_(rest)
 
 
-class StepResiduals:
-    """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
-
-    The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
-    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
-    more, the comparison says so. Of a run whose states are computed again, the steps that end at a kept state have
-    residuals, the jumps; those between are steps of the update rule on the gradients of this very computation.
-
-    Attributes:
-        mismatches: The comparison.
-        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
-    """
-
-    def __init__(self, block: Predictions, *, keeps: bool) -> None:
-        begun = time.monotonic()
-        trajectory, X, model, like = block.recorded, block.X, block.recorded_net.model, block.zeros(0)
-        self.mismatches = StepMismatches()
-        recomputation = recomputation_of(trajectory)
-        ends = range(1, trajectory.num_steps + 1) if recomputation is None else recomputation.kept.numbers[1:]
-        places = {state - 1: place for place, state in enumerate(ends)}
-        max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
-        self._rows: dict[int, Tensor] = {}
-        rows: Tensor | None = None
-        keeps_all = leaves_residuals(block)
-        for replayed in replayed_steps(trajectory, model, X):
-            index = replayed.step.index
-            is_amplified = self.mismatches.add(trajectory, model, replayed)
-            if keeps and (is_amplified or (keeps_all and index in places)):
-                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
-                if index not in places:  # a rounding that is amplified
-                    self._rows[index] = residual.to(like)
-                    continue
-                # all that are kept have room, which takes memory, or a temporary file, where they are written
-                rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
-                rows[places[index]] = residual.to(rows)
-                self._rows[index] = rows[places[index]]
-        self.seconds = time.monotonic() - begun
-
-    def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
-        """Return rho_s; None where it is zero to rounding."""
-        return self._rows.get(s)
-
-
 def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
     dtype = coarsest_dtype(block.recorded, block.net.model.spec.dtype)
-    return dtype != torch.float64 or leaves_unexplained(block.recorded)
+    return dtype != torch.float64 or has_coarse_steps(block.recorded)
 
 
 def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
@@ -512,7 +470,7 @@ class AttributionWork(PathWork):
     @abstractmethod
     def terms(
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
-    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+    ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
         """Go through a range of steps, and add every term to the totals.
 
         Args:
@@ -538,7 +496,10 @@ class AttributionWork(PathWork):
     @cached_property
     def residuals(self) -> StepResiduals:
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
-        return StepResiduals(self.whole, keeps=self.keeps_residuals)
+        whole, keeps_all = self.whole, leaves_residuals(self.whole)
+        most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
+        model = whole.recorded_net.model
+        return StepResiduals(whole.recorded, model, whole.X, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
     def num_rows(self) -> int:
@@ -592,9 +553,8 @@ class AttributionWork(PathWork):
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
         yield sums
-        for integral, num_steps, adjoint in self.terms(block, totals, place[1], sums):
+        for integral, num_steps, carried in self.terms(block, totals, place[1], sums):
             if integral is not None:
                 sums.merge(integral_sums(integral, self.kernel.rule, self.num_stretches))
-            sums.carried = {} if adjoint is None else {"adjoint": adjoint}
-            sums.steps += num_steps
+            sums.carried, sums.steps = carried, sums.steps + num_steps
             yield sums
