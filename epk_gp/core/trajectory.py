@@ -448,17 +448,15 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
 def leaves_unexplained(trajectory: Trajectory) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
 
-    They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
-    a step ends at a kept state after states that were computed again.
+    They may where steps are coarse, and where one ends at a kept state after states that were computed again.
     """
     return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
 
 
 def has_coarse_steps(trajectory: Trajectory) -> bool:
     """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
-    if trajectory.unexplained is not None:
-        return True
-    return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
+    passes = (forward for step in trajectory.steps for forward in step.passes)
+    return trajectory.unexplained is not None or any(forward.autocast is not None for forward in passes)
 
 
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
