@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from epk_gp.autodiff.scalars import ask, log_probabilities, logits_of
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.scalars import ask, log_probabilities, logits_of
 from epk_gp.core.show import number, shortened
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
 from epk_gp.kernel_machine.attribute import Attribution

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.scalars import Function
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
