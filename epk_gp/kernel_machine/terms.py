@@ -1,6 +1,5 @@
 """The terms of an attribution: the test side, averaged gradients along the path, and sums of terms along axes."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,31 +10,19 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import (
-    Cotangents,
-    PlannedModel,
-    WeightSegment,
-    all_outputs,
-    chosen_outputs,
-)
+from epk_gp.autodiff.averages import HeldProducts
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import write_columns
-from epk_gp.autodiff.representations import (
-    ContractionCost,
-    DenseJacobian,
-    LayerJacobian,
-    LeftFactor,
-    NodeWeights,
-)
-from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
-from epk_gp.core.states import law_of_step, recomputation_of
+from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps
+from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
-from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
+from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
@@ -62,6 +49,8 @@ class Predictions:
     memory_budget: int
     _recorded_net: PlannedModel | None = None
     _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    # of passes of some rows, by the first of them: the state, and its products
+    _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -76,7 +65,7 @@ class Predictions:
     @property
     def recorded_net(self) -> PlannedModel:
         """The network of the recorded run, with its plan."""
-        return self.net if self._recorded_net is None else self._recorded_net
+        return self._recorded_net or self.net
 
     @property
     def num_outputs(self) -> int:
@@ -114,6 +103,19 @@ class Predictions:
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
         """Read a state of the run: that of the path, but for averaged weights."""
         return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
+
+    def products(self, first: int, steps: range) -> HeldProducts:
+        """Return what holds the products of a stretch at some rows: a fraction of the budget, for the stretch before.
+
+        Args:
+            first: The first of the rows.
+            steps: The stretch.
+        """
+        state, ends = self._products.pop(first, (-1, None))
+        room = self.memory_budget // 4 - sum(own.nbytes for _, own in self._products.values())
+        held = HeldProducts(ends if state == steps.stop else None, room)
+        self._products[first] = steps.start, held
+        return held
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
@@ -353,49 +355,6 @@ class TermSums:
             own.at("statistics_of_no_sample", step).add_(rest)
 
 
-class StepResiduals:
-    """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
-
-    The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
-    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
-    more, the comparison says so. Of a run whose states are computed by the update rule, the steps that end at a kept
-    state have residuals, the jumps; those between are its steps on the gradients of this very computation.
-
-    Attributes:
-        mismatches: The comparison.
-        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
-    """
-
-    def __init__(self, block: Predictions, *, keeps: bool) -> None:
-        begun = time.monotonic()
-        trajectory, X, model, like = block.recorded, block.X, block.recorded_net.model, block.zeros(0)
-        self.mismatches = StepMismatches()
-        max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
-        self._rows: dict[int, Tensor] = {}
-        rows: Tensor | None = None
-        keeps_all, recomputation = leaves_residuals(block), recomputation_of(trajectory)
-        most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X):
-            index = replayed.step.index
-            is_amplified = self.mismatches.add(trajectory, model, replayed)
-            law = law_of_step(trajectory, index, model.spec)
-            is_kept = keeps_all if law is None else law.is_kept(index + 1)
-            if keeps and (is_amplified or is_kept):
-                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
-                if not is_kept:  # a rounding that is amplified
-                    self._rows[index] = residual.to(like)
-                    continue
-                # all that are kept have room, which takes memory, or a temporary file, where they are written
-                rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
-                rows[count] = residual.to(rows)
-                self._rows[index], count = rows[count], count + 1
-        self.seconds = time.monotonic() - begun
-
-    def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
-        """Return rho_s; None where it is zero to rounding."""
-        return self._rows.get(s)
-
-
 def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
     dtype = coarsest_dtype(block.recorded, block.net.model.spec.dtype)
@@ -525,7 +484,10 @@ class AttributionWork(PathWork):
     @cached_property
     def residuals(self) -> StepResiduals:
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
-        return StepResiduals(self.whole, keeps=self.keeps_residuals)
+        whole, keeps_all = self.whole, leaves_residuals(self.whole)
+        most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
+        model = whole.recorded_net.model
+        return StepResiduals(whole.recorded, model, whole.X, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
     def num_rows(self) -> int:
@@ -552,10 +514,14 @@ class AttributionWork(PathWork):
         """Bytes of the sums of a block."""
         return self.num_bytes(min(self.num_rows, self.rows_per_block))
 
+    def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TermSums:
+        """Return the sums of some rows, which are zero, on the device and in the dtype of a tensor."""
+        return TermSums(self.whole.recorded, self.groupings, reference)
+
     def num_bytes(self, num_rows: int) -> int:
         """Count the bytes of the sums of some rows."""
         like = self.whole.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
-        return sum(total.nbytes for total in TermSums(self.whole.recorded, self.groupings, like).named.values())
+        return sum(total.nbytes for total in self.totals(like, torch.arange(num_rows)).named.values())
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
@@ -574,7 +540,7 @@ class AttributionWork(PathWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Sum the terms of a range of steps at the points of a block."""
         block = self.block(place[0])
-        totals = TermSums(block.recorded, self.groupings, block.zeros(len(block.X), self.outputs_per_row))
+        totals = self.totals(block.zeros(len(block.X), self.outputs_per_row), self.blocks[place[0]])
         sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
