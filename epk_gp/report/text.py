@@ -194,7 +194,7 @@ def split_texts(
     request: ReportRequest, found: Explained, text: Text, rule: Rule, path: WeightPath | None
 ) -> WordShares:
     """Add to the content of each explained output what each word of the training texts adds that it names."""
-    run, options, K = request.trajectory, request.options, request.network.shape[1]
+    run, options = request.trajectory, request.options
     contents = [found.outputs[place] for place in zip(request.rows.tolist(), request.classes.tolist(), strict=True)]
     views = [content["views"]["*|*"] for content in contents]
     named = [[(index, share) for index, share, _ in view["raised"] + view["lowered"]] for view in views]
@@ -203,7 +203,8 @@ def split_texts(
         return WordShares(missing="the targets are no words of the texts")
     sequences = torch.tensor([[row[min(k, len(row) - 1)][0] if row else 0 for k in range(longest)] for row in named])
     rows = request.points if request.function is not None else request.points[request.rows]
-    what: dict[str, Any] = {"function": request.function_of(rows), "sequences": sequences.reshape(len(rows), -1, longest)}
+    chosen = sequences.reshape(len(rows), -1, longest)
+    what: dict[str, Any] = {"function": request.function_of(rows), "sequences": chosen}
     if request.function is None:
         what |= {"head": request.head, "classes": request.classes}
     checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / "words"

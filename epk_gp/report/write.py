@@ -326,8 +326,9 @@ def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
             views["*|*"] = explanation["views"]["*|*"]
             kept[output] = explanation | {"views": views}
             if "tokens" in explanation:
-                named = {str(row[0]) for side in ("raised", "lowered") for row in views["*|*"][side][:top]}
-                kept[output]["tokens"] = {index: part for index, part in explanation["tokens"].items() if index in named}
+                largest = {str(row[0]) for side in ("raised", "lowered") for row in views["*|*"][side][:top]}
+                tokens = explanation["tokens"].items()
+                kept[output]["tokens"] = {index: part for index, part in tokens if index in largest}
         less["points"].append(point | {"explanations": kept})
     named, samples = _named(less), content["samples"]
     shown = {index: sample for index, sample in samples["shown"].items() if int(index) in named}
