@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
@@ -33,6 +34,49 @@ class Words(nn.Module):
 
     def forward(self, x):
         return self.out(torch.tanh(self.embed(x)).mean(dim=1))
+
+
+class Letters(nn.Module):
+    """A language model of letters: one block of causal attention."""
+
+    def __init__(self, vocabulary, length, dim=8):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
+        self.norm, self.attention = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, x):
+        h = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+        q, k, v = (part[:, None] for part in self.attention(self.norm(h)).chunk(3, dim=2))
+        return self.head(h + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
+ALPHABET = "\n abcdeמה<"  # a line break, a space, letters of both directions, and one that HTML would take for its own
+
+
+@functools.cache
+def letters_run():
+    """Return a recorded language model of letters, test texts, and their letters that follow."""
+    torch.manual_seed(0)
+    text, T = torch.randint(len(ALPHABET), (60,)), 6
+    X = text.unfold(0, T + 1, 2)
+    x, y, test = X[:, :-1].contiguous(), X[:, 1:].contiguous(), torch.randint(len(ALPHABET), (3, T + 1))
+    net = Letters(len(ALPHABET), T).double()
+
+    def loss_of(logits, targets):
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loss = epk.PerSampleLoss(loss_of)
+    recorder = epk.Recorder(net, optimizer, x, y, loss=loss, output=lambda logits: logits[:, -1])
+    with recorder:
+        for step in range(4):
+            rows = torch.arange(len(x))[step::4]
+            optimizer.zero_grad()
+            loss_of(net(x[rows]), y[rows]).mean().backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return recorder.trajectory, test[:, :-1].contiguous(), test[:, 1:].contiguous()
 
 
 @functools.cache

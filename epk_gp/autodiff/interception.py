@@ -49,11 +49,13 @@ LINEAR_MAPS = {
     *functions_named(
         "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "view", "view_as",
         "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to",
-        "repeat", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "contiguous", "clone", "flip", "roll",
-        "tril", "triu", "diag", "sum", "mean", "neg", "negative", "cat", "concat", "concatenate", "stack", "hstack",
-        "vstack", "index_select", "__getitem__", "__neg__",
+        "repeat", "repeat_interleave", "tile", "ravel", "chunk", "split", "tensor_split", "unbind", "narrow", "select",
+        "contiguous", "clone", "flip", "roll", "tril", "triu", "diag", "diagonal", "sum", "mean", "cumsum", "neg",
+        "negative", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "index_select", "gather",
+        "take_along_dim", "view_as_real", "view_as_complex", "conj", "real", "imag", "__getitem__", "__neg__",
     ),
-    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+    torch.Tensor.to, torch.Tensor.double, torch.Tensor.float, torch.Tensor.type_as,
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
 }  # fmt: skip
 
 # Likewise, and their numbers are terms: zero along the direction too.
@@ -79,9 +81,10 @@ def has_rows(value: Tensor) -> bool:
 def spread_mark(result: Any, arguments: Any) -> None:
     """Mark the results of a call of which an argument is marked."""
     results = [value for value in tensors_in((result,)) if not has_rows(value)]
-    if results and any(has_rows(value) for value in tensors_in(arguments)):
+    marked = next(filter(has_rows, tensors_in(arguments)), None) if results else None
+    if marked is not None:
         for value in results:
-            setattr(value, BATCH_MARK, True)
+            setattr(value, BATCH_MARK, getattr(marked, BATCH_MARK))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -239,6 +242,14 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
 
 
+def _addmm(bias: Tensor, x: Tensor, W: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """Compute x W + bias for rows whose positions were joined with them, (E L, n), as (E, L, n)."""
+    num_rows = getattr(x, BATCH_MARK, 0)
+    if not num_rows or len(x) % num_rows or (beta, alpha) != (1, 1):
+        return NotImplemented
+    return (x.unflatten(0, (num_rows, -1)) @ W + bias).flatten(0, 1)
+
+
 # Each returns NotImplemented where it does not cover a call.
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _recurrent_layers(_lstm_gates),
@@ -250,6 +261,7 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_tanh_cell: _cell(_plain_gates(torch.tanh)),
     torch.rnn_relu_cell: _cell(_plain_gates(torch.relu)),
     F.multi_head_attention_forward: _attention,
+    torch.addmm: _addmm,
 }
 
 
@@ -333,6 +345,8 @@ def along_direction(call: FunctionCall, direction: Mapping[int, Tensor]) -> Any:
     function, args, kwargs = call.function, call.args, call.kwargs
     tensors = list(tensors_in((args, kwargs)))
     moving = [value for value in tensors if id(value) in direction]
+    if function is F.embedding:
+        return FunctionCall(function, args, kwargs, {}, []).run({"weight": direction[id(moving[0])]})
     if function in LINEAR_MAPS or function in SUMS:
         constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
         direction = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
@@ -444,7 +458,7 @@ class InterpolatedWeights(ParameterInterception):
         if call.statistics:
             require_rows(call.input, call.input, len(self.t), call.params[0])
             return self.normalise(call)
-        if not call.in_slots:
+        if not call.in_slots or (call.function is F.embedding and not has_rows(call.input)):
             return self._followed(call)
         held = {name: value for name, value in call.held.items() if value is not None}
         steps = ((name, value, self.direction.get(id(value))) for name, value in held.items())

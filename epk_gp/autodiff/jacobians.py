@@ -3,7 +3,8 @@
 For a linear layer the gradient of output k at point e is delta_k (x) a: the gradient with respect to the layer's output
 times the layer's input. A convolution, or a layer used at several positions or several times, sums such products over
 its positions. Which representation a layer takes is decided by counted cost (`ContractionCost`), the same on both
-sides of an inner product. Parameters that are not a layer's are differentiated sample by sample (`dense_jacobian`).
+sides of an inner product. Other parameters have their gradients where they meet rows (`autodiff.uses`); what is left is
+differentiated sample by sample (`dense_jacobian`).
 
 A layer uses its weight at L positions for every sample. Inputs are brought to the shape (E, L, G, n_in) and output
 gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that do not mix.
@@ -68,6 +69,7 @@ from epk_gp.autodiff.representations import (
     windows_of,
 )
 from epk_gp.autodiff.secants import SecantDerivatives
+from epk_gp.autodiff.uses import LayerCall, MarkedInterception, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
@@ -194,7 +196,7 @@ def _evaluate(
                 return apply_head(model(params, X), at.secant_head), mode
     else:
         observed = set[str]() if recorder is None else recorder.observed
-        mode = ParameterInterception({name: params[name] for name in observed}, watch)
+        mode = MarkedInterception({name: params[name] for name in observed}, watch)
     with mode if mode.name_of else nullcontext():
         return model(params, X), mode
 
@@ -299,44 +301,6 @@ def _statistics_of_rows(model: FunctionalModel, at: WeightLocation) -> tuple[Flo
     return rows, {name: piece.reshape(len(t), *shape) for name, piece, shape in named}
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerCall:
-    """One call of a layer's function with a trained weight.
-
-    Attributes:
-        call: The call.
-        weight: Name of its weight.
-        input: What the layer saw, (E, ...), detached unless a graph is kept.
-        input_is_constant: The input does not depend on the weights.
-        shape: Shape of its output, (E, ...).
-        edge: Where the gradient with respect to the call's output can be taken.
-    """
-
-    call: FunctionCall
-    weight: str
-    input: Tensor
-    input_is_constant: bool
-    shape: torch.Size
-    edge: GradientEdge
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Stride, padding, dilation and groups of a convolution, by name."""
-        keys = ("stride", "padding", "dilation", "groups")
-        named = {name: value for name, value in self.call.kwargs.items() if name in keys}
-        return {**dict(zip(keys, self.call.args[3:], strict=False)), **named}
-
-    def normalised(self, mode: ParameterInterception) -> Tensor:
-        """Return what a normalisation scales and shifts."""
-        call, x = self.call, self.input
-        rest = [None if k in call.slots.values() else value for k, value in enumerate(call.args)][1:]
-        named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots}}
-        if call.statistics:
-            rest[:2] = [mode.of_rows(value, len(x)).detach() for value in call.statistics]
-        result: Tensor = call.function(x, *rest, **named)
-        return result
-
-
 class _RecordedPass:
     """A forward pass in which the layers' calls are recorded, with the cotangents of its outputs.
 
@@ -349,8 +313,9 @@ class _RecordedPass:
         self.net, self.at, self.cotangents, self.create_graph = net, at, cotangents, create_graph
         self.bias_of, self.num_rows = net.plan.bias_of, len(X)
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
-        self.calls = list[_LayerCall]()
+        self.calls = list[LayerCall | ParameterUse]()
         self.params, self.statistics, own = net.leaves(at.w), None, None
+        self.uses = ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
         self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
         if at.secant_head is not None:
             self.statistics, own = _statistics_of_rows(net.model, at)
@@ -358,39 +323,44 @@ class _RecordedPass:
         self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
 
     def watch(self, call: FunctionCall | None, result: Any) -> None:
-        """Record a call if it is a layer's."""
-        if call is None or not (params := self.observed.intersection(call.params)):
+        """Record a call if it is a layer's, or one in which what was made of parameters meets rows."""
+        if call is None or not has_tensors(result):  # a shape or a dtype
             return
         weight, bias = (name if name in self.observed else None for name in map(call.names.get, ("weight", "bias")))
-        is_layer = weight is not None and call.function in LAYERS
-        if weight is None or not is_layer or self.bias_of.get(weight, weight) != bias or params - {weight, bias}:
-            if not has_tensors(result):  # a shape or a dtype
-                return
-            raise UnsupportedParameterUseError(f"the weights {sorted(params)} must be used by their layers only.")
+        held = zip((weight, bias), ("weight", "bias"), strict=True)
+        are_whole = all(name is None or call.held[slot] is self.params[name] for name, slot in held)
+        if weight is None or call.function not in LAYERS or not are_whole or self.bias_of.get(weight, weight) != bias:
+            self.calls += self.uses.seen(call, result)
+            return
         x = call.input
         require_rows(x, result, self.num_rows, weight)
         is_constant = not self.create_graph and not x.requires_grad and not call.statistics
         kept = x if self.create_graph else x.detach()
         edge = get_gradient_edge(result)
-        self.calls.append(_LayerCall(call, weight, kept, is_constant, result.shape, edge))
+        self.calls.append(LayerCall(call, weight, kept, is_constant, result.shape, edge))
 
     def jacobians(self, cost: ContractionCost) -> list[LayerJacobian]:
         """Compute the Jacobian of every layer."""
         layers = [self._start_layer(name, cost) for name in self.bias_of]
-        builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
+        builders = [layer for layer in layers if not isinstance(layer, LayerJacobian)]
         for output_grads in self._backward():
             for builder in builders:
                 builder.add_cotangents(output_grads)
-        return [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
+        return [layer if isinstance(layer, LayerJacobian) else layer.build() for layer in layers]
 
-    def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | LayerJacobian":
-        """Collect the calls of one weight; a head's last layer has its Jacobian at once."""
-        own = [(number, call) for number, call in enumerate(self.calls) if call.weight == name]
-        if not own:
+    def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | UseBuilder | LayerJacobian":
+        """Collect the calls of one parameter; a head's last layer has its Jacobian at once."""
+        every = [(number, call) for number, call in enumerate(self.calls) if name in call.names]
+        if not every:
             raise UnsupportedParameterUseError(
                 f"the layer of {name} must see all {self.num_rows} rows: it was not called."
             )
-        head, (_, last) = self.cotangents.head, own[-1]
+        own = [(number, call) for number, call in every if isinstance(call, LayerCall)]
+        if len(own) < len(every):
+            uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
+            has_secants = self.at.secant_head is not None
+            return UseBuilder(self.params[name], uses, has_secants=has_secants, create_graph=self.create_graph)
+        head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
@@ -403,7 +373,7 @@ class _RecordedPass:
             self._see_through_pool(builder, cost)
         return builder
 
-    def are_last(self, calls: Sequence[tuple[int, _LayerCall]]) -> bool:
+    def are_last(self, calls: Sequence[tuple[int, LayerCall]]) -> bool:
         """Return whether the network returns what these calls return."""
         return all(call.edge.node is self.z.grad_fn for _, call in calls)
 
@@ -441,7 +411,8 @@ class _RecordedPass:
         A last, linear layer is passed without a matrix product: the cotangents at its input are rows of its weight.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
-        last, head, has_secants = calls[-1] if calls else None, self.cotangents.head, self.at.secant_head is not None
+        head, has_secants = self.cotangents.head, self.at.secant_head is not None
+        last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
         is_one_point = self.at.t is None and self.at.stacked is None
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
@@ -479,7 +450,7 @@ _Users = defaultdict[Node, list[tuple[Node, int]]]
 _PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
 
 
-def _pool_windows(users: _Users, layer: _LayerCall) -> _PoolWindows | None:
+def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
     """Find the max-pool that alone sees a convolution's output, or the output of a ReLU that alone sees it."""
     relu, pool = None, _only_user(users, layer.edge.node)
     if pool is not None and pool.name() == "ReluBackward0":
@@ -510,7 +481,7 @@ class LayerJacobianBuilder:
     """
 
     def __init__(
-        self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, _LayerCall]], cost: ContractionCost
+        self, recorded: _RecordedPass, name: str, calls: Sequence[tuple[int, LayerCall]], cost: ContractionCost
     ) -> None:
         self.has_secants = recorded.at.secant_head is not None
         self.calls, self.has_bias, is_last = calls, recorded.bias_of[name] is not None, recorded.are_last(calls)
@@ -525,14 +496,15 @@ class LayerJacobianBuilder:
         # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
-        self.is_factored = self.num_groups == 1 and cost.factored_is_cheaper(
-            num_positions, self.n_in, self.n_out, is_averaged=is_averaged
+        self.is_factored = self.num_groups == 1 and (
+            cost.keeps_factors
+            or cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []
         self.patches: Tensor | None = None
 
-    def _inputs_at_positions(self, layer: _LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
+    def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
         function, appends = layer.call.function, self.has_bias and not self.is_factored
         x = layer.normalised(mode) if function in NORMALISATIONS else layer.input
@@ -547,7 +519,7 @@ class LayerJacobianBuilder:
             patches = torch.cat([patches, x.new_ones(len(x), self.num_groups, 1, patches.shape[3])], dim=2)
         return patches.permute(0, 3, 1, 2)
 
-    def _grads_at_positions(self, layer: _LayerCall, grads: Tensor) -> Tensor:
+    def _grads_at_positions(self, layer: LayerCall, grads: Tensor) -> Tensor:
         """Bring a call's output gradients to (K, E, L, G, n_out)."""
         if layer.call.function in CHANNELS_LAST:
             return grads.reshape(*grads.shape[:2], -1, self.num_groups, self.n_out)

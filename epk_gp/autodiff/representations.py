@@ -45,6 +45,8 @@ class ContractionCost:
         num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
         tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
             few are asked for: to be verified.
+        keeps_factors: Layers are not multiplied but written out later, some rows of a weight at a time
+            (`autodiff.products`): every layer that can be is factored.
     """
 
     num_output_pairs: int
@@ -53,6 +55,7 @@ class ContractionCost:
     all_dense: bool = False
     num_features: int | None = None
     tries_pool_windows: bool = False
+    keeps_factors: bool = False
 
     def factored_is_cheaper(self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool) -> bool:
         """Compare factored with dense inner products, per pair of points and outputs.

@@ -360,7 +360,7 @@ class SecantDerivatives(TorchFunctionMode):
         """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""
         x = args[0] if args else kwargs["input"]
         leaf = x.detach().requires_grad_()  # its gradient is that of the term below
-        setattr(leaf, BATCH_MARK, True)
+        setattr(leaf, BATCH_MARK, len(leaf))
         at_weights: Tensor = func(*substituted(args, {id(x): leaf}), **substituted(kwargs, {id(x): leaf}))
         in_middle = _secant(func, substituted(args, self.middle), substituted(kwargs, self.middle), [x])
         return self._averaged(at_weights + (in_middle - in_middle.detach()))
@@ -374,7 +374,7 @@ class SecantDerivatives(TorchFunctionMode):
         shape = (len(x), -1, *[1] * (x.ndim - 2))
         own = [value if value.ndim > 1 else value.expand(len(x), -1) for value in own]
         for value in own:
-            setattr(value, BATCH_MARK, True)
+            setattr(value, BATCH_MARK, len(value))
         with self:
             normalised: Tensor = (x - own[0].view(shape)) * (own[1] + eps).rsqrt().view(shape)
         if weight is None and bias is None:

@@ -132,7 +132,7 @@ def build_plan(
     per_row = activations if graph is None else max(1, num_activations)  # a row goes backward through all
     # hypotheses, of which what does not hold is dropped below
     plan = DifferentiationPlan(
-        bias_of={} if all_dense else _layers(calls),
+        bias_of={} if all_dense else _layers(calls, model.names),
         dense_params=(),
         supports_interpolation=not all_dense,
         supports_stacking=True,
@@ -188,8 +188,8 @@ def _verified(
     return replace(plan, **cast(Any, {flag: False}))
 
 
-def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
-    """Map the weights that only layers' calls use to the bias that always goes with each."""
+def _layers(calls: Sequence[FunctionCall], trained: Sequence[str]) -> dict[str, str | None]:
+    """Map the weights that only layers' calls use to the bias that always goes with each, and others to None."""
     by_name = defaultdict[str, list[FunctionCall]](list)
     for call in calls:
         for name in call.params:
@@ -201,7 +201,7 @@ def _layers(calls: Sequence[FunctionCall]) -> dict[str, str | None]:
         if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
             bias = biases.pop() if len(biases) == 1 else None
             bias_of[name] = bias if bias is not None and len(by_name[bias]) == len(own) else None
-    return bias_of
+    return bias_of | {name: None for name in trained if name in by_name.keys() - {*bias_of, *bias_of.values()}}
 
 
 @dataclass(frozen=True, eq=False)

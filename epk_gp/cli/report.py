@@ -1,6 +1,7 @@
 """`epk-gp report`: the report of a run as one HTML file."""
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
 from epk_gp.report.points import Appearance
 from epk_gp.report.request import ExplainedOutputs
+from epk_gp.report.text import Tokenizer
 from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
@@ -42,6 +44,9 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
     class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
     feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json: inputs that are token ids are shown as text.")
+    ] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption | None = None,
@@ -91,7 +96,8 @@ def report(
     unlike = None if outside is None else read_labelled(outside, run, trajectory).X
     explained = draw_rows(len(X), num_points, seed)
     classes, features = _parse_names(class_names), _parse_names(feature_names)
-    Appearance(trajectory, features, None)  # refuses names before anything is computed
+    words = None if tokenizer is None else _read_tokenizer(tokenizer)
+    Appearance(trajectory, features, tokenizer=words)  # refuses names and words before anything is computed
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
@@ -120,6 +126,7 @@ def report(
                     explained=explained.tolist(),
                     class_names=classes,
                     names=features,
+                    tokenizer=words,
                     top=top,
                     influence=effect,
                     posterior=model,
@@ -137,6 +144,19 @@ def report(
     typer.echo(f"written to {out}: {size:.2f} MB, to be opened in a browser ({timer.total:.1f} s)")
     if finding:
         raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    """Read a tokenizer of the library `tokenizers`, which is no dependency of this package."""
+    try:
+        library = import_module("tokenizers")
+    except ImportError as error:
+        raise ValueError("--tokenizer needs the package tokenizers: pip install tokenizers.") from error
+    try:
+        read: Tokenizer = library.Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises no class of its own
+        raise ValueError(f"--tokenizer must be a tokenizer.json of the package tokenizers: {file}: {error}.") from error
+    return read
 
 
 def _map(trajectory: Trajectory, seed: int, quiet: bool) -> UncertaintyMap:

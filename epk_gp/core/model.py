@@ -23,8 +23,8 @@ from epk_gp.core.torch_overrides import (
     quiet_checkpoints,
 )
 
-# The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
-# parameters and constants, whatever their sizes (`autodiff.interception`).
+# The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it
+# can be told from parameters and constants, whatever their sizes (`autodiff.interception`).
 BATCH_MARK = "_epk_gp_batch"
 
 
@@ -244,7 +244,7 @@ def _output_example(returned: object) -> str:
 def _marked(x: Tensor) -> Tensor:
     """Return an input of the network as a view that is marked; the caller's tensor keeps its attributes."""
     view = x.view_as(x)
-    setattr(view, BATCH_MARK, True)
+    setattr(view, BATCH_MARK, len(view))
     return view
 
 

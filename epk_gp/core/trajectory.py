@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epk_gp.core import losses
 from epk_gp.core.checks import validate_count, validate_finite, validate_has_values, validate_integer
-from epk_gp.core.inputs import Inputs, Points, validate_packed, validate_same_layout
+from epk_gp.core.inputs import Inputs, validate_packed
 from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
@@ -144,6 +144,8 @@ class Trajectory(Displayed):
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
         live: The user's network, as long as it lives; None for a run that was not recorded in this process.
+        asked_of: The run that was recorded, where this one is it with another network: what gives the numbers that are
+            asked for, at inputs that are `inputs` (`core.scalars`). None for a recorded run itself.
     """
 
     model: FunctionalModel
@@ -166,6 +168,7 @@ class Trajectory(Displayed):
     digests: Sequence[str] = ()
     recorded_steps: int = 0
     live: LiveNetwork | None = None
+    asked_of: "Trajectory | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
@@ -179,6 +182,11 @@ class Trajectory(Displayed):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)
         return state
+
+    @property
+    def recorded(self) -> "Trajectory":
+        """The run that was recorded: the trajectory itself, or the run that it is asked of."""
+        return self if self.asked_of is None else self.asked_of
 
     @property
     def trained(self) -> "Trajectory":
@@ -429,24 +437,6 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
     if signature.layout is not None:
         validate_packed(signature.layout, packed, name)
     return packed
-
-
-def validate_points(trajectory: Trajectory, points: object, name: str) -> None:
-    """Raise if points do not tell which copies they are, or were made of other tensors than the training inputs.
-
-    Raises:
-        TypeError: They are not `Points`, or the network takes one tensor, or a tensor holds numbers of another kind.
-        ValueError: A tensor is missing, or there is one too many, or one has another shape.
-    """
-    if not isinstance(points, Points):
-        got = type(points).__name__
-        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")
-    if points.layout is None:
-        return
-    recorded = trajectory.model.signature.layout
-    if recorded is None:
-        raise TypeError(f"{name}.X must be one tensor, as the training inputs are: got several.")
-    validate_same_layout(recorded, points.layout, f"{name}.X")
 
 
 def leaves_unexplained(trajectory: Trajectory) -> bool:

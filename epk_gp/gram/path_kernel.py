@@ -10,10 +10,10 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.inputs import Inputs, Points
+from epk_gp.core.inputs import Inputs, Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points, validate_trajectory, warn_unless_live
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory, warn_unless_live
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
@@ -211,6 +211,24 @@ class PathKernel:
             raise TypeError(f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule}.")
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
         self.validate_points(left, right, options)
+
+
+def validate_points(trajectory: Trajectory, points: object, name: str) -> None:
+    """Raise if points do not tell which copies they are, or were made of other tensors than the training inputs.
+
+    Raises:
+        TypeError: They are not `Points`, or the network takes one tensor, or a tensor holds numbers of another kind.
+        ValueError: A tensor is missing, or there is one too many, or one has another shape.
+    """
+    if not isinstance(points, Points):
+        got = type(points).__name__
+        raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got {got}.")
+    if points.layout is None:
+        return
+    recorded = trajectory.model.signature.layout
+    if recorded is None:
+        raise TypeError(f"{name}.X must be one tensor, as the training inputs are: got several.")
+    validate_same_layout(recorded, points.layout, f"{name}.X")
 
 
 def require_recorded(trajectory: Trajectory) -> None:

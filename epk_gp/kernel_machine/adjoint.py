@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import MappedRows
@@ -258,6 +258,12 @@ class LossProducts:
     _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # of passes of a kind
     _is_compared: bool = True  # the present one
 
+    def __post_init__(self) -> None:
+        """Take what the recorded network's plan says of it."""
+        net = self.block.recorded_net
+        self._memory, self._all_dense = net.memory_plan(self.block.memory_budget), not net.plan.supports_interpolation
+        self._columns = flat_columns(net, all_dense=self._all_dense).to(self.block.X.device)
+
     def __call__(
         self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
     ) -> tuple[Float[Tensor, "N K B G"], Float[Tensor, "N K G"] | None]:
@@ -283,7 +289,7 @@ class LossProducts:
             written = self._from_gradients(state, data, H, groups)
             if written is not None:
                 return written, None
-        u, sizes = step_coefficients(self.block.trajectory, step.index, H), self.block.net.model.sizes
+        u, sizes = step_coefficients(self.block.recorded, step.index, H), self.block.recorded_net.model.sizes
         has_preconditioner = u.has_matrices or max(map(len, (u.lr, u.momentum_lr))) > len(sizes)
         if self._has_forward_mode and not self._is_compared and not has_preconditioner:
             return self._along_all(state, data, H, groups), None
@@ -308,7 +314,7 @@ class LossProducts:
         """Return c_i <H, grad loss_i> over each group of parameters."""
         K, N = H.shape[:2]
         count = int(groups.max()) + 1
-        values, sizes = H.new_empty(N, K, len(data.X), count), self.block.net.model.sizes
+        values, sizes = H.new_empty(N, K, len(data.X), count), self.block.recorded_net.model.sizes
         for group in range(count):
             is_own = broadcast_to_params((groups == group).to(H), sizes, H)
             directions = (H if count == 1 else H * is_own).flatten(0, 1)
@@ -336,18 +342,18 @@ class LossProducts:
         return _DOUBTS * left >= float(missed[n, k].abs())
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
-        block, plan = self.block, self.block.net.plan
+        block, plan = self.block, self.block.recorded_net.plan
         # in a shared pass there is a backward pass per sample, each through the whole graph
-        if data.forward.autocast is not None or not block.trajectory.loss_takes_outputs or plan.shares_pass:
+        if data.forward.autocast is not None or not block.recorded.loss_takes_outputs or plan.shares_pass:
             return False
         if not data.forward.is_deterministic and (
-            block.cost.all_dense
+            self._all_dense
             or plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
-            or block.net.model.statistics  # a row's loss depends on the other rows
-            or self._in_modes.get(self._kind_of(data), block.net) is None
+            or block.recorded_net.model.statistics  # a row's loss depends on the other rows
+            or self._in_modes.get(self._kind_of(data), block.recorded_net) is None
         ):
             return False
-        n, P = len(data.X), block.net.model.num_weights
+        n, P = len(data.X), block.recorded_net.model.num_weights
         if self._flops_per_row is None:
             state, replay = block.trained_state(0), self.run.passes
             with FlopCount() as counter, torch.no_grad():
@@ -374,18 +380,18 @@ class LossProducts:
         if they are others, as a row's loss depends on other rows or numbers are drawn in another order.
         """
         block, every = self.block, torch.arange(len(data.X), device=data.X.device)
-        blocks, sizes = every.split(block.memory.adjoint_samples()), block.net.model.sizes
-        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=block.cost.all_dense)
+        blocks, sizes = every.split(self._memory.adjoint_samples()), block.recorded_net.model.sizes
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=self._all_dense)
         values = []
         if data.forward.is_deterministic:
             replay = self.run.passes
-            X, at = block.net.model.spec.cast(data.X), WeightLocation(replay.state(state, data).to(state))
+            X, at = block.recorded_net.model.spec.cast(data.X), WeightLocation(replay.state(state, data).to(state))
             for rows in blocks:
-                jacobians = layer_jacobians(block.net, at, X[rows], _loss_cotangents(block, data, rows), cost)
-                values.append(grouped_products(H, to_flat_order(jacobians, block.columns)[0], groups, sizes))
+                jacobians = layer_jacobians(block.recorded_net, at, X[rows], _loss_cotangents(block, data, rows), cost)
+                values.append(grouped_products(H, to_flat_order(jacobians, self._columns)[0], groups, sizes))
             return torch.cat(values, dim=2)
         replay, key = self.run.passes, self._kind_of(data)
-        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), block.net.plan)
+        net = self._in_modes.get(key) or PlannedModel(replay.model_in_modes(data), block.recorded_net.plan)
         self._in_modes[key] = None  # unless all goes well
         at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
         try:
@@ -395,7 +401,7 @@ class LossProducts:
             return None
         for rows in blocks:
             part = [jacobian.rows(slice(int(rows[0]), int(rows[-1]) + 1)) for jacobian in jacobians]
-            values.append(grouped_products(H, to_flat_order(part, block.columns)[0].to(H), groups, sizes))
+            values.append(grouped_products(H, to_flat_order(part, self._columns)[0].to(H), groups, sizes))
         written = torch.cat(values, dim=2)
         if self._is_compared:
             losses = replay.gradient(state, data, exact=True).losses
@@ -429,8 +435,8 @@ class LossProducts:
 
         What draws random numbers is not mapped.
         """
-        graph = self.block.net.model.signature.graph
-        at_once = self.block.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
+        graph = self.block.recorded_net.model.signature.graph
+        at_once = self._memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
         draws = data.forward.random_state is not None or data.forward.device_random_state is not None
         primals, slopes = (MappedRows(works=False) if draws or at_once == 1 else self._rows)(
             len(directions),
@@ -490,7 +496,7 @@ def _loss_cotangents(block: Predictions, data: PassData, part: Tensor) -> Cotang
     cotangents = None if forward.cotangents is None else forward.cotangents[part.to(forward.cotangents.device)]
     own_pass = type(forward)(len(part), targets=seen, cotangents=cotangents)
     own = PassData(own_pass, data.samples[part], data.X[part], data.y[part], c)
-    loss = block.trajectory.loss
+    loss = block.recorded.loss
 
     def derivative(z: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -519,7 +525,7 @@ class AdjointTerms(AttributionWork):
     ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
         """Go through the run from its last step, and add every term to the totals."""
         trajectory, X, sizes = block.trajectory, block.X, block.net.model.sizes
-        products = LossProducts(block, RunReplay(trajectory.trained, block.net.model, X))
+        products = LossProducts(block, RunReplay(block.recorded.trained, block.recorded_net.model, X))
         adjoint, stretch = sums.carried.get("adjoint"), None
         for s in reversed(range(trajectory.num_steps - sums.steps)):
             step, uncounted = trajectory.steps[s], None

@@ -54,12 +54,23 @@ class Predictions:
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
     memory_budget: int
+    _recorded_net: PlannedModel | None = None
     _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def trajectory(self) -> Trajectory:
-        """The run."""
+        """The run; one that is asked for numbers has the network that gives them (`core.scalars`)."""
         return self.kernel.trajectory
+
+    @property
+    def recorded(self) -> Trajectory:
+        """The recorded run, whose network and data made the steps."""
+        return self.trajectory.recorded
+
+    @property
+    def recorded_net(self) -> PlannedModel:
+        """The network of the recorded run, with its plan."""
+        return self.net if self._recorded_net is None else self._recorded_net
 
     @property
     def num_outputs(self) -> int:
@@ -370,7 +381,7 @@ class StepResiduals:
 
     def __init__(self, block: Predictions, *, keeps: bool) -> None:
         begun = time.monotonic()
-        trajectory, X, model, like = block.trajectory, block.X, block.net.model, block.zeros(0)
+        trajectory, X, model, like = block.recorded, block.X, block.recorded_net.model, block.zeros(0)
         self.mismatches = StepMismatches()
         recomputation = recomputation_of(trajectory)
         ends = range(1, trajectory.num_steps + 1) if recomputation is None else recomputation.kept.numbers[1:]
@@ -400,8 +411,8 @@ class StepResiduals:
 
 def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
-    dtype = coarsest_dtype(block.trajectory, block.net.model.spec.dtype)
-    return dtype != torch.float64 or leaves_unexplained(block.trajectory)
+    dtype = coarsest_dtype(block.recorded, block.net.model.spec.dtype)
+    return dtype != torch.float64 or leaves_unexplained(block.recorded)
 
 
 def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
@@ -517,7 +528,7 @@ class AttributionWork(PathWork):
     @cached_property
     def whole(self) -> Predictions:
         """The predictions."""
-        return Predictions(self.net, self.kernel, self.X, self.classes, self.memory_budget)
+        return Predictions(self.net, self.kernel, self.X, self.classes, self.memory_budget, self.recorded_net)
 
     @cached_property
     def parts(self) -> Int64[Tensor, " L"]:
@@ -557,7 +568,7 @@ class AttributionWork(PathWork):
     def num_bytes(self, num_rows: int) -> int:
         """Count the bytes of the sums of some rows."""
         like = self.whole.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
-        return sum(total.nbytes for total in TermSums(self.kernel.trajectory, self.groupings, like).named.values())
+        return sum(total.nbytes for total in TermSums(self.whole.recorded, self.groupings, like).named.values())
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
@@ -575,8 +586,8 @@ class AttributionWork(PathWork):
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Sum the terms of a range of steps at the points of a block."""
-        block, trajectory = self.block(place[0]), self.kernel.trajectory
-        totals = TermSums(trajectory, self.groupings, block.zeros(len(block.X), self.outputs_per_row))
+        block = self.block(place[0])
+        totals = TermSums(block.recorded, self.groupings, block.zeros(len(block.X), self.outputs_per_row))
         sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value

@@ -19,6 +19,7 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.style import as_images
 from epk_gp.report.explanations import significant
 from epk_gp.report.request import ReportRequest
+from epk_gp.report.text import Text, Tokenizer
 
 Decode = Callable[[Any], str]
 
@@ -49,14 +50,23 @@ class Appearance:
         run: The run. The smallest entry of its images is white, the largest one black.
         names: Names of the features of rows; None for x1, x2, ...
         decode: Makes a text of one input: of a tensor, or of the tuple or dictionary that the network takes.
+        tokenizer: Makes words of token ids.
 
     Raises:
-        TypeError: `decode` is no function.
-        ValueError: There is not one name per feature, or points are no rows of features.
+        TypeError: `decode` is no function, or the tokenizer is none.
+        ValueError: There is not one name per feature, or points are no rows of features, or no token ids.
     """
 
-    def __init__(self, run: Trajectory, names: Sequence[str] | None = None, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        run: Trajectory,
+        names: Sequence[str] | None = None,
+        decode: Decode | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         X = run.inputs
+        if decode is not None and tokenizer is not None:
+            raise ValueError("decode makes a text of an input, and tokenizer makes its words: pass one of them.")
         if decode is not None and not callable(decode):
             raise TypeError(f"decode must be a function that makes a text of one input: got {decode!r}.")
         if names is not None and (X.ndim != 2 or run.model.signature.layout is not None):
@@ -65,10 +75,21 @@ class Appearance:
             raise ValueError(f"names must name each of the {X.shape[1]} features: got {len(names)} names.")
         images = as_images(X) if X.is_floating_point() else None
         self.run, self.decode, self.names = run, decode, None if names is None else list(map(str, names))
+        self.text = None if tokenizer is None else Text(run, tokenizer)
         self.low, self.high = (0.0, 1.0) if images is None else (float(images.min()), float(images.max()))
 
-    def show(self, row: Shaped[Tensor, "..."], *, is_sample: bool = False) -> dict[str, Any]:
-        """Return one packed input as a report has it; fewer numbers of a training sample than of another one."""
+    def show(
+        self, row: Shaped[Tensor, "..."], targets: Shaped[Tensor, "..."] | None = None, *, is_sample: bool = False
+    ) -> dict[str, Any]:
+        """Return one packed input as a report has it; fewer numbers of a training sample than of another one.
+
+        Args:
+            row: The input.
+            targets: Its targets, which are words too where they are token ids.
+            is_sample: Whether it is a training sample.
+        """
+        if self.text is not None:
+            return {"words": self.text.passage(row, targets).words}
         row, signature = row.detach().cpu(), self.run.model.signature
         parts: Any = row[None] if signature.graph is not None else self.run.unpack(row[None])
         one: Any

@@ -31,6 +31,7 @@ from epk_gp.report.explanations import Explained, divide, explain, is_margin, sh
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
+from epk_gp.report.text import Tokenizer
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -38,10 +39,10 @@ VERSION = 1  # of the content that the page's scripts read
 
 # The scripts in the order in which they are joined; all are parts of one function.
 SCRIPTS = (
-    "elements", "numbers", "sums", "state", "inputs", "bars", "terms", "point_list", "steps_chart", "outputs",
+    "elements", "numbers", "sums", "state", "bars", "words", "inputs", "terms", "point_list", "steps_chart", "outputs",
     "prediction", "figures", "plane_map", "overview", "run_card", "main",
 )  # fmt: skip
-STYLES = ("theme", "layout", "tables", "pictures", "print")
+STYLES = ("theme", "layout", "tables", "pictures", "words", "print")
 
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
@@ -66,6 +67,7 @@ def write_report(
     class_names: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     decode: Decode | None = None,
+    tokenizer: Tokenizer | None = None,
     top: int = 10,
     influence: Influence | None = None,
     posterior: Process | None = None,
@@ -98,6 +100,8 @@ def write_report(
         class_names: Names of the C outputs.
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
+        tokenizer: Makes words of inputs that are token ids: has `decode(ids) -> str`, as those of `transformers` and
+            `tokenizers`; or is a function that returns a string for each of the ids; or holds strings by id.
         top: How many samples a view names of either sign.
         influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
@@ -134,7 +138,7 @@ def write_report(
         kernel_points=kernel_points, options=parsed,
     )  # fmt: skip
     validate_results(request)
-    look, axes = Appearance(trajectory, names, decode), divide(trajectory)
+    look, axes = Appearance(trajectory, names, decode, tokenizer), divide(trajectory)
     require_room(request, axes, MAX_BYTES)
 
     found = explain(request, axes, rule, path, top)
@@ -259,7 +263,7 @@ def _point(request: ReportRequest, number: int, found: Explained, sure: Certaint
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
     return {
-        "name": f"point {n}",
+        "name": f"{'point' if look.text is None else 'text'} {n}",
         "label": None if request.true_classes is None else int(request.true_classes[n]),
         "predicted": int(request.network[n].argmax()) if request.is_classifier else 0,
         "values": values,
@@ -276,7 +280,7 @@ def _sample(request: ReportRequest, look: Appearance, index: int, expected: dict
     label = None if labels is None else int(labels[index])
     has_targets = not request.is_classifier and run.targets.numel() == run.num_points * C
     suspected = expected.get(index, label)
-    return look.show(run.inputs[index], is_sample=True) | {
+    return look.show(run.inputs[index], run.targets[index], is_sample=True) | {
         "label": label if label is not None and 0 <= label < C else None,  # the loss leaves others out: -100
         "target": [significant(v, 4) for v in run.targets[index].double().flatten().tolist()] if has_targets else None,
         "suspected": None if suspected == label else suspected,

@@ -328,9 +328,12 @@ class RunWork(ABC):
 
     Attributes:
         plan: How to differentiate the network: made once, by the owner of the job.
+        recorded_plan: Likewise of the network that was trained, where the run is asked by another one
+            (`core.scalars`); None where it is the same.
     """
 
     plan: DifferentiationPlan
+    recorded_plan: DifferentiationPlan | None = None
 
     @property
     @abstractmethod
@@ -350,6 +353,14 @@ class RunWork(ABC):
         """The network of the run, with the plan."""
         trajectory, X = self.run_and_inputs
         return PlannedModel(trajectory.model_for(X), self.plan)
+
+    @cached_property
+    def recorded_net(self) -> PlannedModel:
+        """The network that was trained, with its plan."""
+        if self.recorded_plan is None:
+            return self.net
+        trajectory, X = self.run_and_inputs
+        return PlannedModel(trajectory.recorded.model_for(X), self.recorded_plan)
 
     @property
     def device(self) -> torch.device:

@@ -46,7 +46,7 @@ function hidden(text) {
   return el('span', { class: 'visually-hidden' }, text);
 }
 
-// Tables may be wider than the screen: then, and only then, the keyboard reaches them and scrolls them.
+// Tables may be wider than the screen, and texts long: then, and only then, the keyboard reaches and scrolls them.
 function scroller(name, ...children) {
   return el('div', { class: 'scroller', 'data-name': name }, children);
 }
@@ -54,7 +54,8 @@ function scroller(name, ...children) {
 function markScrollers() {
   for (const element of document.querySelectorAll('.scroller')) {
     const attributes = { tabindex: '0', role: 'region', 'aria-label': element.dataset.name };
-    const overflows = element.scrollWidth > element.clientWidth + 1;
+    const overflows =
+      element.scrollWidth > element.clientWidth + 1 || element.scrollHeight > element.clientHeight + 1;
     for (const [name, value] of Object.entries(attributes)) {
       if (overflows) element.setAttribute(name, value);
       else element.removeAttribute(name);

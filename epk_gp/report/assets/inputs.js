@@ -39,7 +39,7 @@ function positionText(input, source) {
 }
 
 function largeInput(input, name, source) {
-  const parts = [];
+  const parts = input.words ? [passage(input.words, null, `Text of ${name}`)] : [];
   if (input.image) parts.push(el('img', { class: 'large', src: input.image, alt: `Input of ${name}` }));
   if (input.text !== undefined) parts.push(el('blockquote', { class: 'text', tabindex: 0 }, input.text));
   if (input.position) parts.push(el('p', { class: 'where' }, 'Position ', positionText(input, source)));
@@ -66,6 +66,7 @@ function shortened(text) {
 function thumbnail(input, source) {
   if (!input) return null;
   if (input.image) return el('img', { class: 'thumbnail', src: input.image, alt: '' });
+  if (input.words) return el('span', { class: 'excerpt', dir: 'auto' }, shortened(input.words.join('').trim()));
   if (input.text !== undefined) return el('span', { class: 'excerpt', title: input.text }, shortened(input.text));
   if (input.position) return el('span', { class: 'excerpt' }, positionText(input, source));
   const rows = input.values.slice(0, VALUES_OF_THUMBNAIL);
@@ -86,13 +87,13 @@ function sampleOf(number) {
   return content.samples.shown[String(number)];
 }
 
-// A training sample: thumbnail, number and label.
-function sampleCell(number, source, marksSuspects = true) {
+// A training sample: thumbnail, number and label; of a text that stands beside it no excerpt.
+function sampleCell(number, source, marksSuspects = true, excerpts = true) {
   const sample = sampleOf(number);
   return el(
     'span',
-    { class: sample && sample.image ? 'sample' : 'sample stacked' },
-    thumbnail(sample, `samples.shown.${number}`),
+    { class: sample && (sample.image || sample.words) ? 'sample' : 'sample stacked' },
+    sample && sample.words && !excerpts ? null : thumbnail(sample, `samples.shown.${number}`),
     el(
       'span',
       { class: 'sample-name' },

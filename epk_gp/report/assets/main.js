@@ -35,6 +35,7 @@ function show() {
   };
   document.title = `${current.view === 'prediction' ? point.name : names[current.view]} · ${content.title}`;
   markScrollers();
+  showPeaks();
   if (before && before.view !== current.view) beginView();
   if (before) announce(`${names[current.view]}. ${current.view === 'prediction' ? spokenSum() : ''}`);
 }

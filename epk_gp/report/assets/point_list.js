@@ -5,7 +5,7 @@ let rowsMade = ROWS_AT_ONCE;
 
 // What is searched, in small letters.
 function searchedText(point) {
-  const named = [point.name];
+  const named = [point.name, ...(IS_TEXT ? [point.input.words.join('')] : [])];
   if (isClassifier()) {
     named.push(`label ${labelName(point.label)}`, `predicted ${labelName(point.predicted)}`);
     if (point.label !== null) named.push(isWrong(point) ? 'wrong' : 'right');
@@ -87,6 +87,7 @@ function pointRow(number, state) {
         'span',
         { class: 'point-text' },
         el('span', { class: 'point-name' }, point.name),
+        IS_TEXT ? thumbnail(point.input) : null,
         isClassifier()
           ? el(
               'span',
@@ -149,7 +150,7 @@ function buildChooser() {
     el(
       'details',
       { class: 'chooser-body', open: !narrow },
-      el('summary', {}, el('h3', {}, 'Test points')),
+      el('summary', {}, el('h3', {}, `Test ${noun(2)}`)),
       el(
         'div',
         { class: 'fields' },
@@ -200,8 +201,8 @@ function showList(state) {
   if (at >= rowsMade) rowsMade = at + 1;
   byId('matches').textContent =
     numbers.length === content.points.length
-      ? `${countText(numbers.length)} explained test ${plural(numbers.length, 'point', 'points')}`
-      : `${countText(numbers.length)} of ${countText(content.points.length)} test points`;
+      ? `${countText(numbers.length)} explained test ${noun(numbers.length)}`
+      : `${countText(numbers.length)} of ${countText(content.points.length)} test ${noun(2)}`;
   for (const [id, value] of [
     ['find', state.find],
     ['sort', state.sort],

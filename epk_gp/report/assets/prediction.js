@@ -117,9 +117,24 @@ function headline(state, point) {
 }
 
 function inputCard(state, point) {
+  if (IS_TEXT) return textCard(state, point);
   const parts = largeInput(point.input, point.name, `points.${state.point}.input`);
   if (point.input.position) parts.unshift(planeOf(state, point));
   return card('Input', { class: 'card input-card' }, parts);
+}
+
+// The words of the question, by how much training changed the log-probability of each, where that was asked for.
+function textCard(state, point) {
+  const { initial, network, words: part, tokens } = point.explanations[state.target];
+  const { words } = point.input;
+  const legend = (kind, sentence) => ['\u2003', el('span', { class: `word ${kind}` }, kind), ` ${sentence}`];
+  return card(
+    'Text',
+    { class: 'card input-card text-card' },
+    passage(words, part, `Text of ${point.name}`),
+    part || tokens ? el('p', { class: 'aside legend' }, 'Shaded words ', legend('raises', 'it, '), legend('lowers', 'it.')) : null,
+    wordShares(words, part, network - initial, `${sourceOf(state)}.words`, 'What training changed, by words'),
+  );
 }
 
 function shareCards(state, view) {

@@ -104,6 +104,18 @@ function runningAgrees(explanation) {
   return running[0] === initial && running[running.length - 1] === network;
 }
 
+// Whether the shares of words, with what they leave, are the whole.
+function wordsAgree(part, whole) {
+  return total([...part.shares.map(Number), part.rest]) === whole;
+}
+
+// Words of the question, and of training texts, with what each of them adds up to.
+function partsOf({ initial, network, words, tokens, views }) {
+  const { raised, lowered } = views['*|*'];
+  const texts = [...raised, ...lowered].filter(([index]) => tokens && tokens[index]);
+  return [...(words ? [[words, network - initial]] : []), ...texts.map(([index, share]) => [tokens[index], share])];
+}
+
 // Compute every sum of the report, and return how many there are and which do not agree.
 function checkAll() {
   let checked = 0;
@@ -111,7 +123,10 @@ function checkAll() {
   content.points.forEach((point, number) => {
     for (const [target, explanation] of Object.entries(point.explanations)) {
       checked += 1;
-      if (!runningAgrees(explanation)) wrong.push({ point: number, target, layer: '*', steps: '*' });
+      const parts = partsOf(explanation);
+      checked += parts.length;
+      if (!runningAgrees(explanation) || !parts.every(([part, whole]) => wordsAgree(part, whole)))
+        wrong.push({ point: number, target, layer: '*', steps: '*' });
       for (const key of Object.keys(explanation.views)) {
         const [layer, steps] = key.split('|');
         checked += 1;

@@ -30,7 +30,7 @@ function termName(term) {
         'span',
         { class: 'aside' },
         count(term.count, term.countSource),
-        ` training ${plural(term.count, 'point', 'points')}`,
+        ` training ${noun(term.count)}`,
       )
     : null;
   const sentence = term.sentence ? el('span', { class: 'aside' }, term.sentence) : null;
@@ -135,6 +135,27 @@ function cancelNote(state, explanation) {
   );
 }
 
+function isUnpictured([number]) {
+  return sampleOf(number) && !sampleOf(number).image;
+}
+
+// The text of a training sample, shaded where all layers and steps are shown: shares of words are those of the whole.
+function passageRow(state, [number, share], columns) {
+  const { words } = sampleOf(number);
+  const { tokens } = content.points[state.point].explanations[state.target];
+  const part = state.layer === ALL && state.steps === ALL && tokens ? tokens[number] : null;
+  return el(
+    'tr',
+    { class: 'passage-row' },
+    el(
+      'td',
+      { colspan: columns },
+      passage(words, part, `Training text ${number}`),
+      wordShares(words, part, share, `${sourceOf(state)}.tokens.${number}`, 'Shares of its words'),
+    ),
+  );
+}
+
 function sampleTable(state, view, side) {
   const lowers = side === 'lowered';
   const rows = view[side];
@@ -144,7 +165,7 @@ function sampleTable(state, view, side) {
   const scale = Math.max(...[...view.raised, ...view.lowered].map((row) => Math.abs(row[1])), 0);
   const decimals = decimalsFor([...view.raised, ...view.lowered].map((row) => row[1]));
   const verb = lowers ? 'lowered' : 'raised';
-  const title = `${lowers ? '▼' : '▲'} Training points that ${verb} it most`;
+  const title = `${lowers ? '▼' : '▲'} Training ${noun(2)} that ${verb} it most`;
   const name = (cell, value, element, row) =>
     el(
       'tr',
@@ -168,7 +189,7 @@ function sampleTable(state, view, side) {
       title,
       el(
         'table',
-        { class: rows.some((row) => sampleOf(row[0]) && !sampleOf(row[0]).image) ? 'samples words' : 'samples' },
+        { class: `samples ${IS_TEXT ? 'texts' : rows.some(isUnpictured) ? 'words' : ''}` },
         el('caption', { class: 'visually-hidden' }, title),
         el(
           'thead',
@@ -176,7 +197,7 @@ function sampleTable(state, view, side) {
           el(
             'tr',
             {},
-            ['Training point', 'Contribution', lowers ? 'Lowered' : 'Raised', ...(influence ? ['Influence'] : [])].map(
+            [`Training ${noun(1)}`, 'Contribution', lowers ? 'Lowered' : 'Raised', ...(influence ? ['Influence'] : [])].map(
               (text) => el('th', { scope: 'col' }, text),
             ),
           ),
@@ -184,14 +205,15 @@ function sampleTable(state, view, side) {
         el(
           'tbody',
           {},
-          rows.map((row, index) =>
+          rows.map((row, index) => [
             name(
-              sampleCell(row[0], `${source}.${side}.${index}.0`),
+              sampleCell(row[0], `${source}.${side}.${index}.0`, true, false),
               row[1],
               quantity(row[1], `${source}.${side}.${index}.1`, { decimals }),
               Object.assign([...row], { index }),
             ),
-          ),
+            IS_TEXT ? passageRow(state, row, influence ? 4 : 3) : null,
+          ]),
           el(
             'tr',
             { class: 'rest' },
@@ -199,7 +221,7 @@ function sampleTable(state, view, side) {
               'th',
               { scope: 'row' },
               count(restCount, `${source}.rest_${side}.0`),
-              ` other ${plural(restCount, 'point', 'points')} that ${verb} it`,
+              ` other ${noun(restCount)} that ${verb} it`,
             ),
             el('td', {}, quantity(restSum, `${source}.rest_${side}.1`, { decimals })),
             el('td', { class: 'aside', colspan: influence ? 2 : 1 }, 'their sum'),

@@ -1,0 +1,90 @@
+"""Layer Jacobians by parameter: written into columns of flat weights, and multiplied with adjoints.
+
+A layer's Jacobian holds the gradients in a weight and in its bias together. Adjoints are gone through some columns of
+the flat weights at a time: what is multiplied with them are the gradients in some rows of one parameter, so that no
+array holds all gradients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, OuterProductJacobian
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGradients:
+    """The gradients of K outputs at E points in one parameter.
+
+    Attributes:
+        jacobian: The Jacobian of its layer.
+        width: Numbers in a row of the layer's weight.
+        has_bias: Whether the layer has a bias, whose gradients follow those of each row of the weight.
+        is_bias: Whether the parameter is that bias.
+    """
+
+    jacobian: LayerJacobian
+    width: int
+    has_bias: bool = False
+    is_bias: bool = False
+
+    def written(self, rows: slice = _ALL) -> Float[Tensor, "K E size"]:
+        """Write out the gradients in some rows of the parameter; those of a bias are its entries."""
+        if type(self.jacobian) is OuterProductJacobian:
+            inputs, delta = self.jacobian.inputs, self.jacobian.output_grads[..., rows]  # E L n_in, K E L n_out
+            if self.is_bias:
+                return delta.sum(dim=2)
+            is_single = inputs.shape[1] == 1
+            return (delta.squeeze(2).unsqueeze(3) * inputs if is_single else delta.mT @ inputs).flatten(2)
+        by_row = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
+        return by_row[..., -1] if self.is_bias else by_row[..., : self.width].flatten(2)
+
+    def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
+        """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
+        return H @ self.written(rows)[0].to(H).T
+
+
+def by_parameter(
+    net: PlannedModel, jacobians: Sequence[LayerJacobian], *, all_dense: bool = False
+) -> list[ParameterGradients]:
+    """Return the gradients in each parameter, in the order of the flat weights.
+
+    Args:
+        net: The network.
+        jacobians: What `layer_jacobians` returned.
+        all_dense: There is one dense Jacobian of all weights (`ContractionCost.all_dense`).
+    """
+    model, plan = net.model, net.plan
+    shapes, found = dict(zip(model.names, model.shapes, strict=True)), dict[str, ParameterGradients]()
+    names = model.names if all_dense else plan.dense_params
+    layers = () if all_dense else zip(plan.bias_of.items(), jacobians, strict=False)
+    for (weight, bias), jacobian in layers:
+        if bias is None:
+            found[weight] = ParameterGradients(jacobian, _width(shapes[weight]))
+            continue
+        width = shapes[weight].numel() // shapes[bias].numel()
+        found |= {name: ParameterGradients(jacobian, width, True, name == bias) for name in (weight, bias)}
+    if names:
+        parts = jacobians[-1].to_dense().split([shapes[name].numel() for name in names], dim=2)
+        for name, part in zip(names, parts, strict=True):
+            found[name] = ParameterGradients(DenseJacobian(part), _width(shapes[name]))
+    return [found[name] for name in model.names]
+
+
+def write_columns(
+    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K E P"], *, all_dense: bool = False
+) -> None:
+    """Write layer Jacobians into flat weights. Arguments: as `by_parameter`."""
+    parameters = by_parameter(net, jacobians, all_dense=all_dense)
+    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=2), strict=True):
+        columns.copy_(gradients.written())
+
+
+def _width(shape: torch.Size) -> int:
+    return max(1, shape[1:].numel())

@@ -1,0 +1,274 @@
+"""Gradients, row by row, of parameters that are used otherwise than as the weight of one kind of layer.
+
+Tables of embeddings, tied weights, scales that are multiplied by hand, learned positions: what is made of parameters
+alone has no rows. Where it meets rows, in a sum, a product or a layer, each row has a gradient in it, which is then
+pulled back to the parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from epk_gp.autodiff.interception import (
+    LINEAR,
+    FunctionCall,
+    ParameterInterception,
+    UnsupportedParameterUseError,
+    has_rows,
+    spread_mark,
+    substituted,
+    tensors_in,
+)
+from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.core.model import BATCH_MARK
+
+
+@final
+class MarkedInterception(ParameterInterception):
+    """See the calls that take given parameters, or what was made of them, and carry on the mark of what has rows."""
+
+    made: Sequence[Tensor] = ()  # of parameters alone: its ids are in use as long as it is here
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        spread_mark(result, (args, kwargs or {}))
+        return result
+
+    def intercept(self, call: FunctionCall) -> Any:
+        """Make a call that takes parameters; what is made of these alone is seen as they are."""
+        result = call.run()
+        if not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
+            self.made = [*self.made, *tensors_in((result,))]
+            self.name_of |= {id(value): call.params[0] for value in tensors_in((result,))}
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterUse:
+    """A call in which a parameter, or what was made of parameters alone, meets rows.
+
+    Attributes:
+        value: The parameter, or what was made of it.
+        names: The parameters that it is made of.
+        call: The call.
+        shape: Shape of its result, (E, ...).
+        edge: Where the gradient with respect to the result can be taken.
+    """
+
+    value: Tensor
+    names: tuple[str, ...]
+    call: FunctionCall
+    shape: torch.Size
+    edge: GradientEdge
+
+    def gradients(
+        self, grads: Float[Tensor, "K n ..."], *, has_secants: bool, create_graph: bool
+    ) -> Float[Tensor, "K n ..."]:
+        """Return each row's gradient in the value.
+
+        Args:
+            grads: The gradients in the call's result; with secants, of each pair of rows.
+            has_secants: Rows come in pairs (`autodiff.secants`), in whose middle the other arguments count.
+            create_graph: Keep the result differentiable.
+        """
+        value, call, (K, n) = self.value, self.call, grads.shape[:2]
+        if call.function is F.embedding and call.held["weight"] is value:
+            ids = (call.input[::2] if has_secants else call.input).reshape(n, -1)
+            flat = grads.reshape(K, n, ids.shape[1], -1)
+            unused = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
+            if unused is not None:
+                flat = flat * (ids != unused % len(value)).to(flat)[:, :, None]
+            places = ids + len(value) * torch.arange(n, device=ids.device)[:, None]
+            rows = grads.new_zeros(K, n * len(value), flat.shape[3])
+            return rows.index_add(1, places.flatten(), flat.flatten(1, 2)).view(K, n, *value.shape)
+        if call.function is LINEAR and call.held["bias"] is value:
+            return grads.reshape(K, n, -1, len(value)).sum(2)
+        if call.function is LINEAR and call.held["weight"] is value:
+            (x,) = self._others([call.input], has_secants, create_graph).values()
+            return (
+                torch.einsum("knlo,nli->knoi", grads.flatten(2, -2), x.flatten(1, -2))
+                if x.ndim > 2
+                else (grads.unsqueeze(3) * x.unsqueeze(1))
+            )
+        return self._by_calling_again(grads, has_secants, create_graph)
+
+    def _others(self, tensors: Sequence[Tensor], has_secants: bool, create_graph: bool) -> dict[int, Tensor]:
+        """Return what takes the place of other arguments: of pairs of rows what counts in their middle."""
+        others = {}
+        for x in tensors:
+            is_rows = has_rows(x) or (x.ndim == len(self.shape) and len(x) == self.shape[0])
+            if x is self.value or not is_rows:
+                continue
+            own = x if create_graph else x.detach()
+            if has_secants:
+                own = own.unflatten(0, (-1, 2)).mean(1) if x.is_floating_point() or x.is_complex() else own[::2]
+            others[id(x)] = own
+        return others
+
+    def _by_calling_again(self, grads: Tensor, has_secants: bool, create_graph: bool) -> Tensor:
+        """Make the call once more with a copy of the value for every row."""
+        call, value, (K, n) = self.call, self.value.detach(), grads.shape[:2]
+        before = len(self.shape) - value.ndim
+        if before:
+            value = value.expand(n, *[1] * (before - 1), *value.shape)
+        elif len(value) == 1:
+            value = value.expand(n, *value.shape[1:])
+        elif len(value) == self.shape[0]:  # made for every row
+            value = value[::2] if has_secants else value
+        else:
+            raise UnsupportedParameterUseError(f"the weights {sorted(self.names)} must meet all rows alike.")
+        leaf = value.clone().requires_grad_()
+        others = self._others(list(tensors_in((call.args, call.kwargs))), has_secants, create_graph)
+        by_id = {**others, id(self.value): leaf}
+        with torch.enable_grad():
+            result = call.function(*substituted(call.args, by_id), **substituted(call.kwargs, by_id))
+            if not isinstance(result, Tensor) or result.shape != grads.shape[1:]:
+                raise UnsupportedParameterUseError(f"the weights {sorted(self.names)} must meet all rows alike.")
+            found = [torch.autograd.grad(result, leaf, v, True, create_graph)[0] for v in grads]
+        return torch.stack(found).reshape(K, n, *self.value.shape[not before :])
+
+    def as_use(self, weight: Tensor) -> "ParameterUse":
+        """Return the use itself."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a layer's function with a trained weight.
+
+    Attributes:
+        call: The call.
+        weight: Name of its weight.
+        input: What the layer saw, (E, ...), detached unless a graph is kept.
+        input_is_constant: The input does not depend on the weights.
+        shape: Shape of its output, (E, ...).
+        edge: Where the gradient with respect to the call's output can be taken.
+    """
+
+    call: FunctionCall
+    weight: str
+    input: Tensor
+    input_is_constant: bool
+    shape: torch.Size
+    edge: GradientEdge
+
+    @property
+    def names(self) -> tuple[str]:
+        """The weight's name."""
+        return (self.weight,)
+
+    def as_use(self, weight: Tensor) -> ParameterUse:
+        """Return the call as a use of its weight, which has others."""
+        return ParameterUse(weight, self.names, self.call, self.shape, self.edge)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Stride, padding, dilation and groups of a convolution, by name."""
+        keys = ("stride", "padding", "dilation", "groups")
+        named = {name: value for name, value in self.call.kwargs.items() if name in keys}
+        return {**dict(zip(keys, self.call.args[3:], strict=False)), **named}
+
+    def normalised(self, mode: ParameterInterception) -> Tensor:
+        """Return what a normalisation scales and shifts."""
+        call, x = self.call, self.input
+        rest = [None if k in call.slots.values() else value for k, value in enumerate(call.args)][1:]
+        named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots}}
+        if call.statistics:
+            rest[:2] = [mode.of_rows(value, len(x)).detach() for value in call.statistics]
+        result: Tensor = call.function(x, *rest, **named)
+        return result
+
+
+class ParameterUses:
+    """Follows what is made of parameters alone, until it meets rows.
+
+    Args:
+        params: The parameters.
+        num_rows: E.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], num_rows: int) -> None:
+        self.num_rows = num_rows
+        # by id: what was made, and the parameters that it was made of
+        self.made: dict[int, tuple[Tensor, tuple[str, ...]]] = {id(v): (v, (name,)) for name, v in params.items()}
+
+    def seen(self, call: FunctionCall, result: Any) -> list[ParameterUse]:
+        """Return the uses in a call, and keep what it makes of parameters alone.
+
+        Raises:
+            UnsupportedParameterUseError: It does not return one entry per row.
+        """
+        tensors, results = list(tensors_in((call.args, call.kwargs))), list(tensors_in((result,)))
+        values = [self.made[id(value)] for value in tensors if id(value) in self.made]
+        names = tuple(dict.fromkeys(name for _, own in values for name in own))
+        # numbers of embeddings that no input carries, such as token types, may be there for every row
+        ids = call.input if call.function is F.embedding else None
+        are_of_rows = isinstance(ids, Tensor) and ids.ndim > 1 and len(ids) == self.num_rows
+        if not (are_of_rows or any(map(has_rows, tensors))):
+            self.made |= {id(value): (value, names) for value in results if names}
+            return []
+        if values and (len(results) > 1 or results[0].shape[:1] != (self.num_rows,)):
+            raise UnsupportedParameterUseError(f"the weights {sorted(names)} must meet all {self.num_rows} rows.")
+        for value in results:
+            setattr(value, BATCH_MARK, self.num_rows)
+        return [ParameterUse(*own, call, results[0].shape, get_gradient_edge(results[0])) for own in values]
+
+
+class UseBuilder:
+    """Builds one parameter's Jacobian from the gradients of its uses' results, some cotangents at a time.
+
+    Args:
+        parameter: The parameter.
+        uses: Its uses, each with its number among all calls.
+        has_secants: As of `ParameterUse.gradients`.
+        create_graph: As of `ParameterUse.gradients`.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        uses: Sequence[tuple[int, ParameterUse]],
+        *,
+        has_secants: bool,
+        create_graph: bool,
+    ) -> None:
+        self.parameter, self.uses = parameter, uses
+        self.options = {"has_secants": has_secants, "create_graph": create_graph}
+        self.parts: list[Tensor] = []
+
+    def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
+        """Take the next cotangents' gradients with respect to the results of all calls."""
+        own = (self._pulled_back(use, use.gradients(output_grads[k], **self.options)) for k, use in self.uses)
+        self.parts.append(reduce(torch.add, own))
+
+    def _pulled_back(self, use: ParameterUse, gradients: Float[Tensor, "K n ..."]) -> Float[Tensor, "K n P_layer"]:
+        """Return the gradients in the parameter."""
+        if use.value is self.parameter:
+            return gradients.reshape(*gradients.shape[:2], -1)
+        (K, n), shape = gradients.shape[:2], use.value.shape
+        if gradients.shape[2:] != shape:  # the value has an entry for every row: that of the row alone counts
+            rows = torch.arange(n, device=gradients.device)
+            whole = gradients.new_zeros(K, n, *shape)
+            whole[:, rows, rows * (len(use.value) // n)] = gradients
+            gradients = whole
+        (found,) = torch.autograd.grad(
+            use.value,
+            self.parameter,
+            gradients.flatten(0, 1),
+            retain_graph=True,
+            create_graph=self.options["create_graph"],
+            is_grads_batched=True,
+        )
+        return found.reshape(K, n, -1)
+
+    def build(self) -> DenseJacobian:
+        """Return the Jacobian for all cotangents so far."""
+        return DenseJacobian(self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts))
