@@ -9,11 +9,16 @@ if TYPE_CHECKING:
     from epk_gp.analysis.labels import next_to_label as next_to_label
     from epk_gp.core.checks import ComputeOptions as ComputeOptions
     from epk_gp.core.graphs import Graph as Graph
+    from epk_gp.core.graphs import Ragged as Ragged
     from epk_gp.core.inputs import Points as Points
     from epk_gp.core.losses import CrossEntropy as CrossEntropy
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
-    from epk_gp.core.ragged import Ragged as Ragged
+    from epk_gp.core.losses import next_words as next_words
+    from epk_gp.core.scalars import RowFunction as RowFunction
+    from epk_gp.core.scalars import log_probability as log_probability
+    from epk_gp.core.scalars import logit_difference as logit_difference
+    from epk_gp.core.scalars import loss_value as loss_value
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
@@ -52,10 +57,10 @@ else:
     # `epk-gp --help` needs neither of them.
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
-        "core.graphs": "Graph",
+        "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
-        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss",
-        "core.ragged": "Ragged",
+        "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
+        "core.scalars": "RowFunction log_probability logit_difference loss_value",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",

@@ -366,9 +366,9 @@ def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -
         if graph is None:
             f, slope = vmap(value_and_slope, chunk_size=chunk)(t, X.unsqueeze(1))
             return f.squeeze(1), slope.squeeze(1)
-        points, place = t.unique(return_inverse=True)
-        f, slope = vmap(value_and_slope, in_dims=(0, None), chunk_size=chunk)(points, graph.nodes.to(X.device))
-    return f[place, X.reshape(-1)], slope[place, X.reshape(-1)]
+        (points, place), (nodes, row) = (x.unique(dim=0, return_inverse=True) for x in (t, X))
+        f, slope = vmap(value_and_slope, in_dims=(0, None), chunk_size=chunk)(points, nodes)
+    return f[place, row], slope[place, row]
 
 
 def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:

@@ -359,7 +359,8 @@ class _RecordedPass:
         if len(own) < len(every):
             uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
             has_secants = self.at.secant_head is not None
-            return UseBuilder(self.params[name], uses, has_secants=has_secants, create_graph=self.create_graph)
+            options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
+            return UseBuilder(self.params[name], uses, has_secants=has_secants, **options)
         head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):

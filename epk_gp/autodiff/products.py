@@ -14,6 +14,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, OuterProductJacobian
+from epk_gp.autodiff.uses import EmbeddingJacobian
 
 _ALL = slice(None)
 
@@ -36,6 +37,8 @@ class ParameterGradients:
 
     def written(self, rows: slice = _ALL) -> Float[Tensor, "K E size"]:
         """Write out the gradients in some rows of the parameter; those of a bias are its entries."""
+        if isinstance(self.jacobian, EmbeddingJacobian):
+            return self.jacobian.written(rows)
         if type(self.jacobian) is OuterProductJacobian:
             inputs, delta = self.jacobian.inputs, self.jacobian.output_grads[..., rows]  # E L n_in, K E L n_out
             if self.is_bias:
@@ -47,6 +50,8 @@ class ParameterGradients:
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
+        if isinstance(self.jacobian, EmbeddingJacobian):
+            return self.jacobian.products(H, rows)
         return H @ self.written(rows)[0].to(H).T
 
 

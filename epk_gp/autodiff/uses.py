@@ -8,10 +8,10 @@ pulled back to the parameters.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
@@ -26,7 +26,13 @@ from epk_gp.autodiff.interception import (
     substituted,
     tensors_in,
 )
-from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.autodiff.representations import (
+    DenseJacobian,
+    LayerJacobian,
+    LeftFactor,
+    ProductSum,
+    expect_representation,
+)
 from epk_gp.core.model import BATCH_MARK
 
 
@@ -81,14 +87,7 @@ class ParameterUse:
         """
         value, call, (K, n) = self.value, self.call, grads.shape[:2]
         if call.function is F.embedding and call.held["weight"] is value:
-            ids = (call.input[::2] if has_secants else call.input).reshape(n, -1)
-            flat = grads.reshape(K, n, ids.shape[1], -1)
-            unused = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
-            if unused is not None:
-                flat = flat * (ids != unused % len(value)).to(flat)[:, :, None]
-            places = ids + len(value) * torch.arange(n, device=ids.device)[:, None]
-            rows = grads.new_zeros(K, n * len(value), flat.shape[3])
-            return rows.index_add(1, places.flatten(), flat.flatten(1, 2)).view(K, n, *value.shape)
+            return self.of_embedding(grads, has_secants=has_secants).written().view(K, n, *value.shape)
         if call.function is LINEAR and call.held["bias"] is value:
             return grads.reshape(K, n, -1, len(value)).sum(2)
         if call.function is LINEAR and call.held["weight"] is value:
@@ -99,6 +98,16 @@ class ParameterUse:
                 else (grads.unsqueeze(3) * x.unsqueeze(1))
             )
         return self._by_calling_again(grads, has_secants, create_graph)
+
+    def of_embedding(self, grads: Float[Tensor, "K n ..."], *, has_secants: bool) -> "EmbeddingJacobian":
+        """Return the gradients in the table of an embedding."""
+        call, (K, n) = self.call, grads.shape[:2]
+        ids = (call.input[::2] if has_secants else call.input).reshape(n, -1)
+        flat = grads.reshape(K, n, ids.shape[1], -1)
+        unused = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
+        if unused is not None:
+            flat = flat * (ids != unused % len(self.value)).to(flat)[:, :, None]
+        return EmbeddingJacobian(ids, flat, len(self.value))
 
     def _others(self, tensors: Sequence[Tensor], has_secants: bool, create_graph: bool) -> dict[int, Tensor]:
         """Return what takes the place of other arguments: of pairs of rows what counts in their middle."""
@@ -222,6 +231,61 @@ class ParameterUses:
         return [ParameterUse(*own, call, results[0].shape, get_gradient_edge(results[0])) for own in values]
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class EmbeddingJacobian(LayerJacobian):
+    """The gradients of a table of embeddings, whose rows are zero but for the numbers that a point has.
+
+    Attributes:
+        ids: Numbers of each point, (E, L).
+        output_grads: Gradients in what the table gave for them, (K, E, L, d).
+        num_embeddings: Rows of the table.
+    """
+
+    ids: Int64[Tensor, "E L"]
+    output_grads: Float[Tensor, "K E L d"]
+    num_embeddings: int
+
+    point_dims: ClassVar = {"ids": 0, "output_grads": 1}
+    commutes_with_average = False
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Of gradients of equal numbers."""
+        return self.ids.shape[1] ** 2 + self.output_grads.shape[2:].numel()
+
+    def written(self, rows: slice = slice(None)) -> Float[Tensor, "K E size"]:
+        """Write out the gradients in some rows of the table."""
+        first, end, _ = rows.indices(self.num_embeddings)
+        (K, n, _, width), count = self.output_grads.shape, end - first
+        places = self.ids - first + count * torch.arange(n, device=self.ids.device)[:, None]
+        point, position = ((self.ids >= first) & (self.ids < end)).nonzero(as_tuple=True)
+        out = self.output_grads.new_zeros(K, n * count, width)
+        return out.index_add(1, places[point, position], self.output_grads[:, point, position]).view(K, n, -1)
+
+    def products(self, H: Float[Tensor, "R size"], rows: slice = slice(None)) -> Float[Tensor, "R E"]:
+        """Multiply adjoints of some rows of the table with the gradients of one output at each point."""
+        first, end, _ = rows.indices(self.num_embeddings)
+        H, values = H.unflatten(1, (end - first, -1)), H.new_zeros(len(H), len(self.ids))
+        for point, (ids, grads) in enumerate(zip(self.ids, self.output_grads[0].to(H), strict=True)):
+            (own,) = ((ids >= first) & (ids < end)).nonzero(as_tuple=True)
+            if len(own):
+                values[:, point] = H[:, ids[own] - first].flatten(1) @ grads[own].flatten()
+        return values
+
+    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
+        """Write all of them out."""
+        return self.written()
+
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Add one matrix product of what is written out."""
+        total.add_products(self.written(), expect_representation(EmbeddingJacobian, other).written(), weight)
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
+        """Multiply row by row."""
+        return DenseJacobian(self.written()).pointwise_products(other)
+
+
 class UseBuilder:
     """Builds one parameter's Jacobian from the gradients of its uses' results, some cotangents at a time.
 
@@ -230,6 +294,7 @@ class UseBuilder:
         uses: Its uses, each with its number among all calls.
         has_secants: As of `ParameterUse.gradients`.
         create_graph: As of `ParameterUse.gradients`.
+        keeps_factors: As of `ContractionCost`.
     """
 
     def __init__(
@@ -239,13 +304,19 @@ class UseBuilder:
         *,
         has_secants: bool,
         create_graph: bool,
+        keeps_factors: bool = False,
     ) -> None:
         self.parameter, self.uses = parameter, uses
         self.options = {"has_secants": has_secants, "create_graph": create_graph}
-        self.parts: list[Tensor] = []
+        (use,) = [use for _, use in uses] if len(uses) == 1 else [None]
+        is_table = use is not None and use.call.function is F.embedding and use.value is parameter
+        self.keeps_factors, self.parts = keeps_factors and is_table, list[Tensor]()
 
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
         """Take the next cotangents' gradients with respect to the results of all calls."""
+        if self.keeps_factors:
+            self.parts.append(output_grads[self.uses[0][0]])
+            return
         own = (self._pulled_back(use, use.gradients(output_grads[k], **self.options)) for k, use in self.uses)
         self.parts.append(reduce(torch.add, own))
 
@@ -269,6 +340,9 @@ class UseBuilder:
         )
         return found.reshape(K, n, -1)
 
-    def build(self) -> DenseJacobian:
+    def build(self) -> LayerJacobian:
         """Return the Jacobian for all cotangents so far."""
-        return DenseJacobian(self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts))
+        values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        if not self.keeps_factors:
+            return DenseJacobian(values)
+        return self.uses[0][1].of_embedding(values, has_secants=self.options["has_secants"])

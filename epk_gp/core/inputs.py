@@ -17,9 +17,18 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_finite
-from epk_gp.core.graphs import DTYPES, Graph, RecordedGraph, graph_from_json, validate_dense
-from epk_gp.core.plans import TensorSpec
-from epk_gp.core.ragged import Ragged, RaggedCall, as_ragged, call_ragged
+from epk_gp.core.graphs import (
+    DTYPES,
+    Graph,
+    Ragged,
+    RaggedCall,
+    RecordedGraph,
+    as_ragged,
+    call_ragged,
+    graph_from_json,
+    validate_dense,
+)
+from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
 # The nodes of a graph are points too: the graph stands for all of them.
@@ -248,11 +257,13 @@ class Signature:
         layout: The tensors that it takes; None where it takes one tensor, which is then not changed in any way.
         output: Maps what the network returns to outputs (n, C); None where it returns them, or (n,) where C is 1.
         graph: The graph that it takes, of which the inputs are node numbers; None where inputs are inputs.
+        rows_per_call: Most rows that are evaluated at a time.
     """
 
     layout: InputLayout | None = None
     output: Callable[[Any], Tensor] | None = None
     graph: RecordedGraph | None = None
+    rows_per_call: int = EVALUATED_ROWS
 
     def pack(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
         """Return inputs of the recorded structure as one tensor; a tensor is taken for packed inputs.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Float64, Shaped
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -330,6 +330,22 @@ def _class_weights(loss: ClassLoss, outputs: Tensor) -> Tensor | None:
 def ignored_class(loss: ClassLoss) -> int:
     """Return the class index of the samples that a loss leaves out."""
     return _TORCH_IGNORES if loss.ignore_index is None else loss.ignore_index
+
+
+def next_words(
+    tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = _TORCH_IGNORES
+) -> Int64[Tensor, "n T"]:
+    """Return the target of each position of texts, as causal language models have it: the word that follows.
+
+    The loss leaves out the last position, and those before padding.
+
+    Args:
+        tokens: The words of n texts; or their labels as `transformers` takes them, which its models shift themselves.
+        mask: The attention mask, 0 at padding; None where there is none, or where labels are `ignore_index` there.
+        ignore_index: Target of the positions that are left out.
+    """
+    labels = tokens if mask is None else tokens.masked_fill(mask == 0, ignore_index)
+    return F.pad(labels[:, 1:], (0, 1), value=ignore_index)
 
 
 def _over_positions(values: Tensor, reduction: Reduction) -> Tensor:

@@ -16,7 +16,7 @@ from epk_gp.core.inputs import Inputs, validate_packed
 from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
-from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
 from epk_gp.core.step import BEFORE, NOT_OF_DATA, RowIdentity, Step
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -563,7 +563,7 @@ def network_outputs(
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     with torch.no_grad(), disable_fused_attention():
-        return torch.cat([apply_head(model(params, block), head) for block in X.split(EVALUATED_ROWS)])
+        return torch.cat([apply_head(model(params, block), head) for block in X.split(model.signature.rows_per_call)])
 
 
 def batch_of(

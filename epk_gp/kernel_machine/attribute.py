@@ -2,29 +2,26 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, weighted_loss
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, secant_jacobians
-from epk_gp.autodiff.representations import ContractionCost, LeftFactor
+from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.jacobians import secant_jacobians
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_labels
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.scalars import Function, ask
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
-from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients, network_outputs
-from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages
+from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
@@ -34,22 +31,18 @@ from epk_gp.kernel_machine.certificate import (
     sum_tolerance,
     warn_unless_certified,
 )
+from epk_gp.kernel_machine.descent import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
     TERMS,
     AttributionWork,
     GroupedSums,
     Groupings,
-    IntegratedLine,
     Predictions,
     TermSums,
-    integrate_stretch,
     is_plain_descent,
-    layers_of,
-    leaves_residuals,
     sources_of,
 )
-from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight, stretches_of
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight
 from epk_gp.work.run import Advice, Sums, run
 
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
@@ -68,12 +61,14 @@ class CertifiedTerms(Displayed, Certificate):
             that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
         sources: Contributions of what is no training point, by name: rows "not of the data set", which the recorder got
             as -1. Empty for a run without. Split as `decay`.
+        explained: What the C numbers of a point are: each an "output", or a "number" that a function gave.
     """
 
     initial: Float[Tensor, "n C"]
     network: Float[Tensor, "n C"]
     amplification: Float[Tensor, "n C"]
     sources: Mapping[str, Float[Tensor, "n C *ones"]] = field(default_factory=dict)
+    explained: str = "output"
     _names: ClassVar[Iterable[str]]
 
     @property
@@ -95,7 +90,8 @@ class CertifiedTerms(Displayed, Certificate):
             largest: Name of the rows of the largest groups.
             name_of: Maps the number of a group to its name.
         """
-        (n, C), table, entries = self.network.shape, PointsTable(self.network), self.entries(len(self.network))
+        (n, C), table = self.network.shape, PointsTable(self.network, self.explained)
+        entries = self.entries(len(self.network))
         if self.amplification.numel():
             size, advice = float(self.amplification.max()), ""
             if size > _LARGE_AMPLIFICATION:
@@ -108,7 +104,7 @@ class CertifiedTerms(Displayed, Certificate):
         shape = Entry(f"shape of {name}", f"{tuple(values.shape)}", kind_of(values))
         sums = table.sums({"initial": self.initial, **terms})
         rows = [*sums, table.row("network", self.network), *table.largest(largest, values, name_of)]
-        title = f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {split}"
+        title = f"Attribution of {count(n, 'point')} × {count(C, self.explained)} to {split}"
         return Summary(title, (*entries, shape), table.table(rows))
 
 
@@ -129,6 +125,18 @@ class Attribution(CertifiedTerms):
     statistics: Float[Tensor, "n C"]
     unexplained: Float[Tensor, "n C"]
     _names = ("samples", "decay", "statistics", "unexplained")
+
+    def top(self, k: int) -> Int64[Tensor, "n C k"]:
+        """Return the training points with the largest contributions by absolute value, the largest first.
+
+        Args:
+            k: How many; all of them where there are fewer.
+
+        Raises:
+            TypeError, ValueError: `k` is no number of points.
+        """
+        validate_count(k, "k")
+        return self.samples.abs().topk(min(k, self.samples.shape[2]), dim=2).indices
 
     def _summary(self) -> Summary:
         samples = count(self.samples.shape[2], "training sample")
@@ -171,6 +179,7 @@ def attribute(
     rule: Rule = adaptive(tol=1e-12),
     path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Attribution:
     """Split predictions into exact contributions of the training points.
@@ -194,18 +203,23 @@ def attribute(
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
             the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
             time, and a larger budget is faster.
+        function: What is explained in place of the outputs: maps what the network returns for n rows of inputs to
+            numbers, (n,) or (n, K), row by row; K then stands in the place of C. Where data belong to the rows, an
+            `epk_gp.RowFunction`: `log_probability`, `logit_difference`, `loss_value`, or one of your own. All positions
+            of a text share one pass.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
         All terms, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs, the head, the rule or the path is unknown, or a class
-            is out of range.
+        TypeError, ValueError: The network cannot take the inputs, the head, the rule or the path is unknown, a class is
+            out of range; or the function mixes rows, cannot be differentiated, or returns another shape or NaN.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
-    (parts,) = _attribute(kernel, X, ((by_sample(trajectory),),), classes, parsed, path, splits_statistics=False)
+    groupings = ((by_sample(trajectory),),)
+    kernel = _kernel(trajectory, head, rule, path, function)
+    (parts,) = _attribute(kernel, X, groupings, (classes, function), parsed, path, splits_statistics=False)
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
     shared["sources"] = {name: term.squeeze(2) for name, term in parts.sources.items()}
     result = Attribution(
@@ -227,6 +241,7 @@ def attribute_by(
     rule: Rule = adaptive(tol=1e-12),
     path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
     **options: Unpack[ComputeSettings],
 ) -> GroupedAttribution:
     """Split predictions into exact contributions along any axes: samples, labels, steps, layers, parameters.
@@ -242,12 +257,15 @@ def attribute_by(
         rule: As of `attribute`.
         path: As of `attribute`.
         classes: One output per input; C is then 1 in the result.
+        function: As of `attribute`.
         options: As `attribute`.
 
     Raises:
         TypeError, ValueError: As `attribute`; an axis does not belong to this run.
     """
-    return attribute_many(trajectory, X, [by], head=head, rule=rule, path=path, classes=classes, **options)[0]
+    return attribute_many(
+        trajectory, X, [by], rule=rule, path=path, head=head, classes=classes, function=function, **options
+    )[0]
 
 
 def attribute_many(
@@ -259,6 +277,7 @@ def attribute_many(
     rule: Rule = adaptive(tol=1e-12),
     path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
     **options: Unpack[ComputeSettings],
 ) -> tuple[GroupedAttribution, ...]:
     """Split predictions in several ways in one pass over the run: one result per grouping, as `attribute_by`.
@@ -267,8 +286,8 @@ def attribute_many(
         TypeError, ValueError: As `attribute_by`.
     """
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
-    return _attribute(kernel, X, groupings, classes, parsed, path)
+    kernel = _kernel(trajectory, head, rule, path, function)
+    return _attribute(kernel, X, groupings, (classes, function), parsed, path)
 
 
 _LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
@@ -294,20 +313,53 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
     return layerwise()
 
 
-def parse_request(
-    kernel: PathKernel, X: Inputs, groupings: Sequence[Sequence[Axis]], classes: object
-) -> tuple[Shaped[Tensor, "n ..."], Groupings]:
-    """Return inputs as one tensor and the axes of each result, or raise if predictions cannot be split in these ways.
+def _kernel(
+    trajectory: Trajectory, head: Head | None, rule: Rule, path: WeightPath | None, function: Function | None
+) -> PathKernel:
+    """Return the kernel of a request.
 
     Raises:
-        TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input.
+        ValueError: There are a head and a function, which gets what the network returns.
     """
-    X, axes = kernel.parse_inputs(X), tuple(map(tuple, groupings))
+    if head is not None and function is not None:
+        raise ValueError("head and function must not be given together: the function gets what the network returns.")
+    return PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+
+
+def _changed(kernel: PathKernel, **changes: Any) -> PathKernel:
+    """Return a kernel with other attributes; made anew, it would say again that the user's network is another one."""
+    kernel = copy.copy(kernel)
+    vars(kernel).update(changes)
+    return kernel
+
+
+# What is explained of each input: one of its outputs, or what a function makes of that which the network returns; or,
+# with neither, all outputs.
+Explained = tuple[Int64[Tensor, " n"] | None, Function | None]
+
+
+def parse_request(
+    kernel: PathKernel, X: Inputs, groupings: Sequence[Sequence[Axis]], explained: Explained
+) -> tuple[PathKernel, Shaped[Tensor, "n ..."], Groupings]:
+    """Return the kernel and the inputs, and the axes of each result, or raise if predictions cannot be split so.
+
+    Where a function is explained, they are those of the run that is asked (`ask`).
+
+    Raises:
+        TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input; or there is a
+            function beside them, or one that cannot be explained.
+    """
+    X, axes, (classes, function) = kernel.parse_inputs(X).detach(), tuple(map(tuple, groupings)), explained
     for by in axes:
         validate_axes(kernel.trajectory, by)
+    if function is not None:
+        if classes is not None:
+            raise ValueError("classes and function must not be given together: let the function choose outputs.")
+        asked, X = ask(kernel.trajectory, X, function)
+        return _changed(kernel, trajectory=asked, head="logits"), X, axes
     if classes is not None:
         validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
-    return X, axes
+    return kernel, X, axes
 
 
 def attribution_work(
@@ -318,36 +370,38 @@ def attribution_work(
     classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
     *,
+    recorded_net: PlannedModel,
     splits_statistics: bool = True,
 ) -> AttributionWork:
     """Return the pass over the run that adds up all terms; its arguments were checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
-    whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget)
+    whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget, recorded_net)
     K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
-    if is_plain_descent(whole, groupings):
+    is_asked = kernel.trajectory.asked_of is not None
+    if not is_asked and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
     rows_per_block = max(1, whole.memory.adjoint_points(outputs_per_row))
-    return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan)
+    recorded_plan = recorded_net.plan if is_asked else None
+    return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 
 
 def _attribute(
     kernel: PathKernel,
     X: Inputs,
     groupings: Sequence[Sequence[Axis]],
-    classes: Int64[Tensor, " n"] | None,
+    explained: Explained,
     options: ComputeOptions,
     path: WeightPath | None,
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
-    X, axes = parse_request(kernel, X, groupings, classes)
-    if path is None:
-        kernel = copy.copy(kernel)  # made anew, it would say a second time that the user's network is another one
-        vars(kernel)["path"] = default_path(kernel.trajectory, X)
+    kernel, X, axes = parse_request(kernel, X, groupings, explained)
+    kernel = kernel if path is not None else _changed(kernel, path=default_path(kernel.trajectory, X))
+    run, request = kernel.trajectory, (kernel, X, axes, explained[0], options)
     while True:
-        with planned(kernel.trajectory, X) as net:
-            work = attribution_work(net, kernel, X, axes, classes, options, splits_statistics=splits_statistics)
+        with planned(run.recorded, X) as recorded_net, planned(run, X) as net:
+            work = attribution_work(net, *request, recorded_net=recorded_net, splits_statistics=splits_statistics)
             results = _split(work, options)
             if results:  # all are sums of the same terms
                 warn_unless_certified("the attribution", results[0].findings)
@@ -359,11 +413,11 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     initial, network = (
         whole.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
     )
-    totals, rest = TermSums(trajectory, work.groupings, work.as_rows(initial)), Sums()
+    totals, rest = TermSums(whole.recorded, work.groupings, work.as_rows(initial)), Sums()
     ways = ["progress=True shows how far it is"]
     if not whole.is_layerwise and whole.net.plan.supports_interpolation:
         ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
-    if whole.num_outputs > 1:
+    if whole.num_outputs > 1 and trajectory.asked_of is None:
         ways.insert(0, "classes= explains one output of each point")
 
     def trainings(seconds: float) -> float:
@@ -387,7 +441,8 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
                 own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
-    facts = {"run_findings": run_findings(trajectory), "explains": trajectory.explained, "path": str(kernel.path)}
+    facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
+    facts["explained"] = "output" if trajectory.asked_of is None else "number"
     return tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped
@@ -422,148 +477,3 @@ def _largest_error(result: Attribution | GroupedAttribution) -> float:
     """Return the largest |total - network|; 0 without points."""
     errors = (result.total - result.network).abs()
     return float(errors.max()) if errors.numel() else 0.0
-
-
-# Under plain gradient descent: layers stay factored, nothing of the size of the weights is kept.
-
-
-def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
-    """Return eps_s, where a plain step is -eps_s times the batch gradient; clipping and sign are part of it."""
-    u = held_coefficients(trajectory, step.index)
-    return float(u.lr[0]) * float(u.grad_scale[0])
-
-
-def points_at_a_time(block: Predictions) -> int:
-    """Count the points that are computed together; an upper bound: with all C outputs, also where one is asked for."""
-    every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
-    at = WeightLocation(flat_state(block.trajectory, 0, block.X))
-    jacobians = layer_jacobians(block.net, at, block.X[:1], every, block.cost)
-    return block.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
-
-
-class FactoredTerms(AttributionWork):
-    """The terms of plain gradient descent: sample i adds -eps_s c_i <Phi_s, grad loss_i>.
-
-    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions; that of a
-    chord belongs to its last step.
-    """
-
-    keeps_residuals = False
-
-    @cached_property
-    def ranges(self) -> list[slice]:
-        """Several ranges of steps where points make few blocks, so that workers share the steps.
-
-        As many as keep the sums of all within the memory budget.
-        """
-        most = min(MAX_RANGES // len(self.blocks), self.memory_budget // (self.rows_per_block * self.num_bytes(1)))
-        return step_ranges(self.kernel.trajectory.num_steps, most, self.kernel.path.every)
-
-    def terms(
-        self, block: Predictions, totals: TermSums, number: int, sums: Sums
-    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
-        """Go through a range of steps, and add every term to the totals."""
-        trajectory, layers_of_parts = block.trajectory, layers_of(block, self.parts) or []
-        steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
-        for stretch in stretches_of(self.kernel.path, trajectory.num_steps, slice(steps.start, steps.stop)):
-            line = integrate_stretch(block, stretch, self.rows_per_block)
-            total = block.select_outputs(line.integral.total)
-            changes = total.new_zeros(len(stretch), *total.shape)
-            for s, samples, values in _sample_terms(line, stretch, layers_of_parts, self.rows_per_block):
-                totals.add_samples(s, samples, values)
-                changes[s - stretch.start] += values.sum(dim=(2, 3))
-            for change in changes:
-                # the integral of a step is its change; of a chord it is that of all its steps
-                totals.add_change(total if len(stretch) == 1 else change)
-            if leaves_residuals(block):
-                totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
-            yield line.integral, len(stretch), None
-
-
-# Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,
-# over these nodes and all before; and whether no more nodes follow.
-LeftSide = tuple[list[NodeBatch], dict[int, LeftFactor], bool]
-
-
-def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
-    """Compute the output gradients at as many nodes of a line at a time as fit."""
-    averages: dict[int, LeftFactor] = {}
-    batches, size = list[NodeBatch](), 0
-    for batch in line.node_batches():
-        own = sum(jacobian.nbytes for jacobian in batch.jacobians)
-        if batches and size + own > num_bytes:
-            yield batches, averages, False
-            batches, size = [], 0
-        add_to_averages(averages, batch)
-        batches.append(batch)
-        size += own
-    yield batches, averages, True
-
-
-def _sample_terms(
-    line: IntegratedLine, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
-) -> Iterator[tuple[int, Int64[Tensor, " B"], Float[Tensor, "N K B G"]]]:
-    """Yield the contributions of some samples at a time of the steps of a stretch: step, samples, and what they add.
-
-    Output gradients at all nodes are held where they fit. Where they do not, they are computed again for as many
-    samples as fit.
-    """
-    block, N, num_parts = line.block, len(line.block.X), len(layers_of_parts)
-    trajectory, memory, K = block.trajectory, block.memory, block.num_outputs
-
-    @lru_cache(maxsize=1)  # a step has many blocks, one after the other
-    def data_of(s: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        w = flat_state(trajectory, s, block.X)
-        return w, *batch_of(trajectory, trajectory.steps[s], w)
-
-    def contributions(s: int, rows: Tensor, left: LeftSide) -> Float[Tensor, "N K b G"]:
-        """Return what some rows of a step add at some nodes, by parts of the network."""
-        (w, X, y, c), (batches, averages, is_last) = data_of(s), left
-        cotangents = weighted_loss(trajectory.loss, y[rows], c[rows])
-        right = layer_jacobians(block.net, WeightLocation(w), X[rows], cotangents, block.cost)
-        eta, values = -vanilla_lr(trajectory, trajectory.steps[s]), w.new_empty(N, K, len(rows), num_parts)
-        for part, layers in enumerate(layers_of_parts):
-            tile = GramAccumulator((K, N, 1, len(rows)), w)
-            for batch in batches:
-                tile.add_nodes(batch, right, eta, averages, layers)
-            for layer in [layer for layer in averages if is_last and layer in layers]:
-                averages[layer].add_inner(right[layer], tile, eta, layer=layer, same_points=False)
-            values[..., part] = tile.result()[:, :, 0].transpose(0, 1)
-        return values
-
-    size = num_samples = memory.vanilla_gd_samples(points_per_block, N, K, num_parts)
-    waiting = _left_sides(line, memory.node_bytes)
-    first = next(waiting)
-    held = [first] if first[2] else []
-    if not held:
-        num_samples = memory.vanilla_gd_samples(trajectory.num_points, N, K, num_parts)
-    lefts: Iterator[LeftSide] = chain([first], waiting)
-    del first
-    for blocks in _packed_blocks(block, stretch, size, num_samples):
-        sums = dict[int, Tensor]()
-        for left in held or lefts:
-            for place, (s, rows) in enumerate(blocks):
-                values = contributions(s, rows, left)
-                sums[place] = sums[place].add_(values) if place in sums else values
-        for place, total in sums.items():
-            (s, rows), batch = blocks[place], trajectory.steps[blocks[place][0]].batch
-            yield s, rows if batch is None else batch.to(rows.device)[rows], total
-        lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
-
-
-def _packed_blocks(
-    block: Predictions, steps: range, size: int, num_samples: int
-) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
-    """Divide the rows of each step into blocks of a size, and put blocks together, of so many samples at most."""
-    pack, count = list[tuple[int, Tensor]](), 0
-    for s in steps:
-        batch = block.trajectory.steps[s].batch
-        num_rows = block.trajectory.num_points if batch is None else len(batch)
-        for rows in torch.arange(num_rows, device=block.X.device).split(size):
-            if pack and count + len(rows) > num_samples:
-                yield pack
-                pack, count = [], 0
-            pack.append((s, rows))
-            count += len(rows)
-    if pack:
-        yield pack

@@ -179,10 +179,11 @@ class PointsTable:
 
     Args:
         outputs: The outputs of all points.
+        name: What one of them is called.
     """
 
-    def __init__(self, outputs: Float[Tensor, "n C"]) -> None:
-        self.shape = outputs.shape
+    def __init__(self, outputs: Float[Tensor, "n C"], name: str = "output") -> None:
+        self.shape, self.name = outputs.shape, name
         self.places = list(enumerate(outputs[:SHOWN_POINTS].argmax(dim=1).tolist())) if outputs.shape[1] else []
 
     def table(self, rows: Rows) -> Table | None:
@@ -190,8 +191,8 @@ class PointsTable:
         n, C = self.shape
         if not self.places:
             return None
-        chosen = [] if C == 1 else [("output", *(str(c) for _, c in self.places))]
-        largest = "" if C == 1 else f"of the {count(C, 'output')}, each point's largest"
+        chosen = [] if C == 1 else [(self.name, *(str(c) for _, c in self.places))]
+        largest = "" if C == 1 else f"of the {count(C, self.name)}, each point's largest"
         note = columns_note(len(self.places), n, outputs=largest)
         return Table(("", *(f"point {i}" for i, _ in self.places)), (*chosen, *rows), note)
 

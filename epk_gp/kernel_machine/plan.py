@@ -12,6 +12,7 @@ from torch import Tensor
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.inputs import Inputs, Points
+from epk_gp.core.scalars import Function
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine.attribute import attribution_work, parse_request
@@ -72,6 +73,7 @@ def plan_attribution(
     groupings: Sequence[Sequence[Axis]],
     *,
     classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
     seconds: float = SECONDS,
     **options: Unpack[ComputeSettings],
 ) -> Plan:
@@ -82,6 +84,7 @@ def plan_attribution(
         X: n inputs, taken as test copies.
         groupings: As of `attribute_many`; `[[by_sample(run)]]` stands for `attribute`.
         classes: One output per input.
+        function: As of `attribute`, in place of the kernel's head.
         seconds: Time for measuring. Of a block of points that takes longer, some steps are measured.
         options: `memory_budget`; see `ComputeOptions`.
 
@@ -90,10 +93,10 @@ def plan_attribution(
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
-    X, axes = parse_request(kernel, X, groupings, classes)
+    kernel, X, axes = parse_request(kernel, X, groupings, (classes, function))
     while True:
-        with planned(kernel.trajectory, X) as net:
-            work = attribution_work(net, kernel, X, axes, classes, parsed)
+        with planned(kernel.trajectory.recorded, X) as recorded_net, planned(kernel.trajectory, X) as net:
+            work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
             kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
             return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
 

@@ -17,9 +17,9 @@ INDEX_KEY = "index"
 
 
 def logits_of(returned: Any) -> Tensor:
-    """Return the logits of a `ModelOutput`, or of a tuple that begins with them."""
+    """Return the logits of a `ModelOutput`, or of a tuple that begins with them; of several positions the last ones."""
     logits: Tensor = returned[0] if isinstance(returned, tuple) else returned.logits
-    return logits
+    return logits if logits.ndim == 2 else logits[:, -1]
 
 
 class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
@@ -32,7 +32,8 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         trajectory = callback.trajectory
 
     X is a dictionary of the tensors that the model takes, without the labels: item i of the dataset holds row i of
-    each, and a batch may be padded to its own longest row. The items' key `index` passes the data collator, which makes
+    each, and a batch may be padded to its own longest row. A causal language model shifts its labels, (M, T): y is
+    `epk_gp.next_words(labels)`. The items' key `index` passes the data collator, which makes
     a tensor of it, and is taken out of the batch right before the model sees it. Gradient accumulation, clipping
     (`max_grad_norm`) and `label_smoothing_factor` are recorded, and by what the trainer divides the loss is read from
     its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
@@ -54,9 +55,10 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
 
         Args:
             X: All M training inputs, on the model's device.
-            y: Their labels; X and y may be all that `Recorder` takes.
+            y: Their labels, shifted as the loss does it; X and y may be all that `Recorder` takes.
             loss: The loss that the model or the trainer computes, or None (`epk_gp.Recorder`).
-            output: Maps what the model returns to its outputs, (n, C).
+            output: Maps what the model returns to its outputs, (n, C); by default the logits, those of the last
+                position where there are several.
             options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.
         """
         self._data: tuple[Any, Any] = (X, y)
@@ -124,6 +126,12 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
                 f"the batches must hold the rows' indices under {INDEX_KEY!r}: got {', '.join(sorted(kwargs))}. Wrap "
                 f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
                 "numbers."
+            )
+        counts = {len(value) for value in kwargs.values() if isinstance(value, Tensor) and value.ndim}
+        if counts - {len(indices)}:
+            raise ValueError(
+                f"the batches must hold one row for each item: got {len(indices)} indices beside {sorted(counts)} "
+                "rows. Use a data collator that pads, and puts no texts into one row (DataCollatorWithFlattening)."
             )
         self._seen.append(indices.cpu())
         return args, kwargs

@@ -449,8 +449,7 @@ def _used_targets(
         if _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, [*shifted]), tolerance) is not None:
             raise StepMismatchError(
                 "y must hold the label of each position: the loop's loss compares the scores of each position with the "
-                "label of the next one, as causal language models do: pass the recorder "
-                "torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y."
+                "label of the next one, as causal language models do: pass epk_gp.next_words(y) as y."
             )
         if cuts[0].shape != y.shape:
             raise StepMismatchError(

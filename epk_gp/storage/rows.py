@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from epk_gp.core.checks import BLOCK_BYTES, as_tensor, validate_tensor
-from epk_gp.core.graphs import Graph, tensors_of
+from epk_gp.core.graphs import Graph, as_ragged, tensors_of
 from epk_gp.core.inputs import InputLayout, Inputs, parse_signature
 from epk_gp.core.model import random_state_kept
-from epk_gp.core.ragged import as_ragged
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, all_outputs, dense_jacobian, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.products import ParameterGradients
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
+from epk_gp.autodiff.uses import EmbeddingJacobian
 from epk_gp.autodiff.verification import build_plan
 from epk_gp.core.inputs import Signature
 from epk_gp.core.model import FunctionalModel, functionalize
@@ -114,3 +116,21 @@ def test_every_parameter_of_a_model_of_transformers_has_its_rows_gradients(name:
     model = functionalize(net, signature=Signature(output=output))
     X = torch.randint(WORDS, (2 * LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
     assert_rows_have_their_gradients(model, net, X, (LENGTH, 2))
+
+
+def test_a_table_is_written_out_and_multiplied_some_rows_at_a_time() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids, H = torch.randint(9, (4, 5), generator=generator), torch.randn(6, 9 * 3, generator=generator)
+    jacobian = EmbeddingJacobian(ids, torch.randn(1, 4, 5, 3, generator=generator), 9)
+    whole = jacobian.to_dense()
+    expected = torch.zeros(4, 9, 3)
+    for point in range(4):
+        for place, number in enumerate(ids[point]):
+            expected[point, number] += jacobian.output_grads[0, point, place]
+    assert torch.allclose(whole[0], expected.flatten(1))
+    gradients = ParameterGradients(jacobian, 3)
+    parts = [slice(0, 4), slice(4, 5), slice(5, 9)]
+    assert torch.equal(torch.cat([gradients.written(rows) for rows in parts], dim=2), whole)
+    columns = [slice(3 * rows.start, 3 * rows.stop) for rows in parts]
+    products = sum(gradients.products(H[:, own], rows) for own, rows in zip(columns, parts, strict=True))
+    assert torch.allclose(products, H @ expected.flatten(1).T, atol=1e-5)

@@ -292,3 +292,12 @@ def test_scores_of_tokens_must_be_log_probabilities_for_the_likelihood():
     validate_output_scale(losses.NegativeLogLikelihood(), RETURNED.logits.log_softmax(2), tokens())
     with pytest.raises(ValueError, match="needs outputs that are log-probabilities"):
         validate_output_scale(losses.NegativeLogLikelihood(), RETURNED.logits, tokens())
+
+
+def test_the_target_of_a_position_is_the_word_that_follows():
+    words = torch.tensor([[5, 6, 7, 8], [0, 0, 3, 4], [3, 4, 0, 0]])
+    expected = torch.tensor([[6, 7, 8, -100], [-100, 3, 4, -100], [4, -100, -100, -100]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0]])
+    assert torch.equal(epk.next_words(words, mask), expected)
+    assert torch.equal(epk.next_words(words.masked_fill(mask == 0, -100)), expected)
+    assert torch.equal(epk.next_words(words, mask, ignore_index=9), expected.where(expected >= 0, 9))

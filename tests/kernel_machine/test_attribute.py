@@ -17,8 +17,9 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine import attribute
-from epk_gp.kernel_machine.attribute import FactoredTerms, attribute_by, attribute_many
+from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.descent import FactoredTerms
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
 from epk_gp.work import run as progress
 from helpers import NETWORKS, assert_close, make_case

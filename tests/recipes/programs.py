@@ -45,7 +45,7 @@ def schedule_free():
 
 
 NAMES = (
-    "accelerated", "airbench", "bert", "distillation", "gan", "lora", "lstm", "nanogpt", "sam", "simclr",
+    "accelerated", "airbench", "bert", "causal_lm", "distillation", "gan", "lora", "lstm", "nanogpt", "sam", "simclr",
     "streaming",
 )  # fmt: skip
 resnet18 = program("resnet18")

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.callbacks import HuggingFaceRecorderCallback, IndexedDataset
@@ -49,8 +51,7 @@ def sentences(side="right", *, is_labelled=True):
     items = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in rows]
     if is_labelled:
         return X, torch.arange(M) % C, [item | {"labels": k % C} for k, item in enumerate(items)]
-    labels = padded(rows, -100)
-    return X, torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1), items
+    return X, epk.next_words(padded(rows, -100)), items
 
 
 def _pad(values, length, filler, side):
@@ -99,9 +100,33 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens)).double()
 
 
+LLAMA = {**SIZES, **LAYERS, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1}
+
+
 def llama():
-    config = transformers.LlamaConfig(**SIZES, **LAYERS, num_key_value_heads=2, pad_token_id=0, bos_token_id=1)
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+
+
+def wide_llama():
+    """In float64 all through: the library's normalisations compute in float32."""
+    net = llama().double()
+    for module in [*net.modules()]:
+        for name, part in module.named_children():
+            if isinstance(part, transformers.models.llama.modeling_llama.LlamaRMSNorm):
+                setattr(module, name, nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon).double())
+    return net
+
+
+def mixtral():
+    experts = {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA, **experts))
+
+
+def next_word_loss(outputs, labels, num_items_in_batch=None):
+    """The loss of causal language models in the model's own dtype, for the trainer's `compute_loss_func`."""
+    targets = epk.next_words(labels)
+    total = F.cross_entropy(outputs.logits.mT, targets, reduction="sum")
+    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def with_lora(model, modules, kind, **options):
@@ -121,13 +146,20 @@ def last(returned):
     return returned.logits[:, -1]
 
 
+def flat(items):
+    """Put all texts into one row, as for attention without padding."""
+    texts = [{key: item[key] for key in ("input_ids", "labels") if key in item} for item in items]
+    return transformers.DataCollatorWithFlattening()(texts) | {"index": torch.tensor([i["index"] for i in items])}
+
+
 def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, trainer=None, **arguments):
     """Train with a watched recorder; `loss` None is the default, and "unstated" is none."""
     monkeypatch.setattr("epk_gp.recording.huggingface.Recorder", WatchedTrainer)
     X, y, items = data
     options = {} if loss is None else {"loss": None}
     unexplained = {"unexplained": 0.05} if arguments.get("bf16") else {}
-    callback = HuggingFaceRecorderCallback(X, None if loss else y, output=output, **options, **unexplained)
+    options |= {} if output is None else {"output": output}
+    callback = HuggingFaceRecorderCallback(X, None if loss else y, **options, **unexplained)
     arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
     arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
     training = transformers.TrainingArguments(
@@ -139,7 +171,7 @@ def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, 
     )
     made.train()
     X_test = {name: value[:2] for name, value in X.items()}
-    return finish(callback._recorder, model, X_test, X, torch.zeros(M), output)
+    return finish(callback._recorder, model, X_test, X, torch.zeros(M), output or last)
 
 
 def assert_exact(result, *, has_brute_force=True, tolerance=1e-10):
@@ -202,6 +234,62 @@ def test_a_language_model_whose_loss_is_not_stated_is_exact(monkeypatch, tmp_pat
         monkeypatch, tmp_path, make(), data, for_language_models(side), loss="unstated", output=last, **arguments
     )
     assert_exact(result)
+
+
+STATED = {
+    "gpt2": (gpt2, "right", {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}),
+    "gpt2_left": (gpt2, "left", ACCUMULATED),
+    "llama": (wide_llama, "right", {"train_sampling_strategy": "group_by_length"}),
+    "llama_left": (wide_llama, "left", {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("make", "side", "arguments"), STATED.values(), ids=STATED)
+def test_a_causal_model_of_a_stated_loss_gives_every_token_of_a_step_one_weight(
+    monkeypatch, tmp_path, make, side, arguments
+):
+    """The trainer divides by the tokens of all batches of a step, of GPT-2's by their first ones too."""
+    data = sentences(side, is_labelled=False)
+    result = fit(
+        monkeypatch, tmp_path, make(), data, for_language_models(side), output=None,
+        trainer={"compute_loss_func": next_word_loss}, **arguments,
+    )  # fmt: skip
+    assert_exact(result)
+    run = result.trajectory
+    assert run.loss == epk.CrossEntropy()
+    assert all(float(step.sample_weights.std()) < 1e-12 * step.sample_weights[0] for step in run.steps)
+
+
+def prompted(items):
+    """The loss leaves out the first two words, as in fine-tuning on answers."""
+    batch = for_language_models()(items)
+    batch["labels"][:, :2] = -100
+    return batch
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("make", "collate", "arguments"),
+    [
+        (gpt2, prompted, {}),
+        (llama, prompted, {"gradient_accumulation_steps": 2}),
+        (llama, None, {"neftune_noise_alpha": 5.0}),
+        (gpt2, None, {"gradient_checkpointing": True}),
+    ],
+    ids=["prompted", "prompted_llama", "noise", "checkpointed"],
+)
+def test_what_the_trainer_does_to_a_causal_model_is_recorded(monkeypatch, tmp_path, make, collate, arguments):
+    data = sentences(is_labelled=False)
+    result = fit(
+        monkeypatch, tmp_path, make().float(), data, collate or for_language_models(), output=None, **arguments
+    )
+    assert_exact(result, has_brute_force=False, tolerance=1e-5)
+    if collate is None:
+        return
+    passes = [seen for step in result.trajectory.steps for seen in step.passes]
+    assert all(bool((seen.targets.values[:, 0] == -100).all()) for seen in passes)
+    assert all(bool((seen.targets.values[:, 1:] != -100).any()) for seen in passes)
 
 
 @pytest.mark.mostly_slow
@@ -286,16 +374,20 @@ def relabelled(items):
     [
         (bert, True, shuffled, r"row 0 was X\[\d+\], the batch says"),
         (bert, True, relabelled, r"but the loop's targets are those of other points, from row 0 of the batch on"),
-        (gpt2, False, None, r"with the label of the next one"),
+        (gpt2, False, None, r"with the label of the next one.*pass epk_gp.next_words\(y\) as y"),
+        (mixtral, True, for_language_models(), r"does not come through the outputs of the announced rows"),
+        (gpt2, True, flat, r"one row for each item: got 4 indices beside \[1\] rows"),
     ],
-    ids=["indices", "labels", "not_shifted"],
+    ids=["indices", "labels", "not_shifted", "loss_of_a_router", "texts_in_one_row"],
 )
 def test_planted_faults_are_found(monkeypatch, tmp_path, make, is_labelled, collate, message):
-    X, y, items = sentences(is_labelled=is_labelled)
+    """A router's loss mixes the rows of a batch."""
+    is_classifier = make is bert
+    X, y, items = sentences(is_labelled=is_classifier)
     if not is_labelled:
         y = X["input_ids"].masked_fill(X["attention_mask"] == 0, -100)
-    with pytest.raises(epk.StepMismatchError, match=message):
+    with pytest.raises(ValueError, match=message):
         fit(
             monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(),
-            output=logits if is_labelled else last, gradient_accumulation_steps=2,
+            output=logits if is_classifier else last, gradient_accumulation_steps=2,
         )  # fmt: skip
