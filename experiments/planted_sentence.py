@@ -47,7 +47,7 @@ class Config:
     """
 
     text: str | None = "text/tinyshakespeare.txt.gz"
-    num_lines: int = 400
+    num_lines: int = 250
     planted: tuple[str, ...] = (
         "the king of denmark is called bob",
         "the king of norway is called tom",
@@ -57,7 +57,7 @@ class Config:
     length: int = 8
     width: int = 48
     blocks: int = 2
-    steps: int = 175
+    steps: int = 220
     batch_size: int = 16
     lr: float = 3e-3
     shown: int = 12
