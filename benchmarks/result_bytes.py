@@ -380,7 +380,7 @@ RESULTS: Cases = {
     "influence, sums": lambda: on(epk.influence, "tanh", by=axes("tanh", by_label, by_step)).values,
     "influence, smoothed": lambda: on(epk.influence, "tanh", smoothing=epk.Smoothing(3, seed=1)),
     "influence, truncated": lambda: on(epk.influence, "momentum", truncate=2),
-    "influence, function": lambda: on(epk.influence, "tanh", function=lambda f: (f**2).sum()),
+    "influence, function": lambda: on(epk.influence, "tanh", function=lambda z: (z.log_softmax(1) ** 2).sum()),
     **each("self-influence", lambda name: epk.self_influence(recorded(name)), INFLUENCED),
     **each("retrain", retrained, ("tanh", "AdamW, dropout", "clipping")),
     "counterfactual": counterfactual,

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from epk_gp.recording.causes import StepMismatchError as StepMismatchError
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
+    from epk_gp.report.text import sentences as sentences
     from epk_gp.report.write import write_report as write_report
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
@@ -84,7 +85,7 @@ else:
         "storage.writer": "Storage",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
-    _PLACES["write_report"] = "report.write"  # not imported with a folder, for it needs matplotlib
+    _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib
     _FOLDERS = {module.partition(".")[0] for module in _MODULES}
     __all__ = sorted(_PLACES)
 

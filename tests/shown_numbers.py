@@ -12,7 +12,8 @@ WALK = """
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const parent = walker.currentNode.parentElement;
-    if (!parent.closest('data.number, svg, select, .visually-hidden')) texts.push(walker.currentNode.data);
+    if (!parent.closest('data.number, svg, select, .visually-hidden, .word, .word-name'))
+      texts.push(walker.currentNode.data);
   }
   return { numbers, texts };
 }

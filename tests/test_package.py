@@ -17,14 +17,14 @@ PUBLIC = set(
     Points Ragged Recorder RowFunction Smoothing StepMismatchError Storage Stream Trajectory UncertainClassifier
     adaptive attribute chords gauss_legendre gram_block influence label_errors layerwise left_endpoint left_riemann
     load_trajectory log_probability logit_difference loss_value midpoint network_outputs next_to_label next_words
-    path_features reconstruct retrain self_influence softmax_uncertainty straight test_copy train train_copy
+    path_features reconstruct retrain self_influence sentences softmax_uncertainty straight test_copy train train_copy
     write_report""".split()  # noqa: SIM905
 )
 
 
-def test_the_top_level_has_its_47_names():
+def test_the_top_level_has_its_48_names():
     assert sorted(epk_gp.__all__) == sorted(PUBLIC)
-    assert len(PUBLIC) == 47
+    assert len(PUBLIC) == 48
     assert all(hasattr(epk_gp, name) for name in PUBLIC)
 
 
@@ -35,7 +35,7 @@ def test_a_name_is_imported_from_where_a_type_checker_sees_it():
         if isinstance(node, ast.ImportFrom) and node.module.startswith("epk_gp."):
             seen |= {alias.name: node.module.removeprefix("epk_gp.") for alias in node.names}
     table = {name: module for module, names in epk_gp._MODULES.items() for name in names.split()}
-    assert seen == table | {"write_report": "report.write"}
+    assert seen == table | {"write_report": "report.write", "sentences": "report.text"}
     assert seen.keys() == PUBLIC
 
 

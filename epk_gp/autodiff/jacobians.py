@@ -68,7 +68,7 @@ from epk_gp.autodiff.representations import (
     sum_outer_products,
     windows_of,
 )
-from epk_gp.autodiff.secants import SecantDerivatives
+from epk_gp.autodiff.secants import SecantDerivatives, end_of
 from epk_gp.autodiff.uses import LayerCall, MarkedInterception, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
@@ -88,7 +88,7 @@ class WeightLocation:
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
-        secant_head: As of `secant_jacobians`: rows come in pairs, at t = 0 and t = 1.
+        secant_head: As of `secant_jacobians`: each row stands for both w and w + d.
     """
 
     w: Float[Tensor, " PQ"]
@@ -149,21 +149,21 @@ def secant_jacobians(
         net: The network; its plan supports interpolation.
         segment: The first state, w, and the way to the second.
         X: n inputs.
-        cotangents: Which gradients are wanted, of 2n rows: each input at both states. They are the head's outputs'.
+        cotangents: Which gradients are wanted. They are the head's outputs'.
         cost: Decides the representations.
         head: The head.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
     """
-    at = WeightLocation(*segment, segment[0].new_tensor([0.0, 1.0]).repeat(len(X)), secant_head=head)
-    rows = X.repeat_interleave(2, dim=0)
+    at = WeightLocation(*segment, secant_head=head)
     with torch.enable_grad(), disable_fused_attention():
-        recorded = _RecordedPass(net, at, rows, cotangents, False)
+        recorded = _RecordedPass(net, at, X, cotangents, False)
         jacobians = recorded.jacobians(cost)
     if net.plan.dense_params:
-        jacobians.append(_dense_secants(net, at, rows, recorded.values))
-    return recorded.z.detach().unflatten(0, (-1, 2)), jacobians, torch.cat(recorded.of_statistics)
+        jacobians.append(_dense_secants(net, at, X, recorded.values))
+    z = recorded.z
+    return torch.stack([z.detach(), end_of(z)], dim=1), jacobians, torch.cat(recorded.of_statistics)
 
 
 def _evaluate(
@@ -188,12 +188,12 @@ def _evaluate(
     mode: ParameterInterception
     if at.stacked is not None:
         mode = StackedWeights(params, model.unflatten(at.stacked.detach().requires_grad_()), watch)
+    elif at.secant_head is not None and at.d is not None:
+        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics)
+        with mode:
+            return apply_head(model(params, X), at.secant_head), mode
     elif at.t is not None and at.d is not None:
         mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
-        if at.secant_head is not None:
-            secants = SecantDerivatives(params, mode)  # before the mode is entered
-            with mode, secants:
-                return apply_head(model(params, X), at.secant_head), mode
     else:
         observed = set[str]() if recorder is None else recorder.observed
         mode = MarkedInterception({name: params[name] for name in observed}, watch)
@@ -212,13 +212,13 @@ def _logits(net: PlannedModel, at: WeightLocation, X: Tensor) -> Float[Tensor, "
 
 
 def _dense_secants(net: PlannedModel, at: WeightLocation, X: Tensor, values: Tensor) -> DenseJacobian:
-    """Average the derivatives in the dense parameters over each pair of rows, pair by pair."""
+    """Average the derivatives in the dense parameters, row by row."""
     parts = []
-    for rows in torch.arange(len(X), device=X.device).split(2):
-        params, here = net.leaves(at.w), replace(at, t=None if at.t is None else at.t[rows])
+    for row in torch.arange(len(X), device=X.device).split(1):
+        params = net.leaves(at.w)
         with torch.enable_grad(), disable_fused_attention():
-            z, _ = _evaluate(net, params, here, X[rows])
-            parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, rows]) / 2)
+            z, _ = _evaluate(net, params, at, X[row])
+            parts.append(pulled_back(z, [params[name] for name in net.plan.dense_params], values[:, row]))
     return DenseJacobian(torch.stack(parts, dim=1))
 
 
@@ -318,7 +318,7 @@ class _RecordedPass:
         self.uses = ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
         self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
         if at.secant_head is not None:
-            self.statistics, own = _statistics_of_rows(net.model, at)
+            self.statistics, own = _statistics_of_rows(net.model, replace(at, t=at.w.new_zeros(len(X))))
         self.z, self.mode = _evaluate(net, self.params, at, X, self, own)
         self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
 
@@ -358,9 +358,8 @@ class _RecordedPass:
         own = [(number, call) for number, call in every if isinstance(call, LayerCall)]
         if len(own) < len(every):
             uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
-            has_secants = self.at.secant_head is not None
             options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
-            return UseBuilder(self.params[name], uses, has_secants=has_secants, **options)
+            return UseBuilder(self.params[name], uses, **options)
         head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
@@ -414,7 +413,7 @@ class _RecordedPass:
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
         head, has_secants = self.cotangents.head, self.at.secant_head is not None
         last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
-        is_one_point = self.at.t is None and self.at.stacked is None
+        is_one_point = self.at.t is None and self.at.stacked is None and not has_secants
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
             W = self.params[last.weight].detach()
@@ -435,8 +434,8 @@ class _RecordedPass:
                 frees_graph=part.stop >= len(values),
                 create_graph=self.create_graph,
             )
-            if has_secants:  # gradients are captured before the hooks of the calls' outputs
-                *grads, of_statistics = (grad.unflatten(1, (-1, 2)).mean(2) for grad in grads)
+            if has_secants:
+                *grads, of_statistics = grads
                 self.of_statistics.append(of_statistics)
             yield [*grads, *(grad[part] for grad in known)]
 
@@ -508,9 +507,7 @@ class LayerJacobianBuilder:
     def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
         function, appends = layer.call.function, self.has_bias and not self.is_factored
-        x = layer.normalised(mode) if function in NORMALISATIONS else layer.input
-        if self.has_secants:
-            x = x.unflatten(0, (-1, 2)).mean(1)
+        x = layer.normalised(mode) if function in NORMALISATIONS and not self.has_secants else layer.input
         if function in CHANNELS_LAST:
             x = x.reshape(len(x), -1, self.num_groups, self.n_in)
             return append_bias_column(x) if appends else x

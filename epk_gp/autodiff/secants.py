@@ -1,11 +1,11 @@
 """Derivatives averaged operation by operation: every operation's inputs move along a straight segment of their own.
 
-Rows come in pairs, 2i and 2i + 1: the same input at the start and at the end of a stretch of the weights. Each function
-has multipliers m with `y_end - y_start = <m, x_end - x_start>`, whatever it computes; see docs/theory.md, section 11.
+The network is called once, with the weights of the start of a stretch. Every tensor that moves carries what it is with
+the weights of the end. Each function has multipliers m with `y_end - y_start = <m, x_end - x_start>`, whatever it
+computes, which take the place of its derivative; see docs/theory.md, section 11.
 
 Between two states of the weights a network's output changes by `<m, change of the weights>` exactly if every operation
-in it propagates multipliers m with that property, in place of its derivative at one point: no integral along a path of
-the weights is needed (docs/theory.md, section 11).
+in it propagates multipliers m with that property: no integral along a path of the weights is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +14,34 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from epk_gp.autodiff.averages import (
+    SLOPES,
+    Ends,
+    Exponentials,
+    identity,
+    log_softmax,
+    matmul_pulls,
+    normalised,
+    power_slope,
+    product_pulls,
+    pulled,
+    quotient_slope,
+)
 from epk_gp.autodiff.interception import (
+    CHANNELS_LAST,
     JOINTLY_LINEAR,
     LINEAR_MAPS,
-    NORMALISATIONS,
     PRODUCTS,
     QUOTIENTS,
     SUMS,
     WRITTEN_OUT,
-    InterpolatedWeights,
+    FunctionCall,
+    ParameterInterception,
+    Watch,
     functions_named,
     has_rows,
     spread_mark,
@@ -86,168 +100,101 @@ EXTREMES: dict[Callable[..., Any], int] = {
 
 Outputs = tuple[Tensor, ...]
 
-# Gauss-Legendre nodes on [-1, 1], of the derivative of what is no elementwise function.
+# Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 
 # A remainder below so many eps of the outputs' size is rounding, and is not distributed.
 _ROUNDING = 64
 
-
-def start_and_end(x: Shaped[Tensor, "E ..."]) -> tuple[Shaped[Tensor, "n ..."], Shaped[Tensor, "n ..."]]:
-    """Return the first and the second row of every pair."""
-    start, end = x.unflatten(0, (-1, 2)).unbind(1)
-    return start, end
+# What a tensor carries: its value at the end, and the mean of both, with the version that it is the mean of.
+_END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
 
 
-def both_rows(value: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "E ..."]:
-    """Return what belongs to a pair for each of its rows."""
-    return value.repeat_interleave(2, dim=0)
+def end_of(x: Tensor) -> Tensor:
+    """Return the value at the end of the stretch."""
+    end: Tensor = getattr(x, _END, x)
+    return end
 
 
-def mean_of_rows(grad: Shaped[Tensor, "E ..."]) -> Shaped[Tensor, "E ..."]:
-    """Return the mean over each pair, for each of its rows: the hook of a function that is linear in each argument."""
-    return both_rows(grad.unflatten(0, (-1, 2)).mean(1))
+def moves_to(x: Tensor, end: Tensor) -> Tensor:
+    """Let a tensor carry its value at the end of the stretch."""
+    setattr(x, _END, end)
+    return x
 
 
-class ElementwiseSecant(torch.autograd.Function):
-    """A function of single numbers, with the slope between the two rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], has_kinks: bool) -> Tensor:
-        """Compute the function and its slopes.
-
-        Args:
-            ctx: What the backward pass needs.
-            x: (E, ...).
-            function: Works entry by entry.
-            has_kinks: Its slope between near numbers may be that of none of them.
-        """
-        y = function(x.clone())
-        (start, end), (y_start, y_end) = start_and_end(x), start_and_end(y)
-        change = end - start
-        # a difference of near numbers is rounding; the derivative in the middle is off by the square of the difference
-        limit = 0.0 if has_kinks else torch.finfo(x.dtype).eps ** (1 / 3)
-        is_near = change.abs() <= limit * torch.maximum(start.abs(), end.abs())
-        slope = (y_end - y_start) / change
-        if bool(is_near.any()):
-            with torch.enable_grad():
-                middle = ((start + end) / 2).requires_grad_()
-                (derivative,) = torch.autograd.grad(function(middle.clone()).sum(), middle)
-            slope = torch.where(is_near, derivative, slope)
-        ctx.save_for_backward(slope)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        """Multiply by the slopes."""
-        (slope,) = ctx.saved_tensors
-        return both_rows(slope) * mean_of_rows(grads[0]), None, None
-
-
-class PoolSecant(torch.autograd.Function):
-    """The largest of several inputs: the first row's until the second row's catches up with it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pool: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Compute the pool, and for how long the largest inputs of either row are the largest.
-
-        Args:
-            ctx: What the backward pass needs.
-            x: (E, channels, ...).
-            pool: Returns the largest inputs, and their places among those of the channel.
-        """
-        y, indices = pool(x)
-        first, second = start_and_end(indices.flatten(2))
-        leads = [row.gather(2, first) - row.gather(2, second) for row in start_and_end(x.flatten(2))]
-        lead = leads[0] - leads[1]
-        share = torch.where(lead > 0, leads[0] / lead, 0.5)
-        ctx.save_for_backward(first, second, share)
-        ctx.shape = x.shape
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        """Give each of the two its share."""
-        first, second, share = ctx.saved_tensors
-        grad = grads[0].flatten(2).unflatten(0, (-1, 2)).mean(1)
-        result = grad.new_zeros(len(first), ctx.shape[1], ctx.shape[2:].numel())
-        result.scatter_add_(2, first, share * grad).scatter_add_(2, second, (1 - share) * grad)
-        return both_rows(result.unflatten(2, ctx.shape[2:])), None
+def middle_of(x: Tensor) -> Tensor:
+    """Return the mean of a tensor's values at both ends; of whole numbers those at the start."""
+    if not x.is_floating_point() and not x.is_complex():
+        return x.detach()
+    known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
+    if known is None or known[0] != x._version:
+        known = (x._version, torch.lerp(x.detach(), end_of(x), 0.5).requires_grad_(x.requires_grad))
+        setattr(x, _MIDDLE, known)
+        if has_rows(x):
+            setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
+    return known[1]
 
 
 class SegmentSecant(torch.autograd.Function):
-    """Any function of rows: its derivative's mean over the segment between both rows, and what that leaves.
+    """Any function: its derivative's mean over the segment between both ends, and what that leaves.
 
     The mean is taken at four Gauss-Legendre nodes. What it leaves of the change of the outputs is distributed in
-    proportion to the changes of the inputs: the smallest correction that leaves nothing.
+    proportion to the changes of the inputs: the smallest correction that leaves nothing, row by row.
     """
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-        """Compute the function.
+    def forward(
+        ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], results: Any, *inputs: Any
+    ) -> Outputs:
+        """Return the results at the start.
 
         Args:
             ctx: What the backward pass needs.
-            function: Maps the inputs to its floating-point outputs, row by row.
-            inputs: (E, ...) each.
+            function: Maps a place in [0, 1] and inputs to the floating-point outputs.
+            ends: The inputs at both ends.
+            results: The outputs at both ends, and whether they have rows.
+            inputs: The inputs, which the gradients are for.
         """
-        outputs = function(*(x.clone() for x in inputs))
-        ctx.function, ctx.num_inputs = function, len(inputs)
-        ends = [start_and_end(y) for y in outputs]  # the outputs may be overwritten
-        ctx.save_for_backward(
-            *inputs, *(end - start for start, end in ends), *(start.abs() + end.abs() for start, end in ends)
-        )
-        return outputs
+        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, results
+        ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
+        ctx.sizes = [start.abs() + end.abs() for start, end in outputs]
+        return tuple(start for start, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Average the derivative, and distribute what is left."""
-        inputs, rest = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
-        cotangents = [mean_of_rows(grad) for grad in grads]
-        means = _mean_gradients(ctx.function, inputs, cotangents)
-        changes = [end - start for start, end in map(start_and_end, inputs)]
-        of_pairs = [cotangent[::2] for cotangent in cotangents]
-        left = _inner(rest[: len(grads)], of_pairs) - _inner(means, changes)
-        size = _inner(rest[len(grads) :], [cotangent.abs() for cotangent in of_pairs])
-        length = _inner(changes, changes)
+        means = _mean_gradients(ctx.function, ctx.ends, grads)
+        changes, inner = [end - start for start, end in ctx.ends], partial(_inner, has_rows=ctx.has_rows)
+        left = inner(ctx.changes, grads) - inner(means, changes)
+        size, length = inner(ctx.sizes, [grad.abs() for grad in grads]), inner(changes, changes)
         is_left = (left.abs() > _ROUNDING * torch.finfo(left.dtype).eps * size) & (length > 0)
         factor = torch.where(is_left, left / length, 0.0)
-        corrected = [
-            mean + factor.view(-1, *[1] * (change.ndim - 1)) * change
-            for mean, change in zip(means, changes, strict=True)
-        ]
-        return None, *(both_rows(value) for value in corrected)
+        pairs = zip(means, changes, strict=True)
+        return None, None, None, *(m + factor.view(-1, *[1] * (c.ndim - 1)).squeeze(0) * c for m, c in pairs)
 
 
-def _mean_gradients(
-    function: Callable[..., Outputs], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> list[Tensor]:
-    """Average the contracted derivative over the segments between the rows, two nodes at a time."""
-    means = [torch.zeros_like(start_and_end(x)[0]) for x in inputs]
-    for first in range(0, len(_NODES), 2):
-        places = inputs[0].new_tensor((1 + _NODES[first : first + 2]) / 2)
-        weights = inputs[0].new_tensor(_WEIGHTS[first : first + 2] / 2)
-        here = []
-        for x in inputs:
-            start, end = start_and_end(x)
-            along = places.repeat(len(start)).view(-1, *[1] * (x.ndim - 1))
-            here.append(torch.lerp(both_rows(start), both_rows(end), along).requires_grad_())
+def _mean_gradients(function: Callable[..., Outputs], ends: Sequence[Ends], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Average the contracted derivative over the segment between both ends."""
+    means = [torch.zeros_like(start) for start, _ in ends]
+    for node, weight in zip((1 + _NODES) / 2, _WEIGHTS / 2, strict=True):
+        here = [torch.lerp(*both, float(node)).requires_grad_() for both in ends]
         with torch.enable_grad():
-            outputs = function(*(x.clone() for x in here))
-            found = torch.autograd.grad(outputs, here, cotangents, allow_unused=True, materialize_grads=True)
+            outputs = function(node, *(x.clone() for x in here))
+            found = torch.autograd.grad(outputs, here, grads, allow_unused=True, materialize_grads=True)
         for mean, grad in zip(means, found, strict=True):
-            mean += torch.einsum("nk...,k->n...", grad.unflatten(0, (-1, 2)), weights)
+            mean.add_(grad, alpha=float(weight))
     return means
 
 
-def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> Float[Tensor, " n"]:
+def _inner(left: Sequence[Tensor], right: Sequence[Tensor], *, has_rows: bool) -> Float[Tensor, " n"]:
     """Sum the products of all entries, row by row."""
-    return torch.stack([(a * b).reshape(len(a), -1).sum(1) for a, b in zip(left, right, strict=True)]).sum(0)
+    products = [a * b for a, b in zip(left, right, strict=True)]
+    return torch.stack([value.reshape(len(value) if has_rows else 1, -1).sum(1) for value in products]).sum(0)
 
 
 PRELU = {F.prelu, torch.prelu, torch.Tensor.prelu}
 
-# Smooth functions of single numbers, which may have options.
+# Smooth functions of single numbers, which may have options; and those whose slopes change with their number's size.
 SMOOTH = {
     *functions_named(
         "tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal",
@@ -257,176 +204,462 @@ SMOOTH = {
     F.tanh, F.sigmoid, F.softplus, F.silu, F.gelu, F.mish, F.softsign, F.tanhshrink, F.logsigmoid,
 }  # fmt: skip
 KINKED = {*THRESHOLDS} - PRELU
+_SCALED = {"pow", "log2", "log10", "log1p"}
 
-# Linear in all of their tensors that can move (dropout as in evaluation), or of no number that moves: of a shape.
+# Linear in all of their tensors that can move, dropout as in evaluation.
 LINEAR = {
     *LINEAR_MAPS,
     *SUMS,
-    *functions_named("add_", "sub_", "__iadd__", "__isub__", "positive", "unfold", "type_as"),
-    torch.Tensor.to, torch.Tensor.double, torch.Tensor.float,
-    *functions_named("size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_contiguous", "detach"),
+    *functions_named(
+        "add_", "sub_", "__iadd__", "__isub__", "neg_", "positive", "unfold", "detach", "masked_fill", "masked_fill_",
+        "where", "masked_select", "index_fill", "trapezoid", "squeeze_", "unsqueeze_", "t_", "transpose_",
+    ),
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    F.unfold, F.fold, F.pad, F.pixel_shuffle, F.pixel_unshuffle, F.interpolate,
+    F.unfold, F.fold, F.pad, F.pixel_shuffle, F.pixel_unshuffle, F.interpolate, F.nll_loss, F.embedding_bag,
     *functions_named(
         "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_",
         "__setitem__", "copy_", "fill_", "zero_",
     ),
     *(getattr(torch.fft, kind + name) for name in ("fft", "fft2", "fftn") for kind in ("", "i", "r", "ir")),
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+}  # fmt: skip
+
+# Of a shape or a dtype alone.
+CONSTANT = {
     *functions_named(
-        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-        "new_full", "new_empty", "new_tensor",
+        "size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_complex", "is_contiguous", "zeros_like",
+        "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
+        "new_empty", "new_tensor",
     ),
 }  # fmt: skip
 
+# Casts; those to fewer digits are left out.
+_CASTS = {*functions_named("to", "type", "float", "half", "bfloat16", "type_as")}
+_ADDED_PRODUCTS = {*functions_named("addmm", "addbmm", "baddbmm")}
+_IN_PLACE = {
+    "__imul__": torch.mul, "mul_": torch.mul, "multiply_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
+    "divide_": torch.div, "softmax_": torch.softmax, "pow_": torch.pow, "__ipow__": torch.pow,
+}  # fmt: skip
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` by products."""
+    if dropout_p:
+        raise _unsupported(F.scaled_dot_product_attention, "drops some of its numbers")
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+    return scores.softmax(dim=-1) @ value
+
+
+def _cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
+    """Compute `F.cross_entropy` of classes by what is linear in logarithms of probabilities."""
+    smoothing = options.pop("label_smoothing", 0.0)
+    if target.is_floating_point() or smoothing or not options.keys() <= {"ignore_index", "reduction"}:
+        return NotImplemented
+    return F.nll_loss(F.log_softmax(x, dim=x.ndim > 1), target, weight, **options)
+
+
+_WRITTEN_OUT = {
+    **WRITTEN_OUT,
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+}
+_SOFTMAX = {*functions_named("softmax", "log_softmax", "logsumexp"), F.softmax, F.log_softmax}
+_SCALES = {
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.instance_norm: ("input", "mean", "variance", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    F.batch_norm: ("input", "mean", "variance", "weight", "bias", "training", "momentum", "eps"),
+    normalise_by_statistics: ("input", "mean", "variance", "weight", "bias", "eps"),
+}
+
 
 @final
-class SecantDerivatives(TorchFunctionMode):
-    """Give every operation of a forward pass the mean derivative between the two rows of each pair.
+class SecantDerivatives(ParameterInterception):
+    """Call a network with the weights at the start of a stretch, and follow what everything is at its end.
 
-    Rows 2i and 2i + 1 must be the same input, at t = 0 and at t = 1. The mode must see a call before the modes that
-    record layers and move weights.
+    Args:
+        params: The weights at the start by name, the very tensors that the network will be called with.
+        direction: The way to those at the end.
+        num_rows: n, the number of inputs.
+        watch: Is told of the calls that take a parameter, or what was made of parameters alone. What moves and has rows
+            stands in these calls by the mean of both ends; of a normalisation, what it scales does.
+        statistics: Moving statistics of every row at the start, (n, ...), which replace those in `params`.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], moved: InterpolatedWeights) -> None:
-        """Take the parameters, and what moves them; before that is entered."""
-        super().__init__()
-        self.moved = moved
-        held = ((value, moved.direction.get(id(value))) for value in params.values())
-        self.middle = {id(value): value.detach() + 0.5 * step for value, step in held if step is not None}
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        direction: Mapping[str, Tensor],
+        num_rows: int,
+        watch: Watch | None = None,
+        statistics: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(params, watch)
+        self.num_rows = num_rows
+        for name, step in direction.items():
+            moves_to(params[name], params[name].detach() + step)
+        self.statistics = dict[int, Tensor]()
+        for name, rows in (statistics or {}).items():
+            self.statistics[id(params[name])] = moves_to(rows, rows.detach() + direction[name])
+            setattr(rows, BATCH_MARK, num_rows)
+        self.made: list[Tensor] = []  # of parameters alone: its ids are in use as long as it is here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call; where weights move any of its arguments, with secants in place of derivatives."""
         kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
-        params = [value for value in tensors if id(value) in self.moved.direction]
-        rows = [value for value in tensors if value.requires_grad and id(value) not in self.moved.direction]
-        if not (params or rows) or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        result = self._call(func, args, kwargs, (params, rows))
+        moving = [value for value in tensors_in((args, kwargs)) if hasattr(value, _END)]
+        if not moving or func in CONSTANT:
+            result = func(*args, **kwargs)
+            if not moving and any(value.requires_grad for value in tensors_in((result,))):
+                raise _unsupported(func, "takes what was computed where torch's functions are not seen")
+        else:
+            result = self._call(func, args, kwargs, moving)
         spread_mark(result, (args, kwargs))
         return result
 
-    def _call(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: tuple[list[Tensor], list[Tensor]]
-    ) -> Any:
-        params, rows = moving
-        if func in LINEAR or getattr(func, "__name__", "") == "__get__":
-            return func(*args, **kwargs)
-        if func is normalise_by_statistics:
-            return self._normalise(*args, **kwargs)
-        if func in WRITTEN_OUT:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
+        name = getattr(func, "__name__", "")
+        if func in _WRITTEN_OUT:
             with self:
-                result = WRITTEN_OUT[func](*args, **kwargs)
+                result = _WRITTEN_OUT[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func in QUOTIENTS and any(value is args[1] for value in (*params, *rows)):
+        if name in _IN_PLACE:
+            with self:
+                return args[0].copy_(_IN_PLACE[name](*args, **kwargs))
+        if func in QUOTIENTS and not kwargs and hasattr(args[1], _END):
             with self:
                 return torch.mul(args[1].reciprocal(), args[0])
-        if params:
-            return self._with_params(func, args, kwargs, len(rows))
-        if func in PRODUCTS or func in QUOTIENTS or (func in JOINTLY_LINEAR and func not in NORMALISATIONS):
-            if len(rows) > 2:
-                raise _unsupported(func, f"has {len(rows)} factors that move, not two")
-            return self._averaged(func(*args, **kwargs))
-        if not all(has_rows(value) for value in rows):
-            raise _unsupported(func, "sees weights and no rows")
-        return _secant(func, args, kwargs, rows)
-
-    def _averaged(self, result: Any) -> Any:
-        """Average the gradient over the two rows of each pair: the operation is linear in each of two factors."""
-        if isinstance(result, Tensor) and result.requires_grad:
-            if len(result) != len(self.moved.t):
-                raise _unsupported(None, "moves the rows of a batch out of the first dimension")
-            result.register_hook(mean_of_rows)
-        return result
-
-    def _with_params(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_others: int) -> Any:
-        """Make a call that takes parameters: linear in these, and in one other argument at most."""
         if func in PRELU:
             x, slope = args
             with self:
                 positive = torch.relu(x)
                 return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
-        if func in NORMALISATIONS and num_others:
-            return self._affine(func, args, kwargs)
-        if not num_others and not any(has_rows(value) for value in tensors_in((args, kwargs))):
-            return func(*args, **kwargs)  # of weights alone: those that follow the line are linear in them
-        if num_others > 1:
-            raise _unsupported(func, f"has {num_others + 1} factors that move, not two")
-        return self._averaged(func(*args, **kwargs))
+        if func in _SCALES and not all(value is not _input(args, kwargs) for value in moving):
+            return self._normalise(func, args, kwargs)
+        if func in _SOFTMAX and (result := self._softmax(name, args, kwargs)) is not None:
+            return result
+        if func in _CASTS and (x := args[0]).is_floating_point() and func(*args, **kwargs).itemsize < x.itemsize:
+            return x
+        if func is F.embedding:
+            args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
+        if all(value.is_floating_point() or value.is_complex() for value in moving):
+            if func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in _ADDED_PRODUCTS:
+                result = self._product(func, args, kwargs, moving)
+            elif func in LINEAR or name == "__get__":
+                result = self._linear(func, args, kwargs)
+            else:
+                result = self._secant(func, args, kwargs, moving)
+        else:
+            result = self._secant(func, args, kwargs, moving)
+        self._tell(func, args, kwargs, result)
+        return result
 
-    def _affine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Tell of a call that takes parameters, or what was made of them; what is made of these alone is followed."""
+        tensors = list(tensors_in((args, kwargs)))
+        names = [self.name_of[id(value)] for value in tensors if id(value) in self.name_of]
+        if not names:
+            return
+        by_id = {id(value): middle_of(value) for value in tensors if hasattr(value, _END) and has_rows(value)}
+        call = FunctionCall(func, substituted(args, by_id), substituted(kwargs, by_id), self.name_of, names)
+        is_layer = func is not F.embedding and call.in_slots and len(result) == self.num_rows
+        if not is_layer and not any(map(has_rows, tensors)):
+            for value in tensors_in((result,)):
+                self.made.append(value)
+                self.name_of.setdefault(id(value), names[0])
+        if self.watch is not None:
+            self.watch(call, result)
+
+    def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that is linear in all that moves: autograd's derivative is the average."""
+        if is_in_place(func) and not hasattr(args[0], _END):
+            moves_to(args[0], args[0].clone())
+        result = func(*args, **kwargs)
+        if func not in LINEAR and not any(True for _ in tensors_in((result,))):
+            return result  # a shape or a dtype
+        return self._carry(result, _at_end(func, args, kwargs))
+
+    def _carry(self, result: Any, end: Any) -> Any:
+        """Let the results of a call carry those at the end."""
+        for value, other in zip(tensors_in((result,)), tensors_in((end,)), strict=True):
+            if value.requires_grad or not torch.equal(value, other):
+                moves_to(value, other)
+        return result
+
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
+        """Make a call that is linear in each of two factors: each gradient takes the other one's middle."""
+        slots = FunctionCall(func, args, kwargs, {}, []).held
+        terms = [slots.get("bias"), args[0] if func in _ADDED_PRODUCTS else None]
+        factors = [value for value in moving if not any(value is term for term in terms)]
+        if len(factors) < 2:
+            return self._linear(func, args, kwargs)
+        if len(factors) > 2:
+            raise _unsupported(func, f"has {len(factors)} factors that move, not two")
+        if all(value.is_complex() for value in factors):
+            raise _unsupported(func, "takes complex numbers that move")
+        with torch.no_grad():
+            value = func(*args, **kwargs)
+        (a, b), (a_mid, b_mid) = factors, [middle_of(value).detach() for value in factors]
+        added = [term for term in terms if term is not None and hasattr(term, _END)]
+        pulls = _product_pulls(func, kwargs, a_mid, b_mid)
+        if pulls is None:
+            carried = {id(x): pulled(middle_of(x).detach(), (x, identity)) for x in (*factors, *added)}
+            graph = func(*substituted(args, carried), **substituted(kwargs, carried))
+            result = pulled(value, (graph, identity))
+        else:
+            sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
+            result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
+        return moves_to(result, _at_end(func, args, kwargs))
+
+    def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""
-        x = args[0] if args else kwargs["input"]
-        leaf = x.detach().requires_grad_()  # its gradient is that of the term below
-        setattr(leaf, BATCH_MARK, len(leaf))
-        at_weights: Tensor = func(*substituted(args, {id(x): leaf}), **substituted(kwargs, {id(x): leaf}))
-        in_middle = _secant(func, substituted(args, self.middle), substituted(kwargs, self.middle), [x])
-        return self._averaged(at_weights + (in_middle - in_middle.detach()))
+        given = {"use_input_stats": func is F.instance_norm, **dict(zip(_SCALES[func], args, strict=False)), **kwargs}
+        given = {{"running_mean": "mean", "running_var": "variance"}.get(name, name): given[name] for name in given}
+        x, W, b = given["input"], given.get("weight"), given.get("bias")
+        eps = given.get("eps", None if func is F.rms_norm else 1e-5)
+        if func is F.group_norm or given.get("use_input_stats"):
+            with self:
+                flat = x.reshape(len(x), given.get("num_groups", x.shape[1]), -1)
+                z = self._normalised(flat, (-1,), eps, centres=True).view_as(x)
+        elif given.get("training"):
+            raise _unsupported(func, "takes the statistics of a batch")
+        elif "variance" in given:
+            z = self._by_statistics(x, given, eps)
+        else:
+            dims = tuple(range(-len(given["normalized_shape"]), 0))
+            eps = torch.finfo(x.dtype).eps if eps is None else eps
+            z = self._normalised(x, dims, eps, centres=func is not F.rms_norm)
+        if has_rows(x):
+            setattr(z, BATCH_MARK, self.num_rows)
+        if W is None and b is None:
+            return z
+        shape = (-1,) if func in CHANNELS_LAST else (-1, *[1] * (x.ndim - 2))
+        if len(given.get("normalized_shape", ())) > 1:
+            shape = tuple(given["normalized_shape"])
+        scales = [
+            None if value is None else value.detach().view(shape) for value in (W, None if W is None else end_of(W))
+        ]
+        shifts = [
+            None if value is None else value.detach().view(shape) for value in (b, None if b is None else end_of(b))
+        ]
+        ends = [_scaled(*each) for each in zip((z.detach(), end_of(z)), scales, shifts, strict=True)]
+        middle = middle_of(z).detach()
+        arms = [(z, identity if W is None else partial(torch.mul, torch.lerp(*scales, 0.5)))]
+        if W is not None:
+            arms.append((W, lambda grad: (grad * middle).sum_to_size(scales[0].shape).view_as(W)))
+        if b is not None:
+            arms.append((b, lambda grad: grad.sum_to_size(shifts[0].shape).view_as(b)))
+        result = moves_to(pulled(ends[0], *arms), ends[1])
+        places = JOINTLY_LINEAR[func]
+        rest = [None] * (max(places.values()))
+        for name, place in places.items():
+            rest[place - 1] = given.get(name)
+        if "variance" in given:
+            rest[:2] = given["mean"], given["variance"]
+        self._tell(func, (z, *rest), {}, result)
+        return result
 
-    def _normalise(
-        self, x: Tensor, mean: Tensor, variance: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5
-    ) -> Any:
-        """Normalise by moving statistics: a sum, a product and a power, each with its secants."""
-        with torch._C.DisableTorchFunction():  # the other modes would move them once more
-            own = [self.moved.of_rows(value, len(x)) for value in (mean, variance)]
-        shape = (len(x), -1, *[1] * (x.ndim - 2))
-        own = [value if value.ndim > 1 else value.expand(len(x), -1) for value in own]
-        for value in own:
-            setattr(value, BATCH_MARK, len(value))
+    def _normalised(self, x: Tensor, dims: tuple[int, ...], eps: float, *, centres: bool) -> Tensor:
+        (start, end), pull = normalised((x.detach(), end_of(x)), dims, eps, centres=centres)
+        return moves_to(pulled(start, (x, pull)), end)
+
+    def _by_statistics(self, x: Tensor, given: Mapping[str, Any], eps: float) -> Tensor:
+        """Normalise by statistics, which may move: a difference, a product and a power."""
+        rows = [self.statistics.get(id(value), value) for value in (given["mean"], given["variance"])]
+        shapes = [(*value.shape, *[1] * (x.ndim - 2)) for value in rows]
         with self:
-            normalised: Tensor = (x - own[0].view(shape)) * (own[1] + eps).rsqrt().view(shape)
-        if weight is None and bias is None:
-            return normalised
-        zeros = own[0].new_zeros(own[0].shape[1])
-        return self._averaged(normalise_by_statistics(normalised, zeros, zeros + (1 - eps), weight, bias, eps))
+            mean, variance = (value.reshape(shape) for value, shape in zip(rows, shapes, strict=True))
+            result: Tensor = (x - mean) * (variance + eps).rsqrt()
+            return result
 
+    def _softmax(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Make a call of a softmax, its logarithm, or that of its sum."""
+        x, dim = _input(args, kwargs), args[1] if len(args) > 1 else kwargs.get("dim")
+        dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), x.dtype)
+        if not isinstance(dim, int) or dtype.itemsize > x.itemsize:
+            return None
+        ends = x.detach(), end_of(x)
+        if name == "logsumexp":
+            (start, end), weights = Exponentials(ends, dim).log_sum()
+            result = moves_to(pulled(start, (x, partial(torch.mul, weights))), end)
+            keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            with self:
+                return result if keeps else result.squeeze(dim)
+        (start, end), pull = Exponentials(ends, dim).softmax() if name == "softmax" else log_softmax(ends, dim)
+        return moves_to(pulled(start, (x, pull)), end)
 
-def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving: list[Tensor]) -> Any:
-    """Make a call that is not linear in its rows."""
-    (x, *others) = moving
-    if any(value.is_complex() for value in moving):
-        raise _unsupported(func, "takes complex numbers that move")
-    if func in POOLS and not others and not (kwargs.get("return_indices") or len(args) > 6):
+    def _secant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
+        """Make a call that is not linear in what moves."""
+        inputs = list({id(value): value for value in moving if value.is_floating_point()}.values())
+        places = [value for value in moving if not value.is_floating_point()]
+        copies = _clones(inputs) if _may_write(func, args, kwargs) else inputs
+        with torch.no_grad():
+            result = _call_with(func, args, kwargs, inputs, *copies)
+            others = [end_of(value).clone() if copies is not inputs else end_of(value) for value in inputs]
+            end = _call_with(func, args, kwargs, (*inputs, *places), *others, *map(end_of, places))
+        results, ends = list(tensors_in((result,))), list(tensors_in((end,)))
+        if not any(value.is_floating_point() or value.is_complex() for value in results):
+            if not results and result != end:
+                raise _unsupported(func, "makes a Python number of what moves")
+            return self._carry(result, end)
+        if any(value.is_complex() for value in (*moving, *results)):
+            raise _unsupported(func, "takes complex numbers that move")
+        if places and func in _ROUTING:
+            raise _unsupported(func, "takes places that both states choose otherwise, as a mixture of experts does")
+        found = self._averaged(func, args, kwargs, (inputs, places), list(zip(results, ends, strict=True)))
+        if copies is not inputs and any(value is copies[0] for value in results):  # in place
+            end_of(inputs[0]).copy_(ends[0])
+            return moves_to(inputs[0].copy_(found[0]), end_of(inputs[0]))
+        if isinstance(result, Tensor):
+            return found[0]
+        return type(result)(found)
+
+    def _averaged(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Any, results: list[Ends]
+    ) -> list[Tensor]:
+        """Return the results of a call, with graphs and the ends that they carry."""
+        inputs, places = moving
+        x = inputs[0]
+        call = partial(_call_with, func, args, kwargs, inputs)
+        ends = [(value.detach(), end_of(value)) for value in inputs]
+        if func in POOLS and not places and len(inputs) == 1 and len(results) == 1:
+            return [self._pool(func, args, kwargs, x)]
+        if (func in SMOOTH or func in KINKED) and not places and len(inputs) == 1 and results[0][0].shape == x.shape:
+            slope = _slope(func, args, kwargs, x, call, results[0])
+            return [moves_to(pulled(results[0][0], (x, partial(torch.mul, slope))), results[0][1])]
+        rows = [has_rows(value) for value in inputs]
+        lengths = {value.shape[:1] for value in (*inputs, *(value for both in results for value in both))}
+        if any(rows) and not (all(rows) and lengths == {(self.num_rows,)}):
+            raise _unsupported(func, "does not return one entry per row" if all(rows) else "mixes weights and rows")
+        floats = [value.is_floating_point() for value, _ in results]
+
+        def function(node: float, *values: Tensor) -> Outputs:
+            by_id = {id(value): end_of(value) if node > 0.5 else value for value in places}
+            again = call_all(substituted(args, by_id), substituted(kwargs, by_id), *values)
+            return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
+
+        def call_all(args: Any, kwargs: Any, *values: Tensor) -> list[Tensor]:
+            return list(tensors_in((_call_with(func, args, kwargs, inputs, *values),)))
+
+        kept = [both for both, is_float in zip(results, floats, strict=True) if is_float]
+        apply_segment: Any = SegmentSecant.apply
+        found = iter(apply_segment(function, ends, (kept, any(rows)), *inputs))
+        values = [next(found) if is_float else value for (value, _), is_float in zip(results, floats, strict=True)]
+        return self._carry(values, [end for _, end in results])
+
+    def _pool(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
+        """Pool: the largest at the start has a share of the gradient for as long as it leads that at the end."""
         options = {name: value for name, value in kwargs.items() if name != "return_indices"}
-        pool = partial(_call_with, POOLS[func], args, options, [x])
-        return _apply(PoolSecant, x, pool)
-    call = partial(_call_with, func, args, kwargs, moving)
+        ends = x.detach(), end_of(x)
+        (y0, first), (y1, second) = (_call_with(POOLS[func], args, options, [x], value) for value in ends)
+        first, second = first.flatten(2), second.flatten(2)
+        leads = [value.flatten(2).gather(2, first) - value.flatten(2).gather(2, second) for value in ends]
+        lead = leads[0] - leads[1]
+        share = torch.where(lead > 0, leads[0] / lead, 0.5)
+
+        def pull(grad: Tensor) -> Tensor:
+            result = grad.new_zeros(*x.shape[:2], x.shape[2:].numel())
+            grad = grad.flatten(2)
+            result.scatter_add_(2, first, share * grad).scatter_add_(2, second, (1 - share) * grad)
+            return result.unflatten(2, x.shape[2:])
+
+        return moves_to(pulled(y0, (x, pull)), y1)
+
+
+_ROUTING = {
+    *functions_named(
+        "__getitem__", "__setitem__", "gather", "index_select", "take_along_dim", "masked_select", "index_add",
+        "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_",
+    ),
+    F.embedding,
+}  # fmt: skip
+
+
+def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs["input"]
+
+
+def is_in_place(func: Any) -> bool:
+    """Return whether a function writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in {"__setitem__", "__iadd__", "__isub__"} or (name.endswith("_") and not name.endswith("__"))
+
+
+def _may_write(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call may overwrite its input."""
+    return is_in_place(func) or kwargs.get("inplace", False) or any(value is True for value in args)
+
+
+def _clones(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.detach().clone() for value in values]
+
+
+def _at_end(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call with what its arguments are at the end."""
+    by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if hasattr(value, _END)}
     with torch.no_grad():
-        copies = [value.clone() for value in moving]
-        result = call(*copies)
-    if any(value is result for value in tensors_in((args, kwargs))):
-        raise _unsupported(func, "writes what moves into a tensor that does not")
-    results = list(tensors_in((result,)))
-    if not any(value.is_floating_point() for value in results):
-        return func(*args, **kwargs)
-    if any(not value.ndim or len(value) != len(x) for value in results):
-        raise _unsupported(func, "does not return one entry per row")
-    if (func in SMOOTH or func in KINKED) and not others and results[0].shape == x.shape:
-        found = _apply(ElementwiseSecant, x, call, func in KINKED)
-        return found if results[0] is not copies[0] else x.copy_(found)
-    floats = [value.is_floating_point() for value in results]
-
-    def differentiable(*values: Tensor) -> tuple[Tensor, ...]:
-        again = list(tensors_in((call(*values),)))
-        return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
-
-    if result is copies[0]:  # in place
-        (found,) = _apply(SegmentSecant, differentiable, *(value.clone() for value in moving))
-        return x.copy_(found)
-    found = iter(_apply(SegmentSecant, differentiable, *moving))
-    if isinstance(result, Tensor):
-        return next(found)
-    return type(result)([next(found) if is_float else value for value, is_float in zip(results, floats, strict=True)])
+        return func(*substituted(args, by_id), **substituted(kwargs, by_id))
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
+def _scaled(z: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    if scale is None:
+        return z if shift is None else z + shift
+    return z * scale if shift is None else torch.addcmul(shift, z, scale)
+
+
+def _product_pulls(func: Any, kwargs: Mapping[str, Any], a: Tensor, b: Tensor) -> Any:
+    """Return what pulls back to two factors, from their middles; None where torch is asked."""
+    name = func.__name__
+    if name in {"mul", "multiply", "__mul__", "__rmul__"}:
+        return product_pulls(a, b)
+    if func is F.linear:
+        to_x, to_W = matmul_pulls(a, b.mT)
+        return to_x, lambda grad: to_W(grad).mT
+    is_addmm = name == "addmm" and not kwargs
+    if (name in {"matmul", "__matmul__", "mm", "bmm"} or is_addmm) and min(a.ndim, b.ndim) > 1:
+        return matmul_pulls(a, b)
+    return None
+
+
+def _slope(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, call: Any, y: Ends) -> Tensor:
+    """Return the slope of an elementwise function between both ends."""
+    name, ends = func.__name__, (x.detach(), end_of(x))
+    if name in SLOPES:
+        return SLOPES[name](ends, y)
+    if name == "pow" and args[0] is x and (slope := power_slope(ends, args[1] if len(args) > 1 else None)) is not None:
+        return slope
+    limit: Tensor | float = 0.0 if func in KINKED else torch.finfo(x.dtype).eps ** (1 / 3)
+    if name in _SCALED:
+        limit = limit * ends[0].abs()
+    fits = len(list(tensors_in((args, kwargs)))) == 1
+    return quotient_slope(call, ends, y, limit, fits=fits)
 
 
 def _call_with(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], moving: list[Tensor], *values: Tensor
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    moving: Sequence[Tensor],
+    *values: Tensor,
 ) -> Any:
     """Call a function with other values in the place of what moves."""
     by_id = {id(old): value for old, value in zip(moving, values, strict=True)}
@@ -434,5 +667,6 @@ def _call_with(
 
 
 def _unsupported(func: Any, why: str) -> ValueError:
-    name = "what this network calls" if func is None else getattr(func, "__name__", repr(func))
-    return ValueError(f"layerwise() cannot average {name}: it {why}. Take chords(every=k).")
+    return ValueError(
+        f"layerwise() cannot average {getattr(func, '__name__', repr(func))}: it {why}. Take chords(every=k)."
+    )

@@ -33,6 +33,7 @@ from epk_gp.autodiff.representations import (
     ProductSum,
     expect_representation,
 )
+from epk_gp.autodiff.secants import is_in_place
 from epk_gp.core.model import BATCH_MARK
 
 
@@ -75,74 +76,56 @@ class ParameterUse:
     shape: torch.Size
     edge: GradientEdge
 
-    def gradients(
-        self, grads: Float[Tensor, "K n ..."], *, has_secants: bool, create_graph: bool
-    ) -> Float[Tensor, "K n ..."]:
+    def gradients(self, grads: Float[Tensor, "K n ..."], *, create_graph: bool) -> Float[Tensor, "K n ..."]:
         """Return each row's gradient in the value.
 
         Args:
-            grads: The gradients in the call's result; with secants, of each pair of rows.
-            has_secants: Rows come in pairs (`autodiff.secants`), in whose middle the other arguments count.
+            grads: The gradients in the call's result.
             create_graph: Keep the result differentiable.
         """
         value, call, (K, n) = self.value, self.call, grads.shape[:2]
         if call.function is F.embedding and call.held["weight"] is value:
-            return self.of_embedding(grads, has_secants=has_secants).written().view(K, n, *value.shape)
+            return self.of_embedding(grads).written().view(K, n, *value.shape)
         if call.function is LINEAR and call.held["bias"] is value:
             return grads.reshape(K, n, -1, len(value)).sum(2)
         if call.function is LINEAR and call.held["weight"] is value:
-            (x,) = self._others([call.input], has_secants, create_graph).values()
-            return (
-                torch.einsum("knlo,nli->knoi", grads.flatten(2, -2), x.flatten(1, -2))
-                if x.ndim > 2
-                else (grads.unsqueeze(3) * x.unsqueeze(1))
-            )
-        return self._by_calling_again(grads, has_secants, create_graph)
+            x = call.input if create_graph else call.input.detach()
+            return torch.einsum("knlo,nli->knoi", grads.reshape(K, n, -1, len(value)), x.reshape(n, -1, x.shape[-1]))
+        return self._by_calling_again(grads, create_graph)
 
-    def of_embedding(self, grads: Float[Tensor, "K n ..."], *, has_secants: bool) -> "EmbeddingJacobian":
+    def of_embedding(self, grads: Float[Tensor, "K n ..."]) -> "EmbeddingJacobian":
         """Return the gradients in the table of an embedding."""
         call, (K, n) = self.call, grads.shape[:2]
-        ids = (call.input[::2] if has_secants else call.input).reshape(n, -1)
+        ids = call.input.reshape(n, -1)
         flat = grads.reshape(K, n, ids.shape[1], -1)
         unused = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
         if unused is not None:
             flat = flat * (ids != unused % len(self.value)).to(flat)[:, :, None]
         return EmbeddingJacobian(ids, flat, len(self.value))
 
-    def _others(self, tensors: Sequence[Tensor], has_secants: bool, create_graph: bool) -> dict[int, Tensor]:
-        """Return what takes the place of other arguments: of pairs of rows what counts in their middle."""
-        others = {}
-        for x in tensors:
-            is_rows = has_rows(x) or (x.ndim == len(self.shape) and len(x) == self.shape[0])
-            if x is self.value or not is_rows:
-                continue
-            own = x if create_graph else x.detach()
-            if has_secants:
-                own = own.unflatten(0, (-1, 2)).mean(1) if x.is_floating_point() or x.is_complex() else own[::2]
-            others[id(x)] = own
-        return others
-
-    def _by_calling_again(self, grads: Tensor, has_secants: bool, create_graph: bool) -> Tensor:
+    def _by_calling_again(self, grads: Tensor, create_graph: bool) -> Tensor:
         """Make the call once more with a copy of the value for every row."""
         call, value, (K, n) = self.call, self.value.detach(), grads.shape[:2]
-        before = len(self.shape) - value.ndim
+        before, is_of_rows = len(self.shape) - value.ndim, False
         if before:
             value = value.expand(n, *[1] * (before - 1), *value.shape)
         elif len(value) == 1:
             value = value.expand(n, *value.shape[1:])
-        elif len(value) == self.shape[0]:  # made for every row
-            value = value[::2] if has_secants else value
+        elif len(value) == n:
+            is_of_rows = True
         else:
             raise UnsupportedParameterUseError(f"the weights {sorted(self.names)} must meet all rows alike.")
-        leaf = value.clone().requires_grad_()
-        others = self._others(list(tensors_in((call.args, call.kwargs))), has_secants, create_graph)
-        by_id = {**others, id(self.value): leaf}
+        leaf, by_id = value.clone().requires_grad_(), dict[int, Tensor]()
+        for x in tensors_in((call.args, call.kwargs)):
+            kept = x if create_graph else x.detach()
+            by_id[id(x)] = kept.clone() if is_in_place(call.function) else kept
+        by_id[id(self.value)] = leaf
         with torch.enable_grad():
             result = call.function(*substituted(call.args, by_id), **substituted(call.kwargs, by_id))
             if not isinstance(result, Tensor) or result.shape != grads.shape[1:]:
                 raise UnsupportedParameterUseError(f"the weights {sorted(self.names)} must meet all rows alike.")
             found = [torch.autograd.grad(result, leaf, v, True, create_graph)[0] for v in grads]
-        return torch.stack(found).reshape(K, n, *self.value.shape[not before :])
+        return torch.stack(found).reshape(K, n, *self.value.shape[is_of_rows:])
 
     def as_use(self, weight: Tensor) -> "ParameterUse":
         """Return the use itself."""
@@ -292,7 +275,6 @@ class UseBuilder:
     Args:
         parameter: The parameter.
         uses: Its uses, each with its number among all calls.
-        has_secants: As of `ParameterUse.gradients`.
         create_graph: As of `ParameterUse.gradients`.
         keeps_factors: As of `ContractionCost`.
     """
@@ -302,12 +284,11 @@ class UseBuilder:
         parameter: Tensor,
         uses: Sequence[tuple[int, ParameterUse]],
         *,
-        has_secants: bool,
         create_graph: bool,
         keeps_factors: bool = False,
     ) -> None:
         self.parameter, self.uses = parameter, uses
-        self.options = {"has_secants": has_secants, "create_graph": create_graph}
+        self.create_graph = create_graph
         (use,) = [use for _, use in uses] if len(uses) == 1 else [None]
         is_table = use is not None and use.call.function is F.embedding and use.value is parameter
         self.keeps_factors, self.parts = keeps_factors and is_table, list[Tensor]()
@@ -317,7 +298,10 @@ class UseBuilder:
         if self.keeps_factors:
             self.parts.append(output_grads[self.uses[0][0]])
             return
-        own = (self._pulled_back(use, use.gradients(output_grads[k], **self.options)) for k, use in self.uses)
+        own = (
+            self._pulled_back(use, use.gradients(output_grads[k], create_graph=self.create_graph))
+            for k, use in self.uses
+        )
         self.parts.append(reduce(torch.add, own))
 
     def _pulled_back(self, use: ParameterUse, gradients: Float[Tensor, "K n ..."]) -> Float[Tensor, "K n P_layer"]:
@@ -328,14 +312,14 @@ class UseBuilder:
         if gradients.shape[2:] != shape:  # the value has an entry for every row: that of the row alone counts
             rows = torch.arange(n, device=gradients.device)
             whole = gradients.new_zeros(K, n, *shape)
-            whole[:, rows, rows * (len(use.value) // n)] = gradients
+            whole[:, rows, rows] = gradients
             gradients = whole
         (found,) = torch.autograd.grad(
             use.value,
             self.parameter,
             gradients.flatten(0, 1),
             retain_graph=True,
-            create_graph=self.options["create_graph"],
+            create_graph=self.create_graph,
             is_grads_batched=True,
         )
         return found.reshape(K, n, -1)
@@ -345,4 +329,4 @@ class UseBuilder:
         values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
         if not self.keeps_factors:
             return DenseJacobian(values)
-        return self.uses[0][1].of_embedding(values, has_secants=self.options["has_secants"])
+        return self.uses[0][1].of_embedding(values)

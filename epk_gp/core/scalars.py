@@ -62,6 +62,11 @@ class RowFunction:
             validate_tensor(value, "data of a function")
         vars(self).update(function=function, data=data)
 
+    @classmethod
+    def of(cls, function: "Function") -> "RowFunction":
+        """Return a function with its data, of which a plain one has none."""
+        return function if isinstance(function, RowFunction) else RowFunction(function)
+
 
 Function = Callable[..., Tensor] | RowFunction  # maps what a network returns for n rows to numbers
 
@@ -128,8 +133,7 @@ def ask(
         ValueError: It fails; it returns another shape, NaN or infinity; it mixes rows; nothing of what it returns
             depends on what the network returned; or its data have another number of rows than the inputs.
     """
-    asked = function if isinstance(function, RowFunction) else RowFunction(function)
-    recorded, n = trajectory.model.signature, len(X)
+    asked, recorded, n = RowFunction.of(function), trajectory.model.signature, len(X)
     for value in asked.data:
         if value.ndim and len(value) != n:
             raise ValueError(
@@ -148,9 +152,7 @@ def ask(
     digest = hashlib.blake2b(f"{trajectory.digest} asked for {K}".encode(), digest_size=16)
     for state in (0, -1):
         values = network_outputs(run, rows, state=state)
-        if not bool(torch.isfinite(values).all()):
-            row, net = int((~torch.isfinite(values)).any(dim=1).nonzero()[0]), "trained" if state else "initial"
-            raise ValueError(f"function must return finite numbers: those of row {row} are not for the {net} network.")
+        _require_finite(values, "trained" if state else "initial")
         digest.update(" ".join(f"{value:.{_DIGITS}g}" for value in values.flatten().tolist()).encode())
     return replace(run, digest=digest.hexdigest()), rows
 
@@ -163,8 +165,8 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
         first = model.returned(params, X[:1])
         size = max(1, min(EVALUATED_ROWS, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
         returned = model.returned(params, X[:size])
-    m, leaves = min(n, size), list[Tensor]()
-    rows = torch.arange(m, device=X.device)
+    m = min(n, size)
+    rows, (at_leaves, leaves) = torch.arange(m, device=X.device), with_leaves(returned, m)
 
     def called(returned: Any, rows: Int64[Tensor, " m"]) -> Float[Tensor, "m *K"]:
         try:
@@ -187,13 +189,8 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
             )
         return values
 
-    def leaf(z: Tensor) -> Tensor:
-        if has_rows(z, m):
-            leaves.append(z.detach().requires_grad_())
-        return leaves[-1] if has_rows(z, m) else z
-
     with torch.enable_grad():
-        values = called(map_tensors(returned, leaf), rows)
+        values = called(at_leaves, rows)
     is_graph = values.requires_grad and leaves
     found = torch.autograd.grad(values.sum(), leaves, allow_unused=True) if is_graph else ()
     if all(gradient is None for gradient in found):
@@ -202,17 +199,38 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
             "that torch differentiates (detach(), no_grad(), argmax, words that are generated)."
         )
     values = values.detach()
+    _require_finite(values.reshape(m, -1), "trained")
     allowed = torch.finfo(values.dtype).eps ** 0.5 * values.abs().amax().clamp(min=1e-30)
     for i in torch.linspace(0, m - 1, min(m, _NUM_COMPARED)).long().tolist():
         twice = rows.new_tensor([i, i])
         with torch.no_grad():
             alone = called(map_tensors(select_rows(returned, twice, m), _with_another), twice)[1]
-        if not bool(((alone - values[i]).abs() <= allowed).logical_or(alone.isnan() & values[i].isnan()).all()):
+        if not bool(((alone - values[i]).abs() <= allowed).all()):
             raise ValueError(
                 "function must map each row of outputs by itself, and give the same again: its result "
                 f"{i} depends on other rows, or on chance."
             )
     return values.reshape(m, -1).shape[1], size
+
+
+def _require_finite(values: Float[Tensor, "m K"], network: str) -> None:
+    wrong = ~torch.isfinite(values).all(dim=1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(f"function must return finite numbers: those of row {row} are not for the {network} network.")
+
+
+def with_leaves(returned: Any, num_rows: int) -> tuple[Any, list[Tensor]]:
+    """Return what a network returned with leaves in the place of its rows, which require gradients; and these."""
+    leaves = list[Tensor]()
+
+    def leaf(z: Tensor) -> Tensor:
+        if not has_rows(z, num_rows):
+            return z
+        leaves.append(z.detach().requires_grad_())
+        return leaves[-1]
+
+    return map_tensors(returned, leaf), leaves
 
 
 def _with_another(z: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
@@ -250,6 +268,14 @@ def log_probability(answers: Integer[Tensor, "n *A"], ignore_index: int = -100) 
     """
     largest = _largest_word(answers, "answers", ignore_index)
     return RowFunction(partial(_log_probability, ignore_index=ignore_index, largest=largest), answers)
+
+
+def log_probabilities(asked: RowFunction) -> RowFunction | None:
+    """Return the function of the single terms, by position, of a `log_probability`; None for another function."""
+    function = asked.function
+    if not isinstance(function, partial) or function.func is not _log_probability:
+        return None
+    return RowFunction(partial(_log_probabilities, **function.keywords), *asked.data)
 
 
 def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"]) -> RowFunction:
@@ -311,7 +337,11 @@ def _at_end(z: Float[Tensor, "m ..."]) -> Float[Tensor, "m V"]:
     return z if z.ndim == 2 else z[:, -1]
 
 
-def _log_probability(returned: Any, answers: Tensor, *, ignore_index: int, largest: int) -> Float[Tensor, " m"]:
+def _log_probability(returned: Any, answers: Tensor, **options: int) -> Float[Tensor, " m"]:
+    return _log_probabilities(returned, answers, **options).sum(dim=1)
+
+
+def _log_probabilities(returned: Any, answers: Tensor, *, ignore_index: int, largest: int) -> Float[Tensor, "m A"]:
     z = logits_of(returned)
     if answers.ndim == 1:
         z, answers = _at_end(z)[:, None], answers[:, None]
@@ -322,7 +352,7 @@ def _log_probability(returned: Any, answers: Tensor, *, ignore_index: int, large
     _require_known(largest, z.shape[1])
     is_ignored = answers == ignore_index
     chosen = z.log_softmax(dim=1).gather(1, answers.long().masked_fill(is_ignored, 0)[:, None])[:, 0]
-    return chosen.masked_fill(is_ignored, 0.0).sum(dim=1)
+    return chosen.masked_fill(is_ignored, 0.0)
 
 
 def _logit_difference(returned: Any, a: Tensor, b: Tensor, *, largest: int) -> Float[Tensor, " m"]:

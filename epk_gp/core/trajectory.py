@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -172,6 +172,9 @@ class Trajectory(Displayed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
+        if (recorded := self.asked_of) is not None:  # which has the rest
+            own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+            return {name: value for name, value in own.items() if value is not getattr(recorded, name)}
         state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
         for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
             state.pop(name, None)
@@ -182,6 +185,11 @@ class Trajectory(Displayed):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the run."""
+        recorded = state.get("asked_of")
+        vars(self).update(({} if recorded is None else vars(recorded)) | state)
 
     @property
     def recorded(self) -> "Trajectory":

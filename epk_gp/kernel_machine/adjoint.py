@@ -173,7 +173,7 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int) -> Stre
     rows = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
     rows, found = min(rows, block.memory.statistics_rows(block.num_outputs, Q)), list[tuple[Tensor, ...]]()
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2)):
-        cotangents = block.cotangents(points.repeat_interleave(2))
+        cotangents = block.cotangents(points)
         z, layers, part = secant_jacobians(net, (w, d), X[points], cotangents, block.cost, block.kernel.head)
         found.append((z.transpose(0, 1), to_flat_order(layers, block.columns), part))
     (start, end), Phi, of_statistics = (

@@ -1,11 +1,11 @@
 """Influence: the derivative of a trained network's outputs in the weights of its training samples."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Float64, Int64, Shaped
@@ -22,10 +22,13 @@ from epk_gp.core.checks import (
     validate_labels,
     validate_tensor,
 )
+from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
+from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
+from epk_gp.core.scalars import Function, RowFunction, ask, with_leaves
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
-from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs, warn_unless_live
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
@@ -113,6 +116,7 @@ class Influence(Displayed):
         worst_step: The step that has it; -1 for a run without steps.
         findings: Why the result is not certified, in words; empty if it is.
         clipping: How the bound of gradient clipping is known, in words.
+        explained: What the K numbers of an input are: each an "output", or a "number" that a function gave.
     """
 
     outputs: Float[Tensor, "n K"]
@@ -124,6 +128,7 @@ class Influence(Displayed):
     worst_step: int
     findings: tuple[str, ...] = ()
     clipping: str = ""
+    explained: str = "output"
 
     @property
     def certified(self) -> bool:
@@ -176,14 +181,14 @@ class Influence(Displayed):
         return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
 
     def _summary(self) -> Summary:
-        (n, K), table = self.outputs.shape, PointsTable(self.outputs)
+        (n, K), table = self.outputs.shape, PointsTable(self.outputs, self.explained)
         by_point = ("outputs", "values", "adjoint_norms")
         head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
         deviations = [table.row("jackknife standard deviation", head.std)] if self._is_by_sample else []
         rows = [table.row("value", head.outputs), *deviations, table.row("growth along the run", head.growth)]
         rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
-        title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, 'output')}"
+        title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, self.explained)}"
         entries = (
             certificate_entry(self.findings, every),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
@@ -193,7 +198,9 @@ class Influence(Displayed):
         return Summary(title, entries, table.table(rows))
 
 
-Function = Callable[[Tensor], Tensor]
+# What is differentiated: the run whose network gives it, with its inputs; its values, (n, K), or () of all inputs
+# together; and their derivatives in what this network gives, (n, K, C).
+Question = tuple[Trajectory, Shaped[Tensor, "n ..."], Float[Tensor, "..."], Float[Tensor, "n K C"]]
 
 
 def influence(
@@ -222,8 +229,9 @@ def influence(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         classes: One output per input; K is then 1 in the result. All C outputs by default, some at a time where the
             adjoints of all of a point do not fit into `memory_budget`.
-        function: What is differentiated in place of the outputs: maps the outputs of all inputs under the head, (n, C),
-            to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
+        function: What is differentiated in place of the outputs, as of `attribute`: maps what the network returns for n
+            rows of inputs to numbers, (n,) or (n, K), row by row; or, for all inputs, to one number, (), of all of them
+            together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
             sample by default.
         smoothing: Average the derivative over runs with random weights of the samples, which are trained again. A
@@ -244,7 +252,6 @@ def influence(
     X = parse_inputs(trajectory, X).detach()
     require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
-    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     axes = (by_sample(trajectory),) if by is None else tuple(by)
     validate_axes(trajectory, axes)
     if any(axis.kind == "parameter" for axis in axes):
@@ -252,9 +259,9 @@ def influence(
             "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
             "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
         )
-    outputs, cotangents = _numbers(trajectory, X, head, classes, function)
+    question = _question(trajectory, X, head, classes, function)
     if smoothing is None:
-        result = _differentiate(trajectory, X, outputs, cotangents, parsed, axes=axes, truncate=truncate)
+        result = _differentiate(question, parsed, axes=axes, truncate=truncate)
         warn_unless_certified("the influence", result.findings)
         return result
     if not isinstance(smoothing, Smoothing):
@@ -266,10 +273,10 @@ def influence(
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
-        _, cotangents = _numbers(run, X, head, classes, function)
+        again = _question(run, X, head, classes, function)
         folder = None if parsed.checkpoint is None else Path(parsed.checkpoint) / f"run-{index}"
         own = replace(parsed, checkpoint=folder)
-        effect = _differentiate(run, X, outputs, cotangents, own, axes=axes, factors=1 / weights, truncate=truncate)
+        effect = _differentiate(again, own, axes=axes, factors=1 / weights, truncate=truncate)
         found.append(effect)
         findings += [f"of run {index} {finding}" for finding in effect.findings]
         if not difference <= REPLAY_TOLERANCE[run.dtype]:
@@ -281,6 +288,7 @@ def influence(
     warn_unless_certified("the influence", findings)
     return replace(
         worst,
+        outputs=question[2].reshape(worst.outputs.shape),
         findings=tuple(findings),
         values=smoothing.average(torch.stack([result.values for result in found])),
         adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
@@ -306,8 +314,7 @@ def self_influence(
         options: As for `influence`.
 
     Raises:
-        TypeError, ValueError: As `influence`; a point is not a training sample; or the loss depends on more than the
-            outputs.
+        TypeError, ValueError: As `influence`; or a point is not a training sample.
     """
     parsed = parse_options("self_influence", ("accumulate",), **options)
     require_loss_as_function(trajectory, "epk_gp.self_influence")
@@ -315,26 +322,17 @@ def self_influence(
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
     validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
-    if not trajectory.loss_takes_outputs:
-        raise ValueError(
-            f"the loss must depend on the outputs (n, C) alone: {trajectory.loss} takes more of what the network "
-            "returns. Use influence() with a function of the outputs."
-        )
     own = own.to(trajectory.inputs.device, torch.int64)
     X, y = trajectory.inputs[own], trajectory.targets[own]
-    losses = lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]  # noqa: E731
-    outputs, cotangents = _numbers(trajectory, X, "logits", None, losses)
-    axes = (by_sample(trajectory),)
-    found = _differentiate(trajectory, X, outputs, cotangents, parsed, axes=axes, own=own, truncate=truncate)
+    losses = RowFunction(partial(loss_terms, trajectory.model.signature, trajectory.loss), y)
+    question = _question(trajectory, X, None, None, losses)
+    found = _differentiate(question, parsed, axes=(by_sample(trajectory),), own=own, truncate=truncate)
     warn_unless_certified("the influence", found.findings)
     return found.values[:, 0, 0]
 
 
 def _differentiate(
-    trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
-    outputs: Tensor,
-    cotangents: Float[Tensor, "n K C"],
+    question: Question,
     options: ComputeOptions,
     *,
     axes: tuple[Axis, ...],
@@ -342,16 +340,19 @@ def _differentiate(
     factors: Float[Tensor, " M"] | None = None,
     truncate: int | None = None,
 ) -> Influence:
-    """Go through a run; arguments as of `InfluenceWork`, with the numbers that are differentiated, (n, K) or ()."""
+    """Go through a run with a question; other arguments as of `InfluenceWork`."""
+    asked, X, outputs, cotangents = question
+    trajectory, is_asked = asked.recorded, asked.asked_of is not None
     if truncate is not None:
         validate_count(truncate, "truncate")
     steps = trajectory.num_steps if truncate is None else min(int(truncate), trajectory.num_steps)
     is_joint = outputs.ndim == 0
     while True:
-        with planned(trajectory, X) as net:
+        with planned(trajectory, X) as recorded_net, planned(asked, X) as net:
             work = InfluenceWork(
-                trajectory, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget, plan=net.plan
-            )
+                asked, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget,
+                plan=net.plan, recorded_plan=recorded_net.plan if is_asked else None,
+            )  # fmt: skip
             blocks = [sums for _, sums in run(work, options, "influence")]
             values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
             mismatches = step_mismatches(trajectory, work.law)
@@ -360,7 +361,7 @@ def _differentiate(
             split = CombinedAxes(trajectory, axes).unflatten
             is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
             held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
-            error = curvature_error(trajectory, net, work.memory, X.device)
+            error = curvature_error(trajectory, recorded_net, work.memory, X.device)
             return Influence(
                 outputs=outputs,
                 values=split(values, "step", "sample") if own is None else values[:, :, 0],
@@ -368,6 +369,7 @@ def _differentiate(
                 axes=axes,
                 findings=tuple(_findings(trajectory, mismatches, held, error, values)),
                 clipping=work.law.clipping,
+                explained="number" if is_asked else "output",
                 **mismatches.numbers,
             )
 
@@ -398,57 +400,53 @@ def _findings(
         yield "the derivative is not finite: it explodes along the run (`adjoint_norms`)"
 
 
-def _numbers(
-    trajectory: Trajectory, X: Tensor, head: Head, classes: Int64[Tensor, " n"] | None, function: Function | None
-) -> tuple[Tensor, Float[Tensor, "n K C"]]:
-    """Return what is differentiated, (n, K) or (), and its derivatives in the logits."""
-    z = network_outputs(trajectory, X, head="logits")
-    if function is None:
-        f = apply_head(z, head)
-        if classes is None:
-            return f, all_outputs(head).of_logits(z).transpose(0, 1)
-        validate_labels(classes, *z.shape, name="classes")
-        classes = classes.to(z.device, torch.int64)
-        return f.gather(1, classes[:, None]), chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
-    if classes is not None:
-        raise ValueError("classes and function must not be given together: let the function choose outputs.")
-    with torch.enable_grad():
-        leaf = z.detach().requires_grad_()
-        value = function(apply_head(leaf, head))
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise TypeError(f"function must return a floating-point tensor: got {type(value).__name__}.")
-        if value.ndim > 2 or (value.ndim and len(value) != len(z)):
-            raise ValueError(
-                f"function must map outputs of {len(z)} inputs to ({len(z)},), to ({len(z)}, K) or to one number (): "
-                f"got shape {tuple(value.shape)}."
-            )
-        if not value.requires_grad:
-            raise ValueError("function must be differentiable in the outputs: what it returns does not depend on them.")
-        rows = value.reshape(1, 1) if value.ndim == 0 else value.reshape(len(z), -1)
-        found = [
-            torch.autograd.grad(rows[:, k].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
-            for k in range(rows.shape[1])
-        ]
-    if value.ndim == 0:
-        return value.detach(), torch.stack(found, dim=1)
-    _require_separate_rows(function, apply_head(z, head), rows.detach())
-    return rows.detach(), torch.stack(found, dim=1)
+def _question(
+    trajectory: Trajectory, X: Tensor, head: Head | None, classes: Int64[Tensor, " n"] | None, function: Function | None
+) -> Question:
+    """Return what is differentiated, after checking it."""
+    if function is not None:
+        if classes is not None or head is not None:
+            raise ValueError("head or classes, and function, must not be given together: let the function choose.")
+        if (joint := _joint_question(trajectory, X, function)) is not None:
+            return joint
+        run, X = ask(trajectory, X, function)
+        f = network_outputs(run, X)
+        return run, X, f, torch.eye(f.shape[1]).to(f).expand(len(f), -1, -1)
+    head, z = resolve_head(head, trajectory.loss, trajectory.num_outputs), network_outputs(trajectory, X)
+    f = apply_head(z, head)
+    if classes is None:
+        return trajectory, X, f, all_outputs(head).of_logits(z).transpose(0, 1)
+    validate_labels(classes, *z.shape, name="classes")
+    classes = classes.to(z.device, torch.int64)
+    cotangents = chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
+    return trajectory, X, f.gather(1, classes[:, None]), cotangents
 
 
-def _require_separate_rows(function: Function, f: Float[Tensor, "n C"], rows: Float[Tensor, "n K"]) -> None:
-    """Raise if a row of a function's results changes with other rows of the outputs.
+def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Question | None:
+    """Return the question for one number of all inputs together; None where a function does not give one."""
+    model, asked = trajectory.model_for(X), RowFunction.of(function)
+    params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
+    with torch.no_grad():
+        returned = model.returned(params, X)
+        returned, leaves = with_leaves(returned, len(X))
+    with torch.enable_grad(), disable_fused_attention():
+        try:
+            value = asked.function(returned, *(model.spec.cast(data) for data in asked.data))
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+        ):  # what is wrong with a function is said where it is asked row by row
+            return None
+        if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+            return None
+        found = torch.autograd.grad(value, leaves, materialize_grads=True)
+    cotangents = torch.cat([gradient.reshape(len(X), -1) for gradient in found], dim=1)
+    return *ask(trajectory, X, _all_numbers), value.detach(), cotangents[:, None].to(model.spec.dtype)
 
-    Half of the rows are replaced, by each bit of their number and its opposite: any two rows differ in one.
-    """
-    numbers, other = torch.arange(len(f), device=f.device), 0.9 * f.flip(0) - 0.1
-    allowed = torch.finfo(f.dtype).eps ** 0.5 * rows.abs().amax().clamp(min=1e-30)
-    for bit in range((len(f) - 1).bit_length()):
-        for kept in (numbers >> bit & 1 == 1, numbers >> bit & 1 == 0):
-            again = function(torch.where(kept[:, None], f, other)).detach().reshape(len(f), -1)
-            moved = (~((again - rows).abs() <= allowed) & ~(again.isnan() & rows.isnan())).any(dim=1) & kept
-            if bool(moved.any()):
-                raise ValueError(
-                    "function must map each row of outputs by itself, and give the same again: its result "
-                    f"{int(moved.nonzero()[0])} depends on other rows, or on chance. Return one number, of shape (), "
-                    "for a function of all inputs together."
-                )
+
+def _all_numbers(returned: Any) -> Float[Tensor, "n D"]:
+    """Return all that a network returned for each row, side by side."""
+    return rows_of(returned, next(len(z) for z in tensors_of(returned) if z.ndim))

@@ -201,9 +201,9 @@ class InfluenceWork(RunWork):
     """What is differentiated, and along what the result is split; in pieces of some inputs each.
 
     Attributes:
-        trajectory: The run.
+        trajectory: The run; of one that is asked (`core.scalars`) the recorded one is gone through.
         X: n inputs, (n, ...).
-        cotangents: The derivatives of the K wanted numbers of each input in its logits, (n, K, C).
+        cotangents: The derivatives of the K wanted numbers of each input in what its network gives, (n, K, C).
         is_joint: Whether the inputs share their numbers, such as a mean over inputs, which is then the one row of the
             result.
         axes: Axes of samples and steps.
@@ -231,12 +231,12 @@ class InfluenceWork(RunWork):
     @cached_property
     def law(self) -> UpdateLaw:
         """The steps as functions."""
-        return UpdateLaw(self.trajectory, flat_weights(self.trajectory, 0, self.X))
+        return UpdateLaw(self.trajectory.recorded, flat_weights(self.trajectory, 0, self.X))
 
     @property
     def memory(self) -> MemoryPlan:
-        """Turns the budget into block sizes."""
-        return self.net.memory_plan(self.memory_budget)
+        """Turns the budget into block sizes, for what the recorded network computes."""
+        return self.recorded_net.memory_plan(self.memory_budget)
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
@@ -262,7 +262,7 @@ class InfluenceWork(RunWork):
     def piece_bytes(self) -> int:
         """Bytes of the sums of a block."""
         numbers, rows = self._sizes
-        return 8 * rows * numbers * self.trajectory.num_points
+        return 8 * rows * numbers * self.trajectory.recorded.num_points
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
@@ -285,7 +285,7 @@ class InfluenceWork(RunWork):
         """
         rows, S = self.blocks[place[0]], self.trajectory.num_steps
         adjoints, numbers = self._start(rows), self._sizes[0]
-        like, combined = adjoints["weights"], CombinedAxes(self.trajectory, self.axes)
+        like, combined = adjoints["weights"], CombinedAxes(self.trajectory.recorded, self.axes)
         own = None if self.own is None else self.own[self._points(rows).repeat_interleave(numbers)].to(like.device)
         factors = None if self.factors is None else self.factors.to(like)
         groups, num_columns = combined.index["sample"].to(like.device), combined.count("sample") if own is None else 1
@@ -297,7 +297,7 @@ class InfluenceWork(RunWork):
             norms.copy_(saved.added["norms"])
             adjoints = {name: value.to(like) for name, value in saved.carried.items()}
         run = self._replay()  # blocks may go through the run beside each other
-        curvature, trace = LossCurvature(self.net, run, self.memory), self.trace.reader(run)
+        curvature, trace = LossCurvature(self.recorded_net, run, self.memory), self.trace.reader(run)
         sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
         yield sums
         for index in reversed(range(S - self.truncate, S - saved.steps)):
@@ -330,7 +330,8 @@ class InfluenceWork(RunWork):
         K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics
         of_weights = state.new_zeros(*((K,) if is_joint else (K, N)), P)
         of_statistics = state.new_zeros(*of_weights.shape[:-1], Q)
-        for part in torch.arange(N, device=X.device).split(max(1, self.memory.adjoint_points(K))):
+        at_once = max(1, net.memory_plan(self.memory_budget).adjoint_points(K))
+        for part in torch.arange(N, device=X.device).split(at_once):
             cotangents, at = Cotangents(wanted[:, part].to), WeightLocation(state)
             found = [(of_weights, to_flat_order(layer_jacobians(net, at, X[part], cotangents, cost), columns))]
             if Q:
@@ -350,7 +351,7 @@ class InfluenceWork(RunWork):
         return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
-        return RunReplay(self.trajectory.trained, self.net.model, self.X)
+        return RunReplay(self.trajectory.recorded.trained, self.recorded_net.model, self.X)
 
     def _back(
         self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace

@@ -371,7 +371,7 @@ def locate_graph_kinks(
             if not len(at_a[0]):
                 continue
             is_searched[rows] = True
-            row, position = _crossings(segment, (start, end), at_a, _units(segment, X[rows], end))
+            row, position = _crossings(segment, X[rows], (start, end), at_a, _units(segment, X[rows], end))
             intervals.append(rows[row])
             positions.append(position)
     return torch.cat(intervals), torch.cat(positions), is_searched
@@ -411,7 +411,7 @@ def _combined(f: Tensor) -> Float[Tensor, " E"]:
 
 
 def _crossings(
-    segment: WeightSegment, ends: tuple[Tensor, Tensor], units_a: _Units, units_b: _Units
+    segment: WeightSegment, X: Tensor, ends: tuple[Tensor, Tensor], units_a: _Units, units_b: _Units
 ) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
     """Return the rows that have a kink between two ends, and where."""
     (a, b), (at_a, affects_a), (at_b, affects_b) = ends, units_a, units_b
@@ -420,12 +420,12 @@ def _crossings(
     low, high = at_a[units], at_b[units]
     position = a + (b - a) * low / (low - high)
     if len(units):
-        middle = _inputs_at(segment, (a + b) / 2)[units]
+        middle = _inputs_at(segment, X, (a + b) / 2)[units]
         rounding = _LINEAR * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
         bent = ((middle - (low + high) / 2).abs() > rounding).nonzero().squeeze(1)
 
         def value_of(t: Tensor, active: Tensor) -> Tensor:
-            return torch.stack([_inputs_at(segment, u)[units[bent[k]]] for u, k in zip(t, active, strict=True)])
+            return torch.stack([_inputs_at(segment, X, u)[units[bent[k]]] for u, k in zip(t, active, strict=True)])
 
         ends, values = (a.expand(len(bent)), b.expand(len(bent))), (low[bent], high[bent])
         position[bent] = _solve(value_of, ends, values, torch.finfo(low.dtype).eps)
@@ -433,9 +433,8 @@ def _crossings(
     return row, position[unit]
 
 
-def _inputs_at(segment: WeightSegment, t: Tensor) -> Float[Tensor, " U"]:
+def _inputs_at(segment: WeightSegment, X: Tensor, t: Tensor) -> Float[Tensor, " U"]:
     model = segment.net.model
-    node = torch.zeros(1, 1, dtype=torch.int64, device=segment.w.device)
     with torch.no_grad(), disable_fused_attention(), UnitWatcher(None) as watcher:
-        model(model.unflatten(segment.w + t * segment.d), node)
+        model(model.unflatten(segment.w + t * segment.d), X)
     return torch.cat([units.inputs[0] for units in watcher.calls])

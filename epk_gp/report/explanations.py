@@ -112,41 +112,44 @@ def explain(
     certificates: list[Certificate] = []
     quantum = 0.0
     cells = trajectory.num_points * (len(axes[1].names) + 1) * len(axes[2].names)
-    for chosen in torch.arange(len(request.rows)).split(max(1, options.memory_budget // (_BYTES * cells))):
-        rows, classes = request.rows[chosen], request.classes[chosen]
+    K = 1 if request.function is None else request.network.shape[1]  # of a function, all numbers of a point together
+    for chosen in torch.arange(len(request.rows)).split(K * max(1, options.memory_budget // (_BYTES * cells * K))):
+        rows = request.rows[chosen[::K]]
+        what: dict[str, Any] = {"head": request.head, "classes": request.classes[chosen]}
+        if request.function is not None:
+            what = {"function": request.function_of(request.points[rows])}
         checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
             (result,) = attribute_many(
-                trajectory, X[rows.to(X.device)], [axes], head=request.head, rule=rule, path=path, classes=classes,
+                trajectory, X[rows.to(X.device)], [axes], rule=rule, path=path, **what,
                 memory_budget=options.memory_budget, progress=options.progress, checkpoint=checkpoint,
                 executor=options.executor,
             )  # fmt: skip
         certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
-            terms = rounded_terms(result, number, quantum)
+            terms = rounded_terms(result, divmod(number, K), quantum)
             quantum = terms.quantum
             outputs[int(request.rows[k]), int(request.classes[k])] = {
                 "initial": terms.running[0],
                 "network": terms.running[-1],
                 "running": list(terms.running),
-                "amplification": significant(float(result.amplification[number, 0]), 3),
+                "amplification": significant(float(result.amplification[divmod(number, K)]), 3),
                 "views": all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k]),
             }
     return Explained(outputs, quantum, reduce(Certificate.merged, certificates))
 
 
-def rounded_terms(result: GroupedAttribution, number: int, quantum: float) -> Terms:
-    """Round the terms of one output to multiples of a quantum, or of its own one for 0.
+def rounded_terms(result: GroupedAttribution, place: tuple[int, int], quantum: float) -> Terms:
+    """Round the terms of one output of a point to multiples of a quantum, or of its own one for 0.
 
     Raises:
         ValueError: The terms are too large for it.
     """
-    place = (number, 0)
     statistics = result.statistics[place][:, 0].sum(dim=0) + result.statistics_of_no_sample[place][0, 0]
     terms = [result.values[place], result.decay[place][0], statistics, result.unexplained[place][0]]
     if result.sources:
         terms.append(torch.stack([*result.sources.values()]).sum(dim=0)[place][0])
-    initial, network = float(result.initial[number, 0]), float(result.network[number, 0])
+    initial, network = float(result.initial[place]), float(result.network[place])
     size = sum(float(term.double().abs().sum()) for term in terms)
     quantum = quantum or choose_quantum(size + abs(initial) + abs(network))
     of_ranges = [term.double().reshape(-1, term.shape[-1]).sum(dim=0) for term in terms]

@@ -199,6 +199,7 @@ def reason_without_kernel(request: ReportRequest) -> str | None:
     """Return why a report has no matrix of the path kernel between samples; None if it has one."""
     run = request.trajectory
     reasons = {
+        "a function of the outputs is explained": request.function is not None,
         "fewer than two samples were asked for": request.kernel_points < 2,
         "there is one training sample only": run.num_points < 2,
         f"the network has more than {MAX_OUTPUTS} outputs, each of which costs a backward pass":

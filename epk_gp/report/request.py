@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from epk_gp.core.checks import ComputeOptions, parse_indices, validate_count, va
 from epk_gp.core.graphs import Graph
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, apply_head, resolve_head
+from epk_gp.core.scalars import Function, RowFunction, ask
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs, validate_trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
@@ -24,6 +26,8 @@ from epk_gp.kernel_machine.influence import Influence
 ExplainedOutputs = Literal["predicted", "all"] | int
 Process = UncertainClassifier | LogitGP | LogitPosterior
 OtherInputs = Shaped[Tensor, "o ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph  # as `Inputs`, of o points
+
+_OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
 
 # An influence is of the explained outputs where its outputs are theirs to so many eps of the largest one: it may have
 # been computed in other blocks of points.
@@ -46,13 +50,14 @@ class ReportRequest:
         trajectory: The run, with M training samples and C outputs.
         X: The n points, packed.
         y: Their classes, or targets of a regression; None if they are not known.
-        network: The network's outputs at the points, without the head.
+        network: The network's outputs at the points, without the head, or the K numbers of a function.
         head: What the explained outputs are.
         is_classifier: Whether outputs stand for classes.
-        class_names: Names of the C outputs.
+        class_names: Names of these outputs or numbers.
         points: Indices of the m points that are explained.
         rows: Of each of the k explained outputs, which of these points it is an output of.
         classes: Its index.
+        function: What is explained in the place of outputs; None for outputs.
         influence, posterior, outside, suspects, uncertainty_map, kernel_points: As those of `write_report`.
         options: How everything is computed.
     """
@@ -67,6 +72,7 @@ class ReportRequest:
     points: Int64[Tensor, " m"]
     rows: Int64[Tensor, " k"]
     classes: Int64[Tensor, " k"]
+    function: RowFunction | None = None
     influence: Influence | None = None
     posterior: Process | None = None
     outside: Shaped[Tensor, "o ..."] | None = None
@@ -74,6 +80,18 @@ class ReportRequest:
     uncertainty_map: UncertaintyMap | None = None
     kernel_points: int = 0
     options: ComputeOptions = ComputeOptions()
+
+    @property
+    def name(self) -> str:
+        """What the explained numbers are."""
+        return _OUTPUT_NAMES[self.head] if self.function is None else name_of(self.function)
+
+    def function_of(self, points: Int64[Tensor, " k"]) -> RowFunction | None:
+        """Return the function with the data of some of the n points."""
+        if self.function is None:
+            return None
+        data = (value[points.to(value.device)] if value.ndim else value for value in self.function.data)
+        return RowFunction(self.function.function, *data)
 
     @property
     def explained(self) -> Shaped[Tensor, "m ..."]:
@@ -100,23 +118,40 @@ def parse_request(
     *,
     head: Head | None,
     outputs: ExplainedOutputs = "predicted",
-    explained: int | Sequence[int] = 6,
+    explained: int | Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
+    function: Function | None = None,
 ) -> ReportRequest:
     """Return the points and outputs that a report is asked to explain; arguments and errors as `write_report`."""
     validate_trajectory(trajectory)
-    X, C = parse_inputs(trajectory, X), trajectory.num_outputs
+    X = parse_inputs(trajectory, X)
+    run, asked, noun = trajectory, X, "output"
+    if function is not None:
+        if y is not None or head is not None or outputs != "predicted":
+            raise ValueError("y, head and outputs are of the network's outputs: leave them out beside function.")
+        function = function if isinstance(function, RowFunction) else RowFunction(function)
+        (run, asked), noun, head = ask(trajectory, X, function), name_of(function), "logits"
+    network, C = network_outputs(run, asked).cpu(), run.num_outputs
     has_labels = isinstance(y, Tensor) and y.ndim == 1 and not y.is_floating_point()
-    is_classifier = C > 1 and (has_labels or isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood))
+    is_class = has_labels or isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood)
+    is_classifier = function is None and C > 1 and is_class
     targets = None if y is None else _parse_targets(y, len(X), C, is_classifier)
-    network, points = network_outputs(trajectory, X).cpu(), _parse_points(explained, len(X))
+    points = _parse_points((6 if function is None else len(X)) if explained is None else explained, len(X))
     true = targets[points] if targets is not None and is_classifier else None
     rows, classes = _wanted(outputs, network[points], true, is_classifier).nonzero(as_tuple=True)
     if class_names is not None and (isinstance(class_names, str) or len(class_names) != C):
         raise ValueError(f"class_names must name each of the {C} outputs: got {class_names!r}.")
-    names = class_names or [f"{'class' if is_classifier else 'output'} {c}" for c in range(C)]
+    noun = "class" if is_classifier else noun
+    names = class_names or ([noun] if function is not None and C == 1 else [f"{noun} {c}" for c in range(C)])
     head, names = resolve_head(head, trajectory.loss, C), tuple(map(str, names))
-    return ReportRequest(trajectory, X, targets, network, head, is_classifier, names, points, rows, classes)
+    return ReportRequest(trajectory, X, targets, network, head, is_classifier, names, points, rows, classes, function)
+
+
+def name_of(function: RowFunction) -> str:
+    """Return what a function is called."""
+    named: Any = function.function.func if isinstance(function.function, partial) else function.function
+    name = str(getattr(named, "__name__", type(named).__name__)).strip("_").replace("_", " ")
+    return "number" if name == "<lambda>" else name
 
 
 def _parse_targets(y: object, count: int, num_outputs: int, is_classifier: bool) -> Tensor:
@@ -164,6 +199,8 @@ def validate_results(request: ReportRequest) -> None:
         given = getattr(request, name)
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"{name} must be {source}: got {type(given).__name__}.")
+    if request.function is not None and any(x is not None for x in (request.posterior, request.uncertainty_map)):
+        raise ValueError("posterior and uncertainty_map are of the network's outputs: leave them out beside function.")
     run, process, shape = request.trajectory, request.posterior, tuple(request.network.shape)
     if isinstance(process, LogitPosterior):
         if process.mean.shape != shape:

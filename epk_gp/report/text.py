@@ -3,15 +3,22 @@
 A word is what one token adds to the text before it, so that the words of a text join to it.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+from torch.nn import functional as F
 
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.scalars import ask, log_probabilities, logits_of
+from epk_gp.core.show import number, shortened
+from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.kernel_machine.attribute import Attribution
+from epk_gp.report.request import ReportRequest
 
 _BROKEN = "\ufffd"  # what bytes that are no whole character are decoded to
 
@@ -38,6 +45,16 @@ class Passage:
 
     words: list[str]
     terms: list[int]
+
+    def part(self, shares: Sequence[int], whole: int) -> dict[str, Any]:
+        """Return the share of each word, None of one that is no target, and what they leave of the whole.
+
+        Args:
+            shares: Of each loss term, as a multiple of the quantum.
+            whole: What they sum to, up to rounding and words that are not shown, as those of padding.
+        """
+        of_words = [None if term < 0 else shares[term] for term in self.terms]
+        return {"shares": of_words, "rest": whole - sum(filter(None, of_words))}
 
 
 class Text:
@@ -123,3 +140,67 @@ class Text:
         if signature.layout is not None and signature.layout.ragged is not None:
             mask = torch.arange(ids.shape[1]) < args[0]
         return ids[0].long(), mask[0].bool()
+
+
+class WordsAsked(NamedTuple):
+    """The words whose log-probability is asked for, and by how much training changed it.
+
+    Attributes:
+        words: For each explained text and position the word after it, or in its place; -100 where none is asked for.
+        changes: By how much training changed its log-probability, or 0.
+    """
+
+    words: Int64[Tensor, "m T"]
+    changes: Float[Tensor, "m T"]
+
+
+def words_asked(request: ReportRequest) -> WordsAsked | None:
+    """Return the words whose log-probability is explained; None where something else is."""
+    run, X, asked = request.trajectory, request.explained, request.function_of(request.points)
+    terms = None if asked is None else log_probabilities(asked)
+    if terms is None:
+        return None
+    with torch.no_grad():
+        z = logits_of(run.model_for(X).returned(run.model.unflatten(flat_state(run, run.num_steps, X)), X[:1]))
+    if z.ndim < 3:  # of a class
+        return None
+    answers = terms.data[0].reshape(len(X), -1).cpu()
+    ends = (network_outputs(*ask(run, X, terms), state=state).cpu() for state in (-1, 0))
+    left_out = z.shape[1] - answers.shape[1]  # positions of which no word is asked
+    return WordsAsked(F.pad(answers, (left_out, 0), value=-100), F.pad(operator.sub(*ends), (left_out, 0)))
+
+
+def sentences(
+    asked: Attribution, trajectory: Trajectory, X: Inputs, tokenizer: Tokenizer, *, top: int = 5, width: int = 80
+) -> str:
+    """Return the training texts that moved each text's numbers most, to be printed.
+
+    Args:
+        asked: `epk_gp.attribute(trajectory, X, ...)`.
+        trajectory: The run.
+        X: The texts.
+        tokenizer: As of `epk_gp.write_report`.
+        top: How many training texts of each number, the largest contributions by absolute value first.
+        width: Most characters of a text; the middle of a longer one is left out.
+
+    Raises:
+        TypeError: The tokenizer is none.
+        ValueError: The inputs of the run are no token ids, or X is not what was asked.
+    """
+    text, X = Text(trajectory, tokenizer), parse_inputs(trajectory, X)
+    if len(X) != len(asked.network):
+        raise ValueError(f"X must be the {len(asked.network)} texts that were asked: got {len(X)}.")
+
+    def shown(passage: Passage) -> str:
+        return shortened(repr("".join(passage.words)), width)
+
+    lines = [f"not certified: {'; '.join(asked.findings)}"] if asked.findings else []
+    for n, order in enumerate(asked.top(top)):
+        lines.append(f"text {n}: {shown(text.passage(X[n]))}")
+        for k, indices in enumerate(order.tolist()):
+            ends = (number(float(value[n, k])) for value in (asked.initial, asked.network))
+            lines.append(f"  {asked.explained} {k}: {' before training, '.join(ends)} after")
+            for i in indices:
+                passage = text.passage(trajectory.inputs[i], trajectory.targets[i])
+                lines.append(f"    {float(asked.samples[n, k, i]):+.4g}  #{i}  {shown(passage)}")
+    return "\n".join(lines)

@@ -21,17 +21,18 @@ from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.scalars import Function
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
 from epk_gp.quadrature import rules
-from epk_gp.report.explanations import Explained, divide, explain, is_margin, shorten, significant
+from epk_gp.report.explanations import Explained, divide, explain, is_margin, shorten, significant, to_units
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
-from epk_gp.report.text import Tokenizer
+from epk_gp.report.text import Tokenizer, WordsAsked, words_asked
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -45,7 +46,6 @@ SCRIPTS = (
 STYLES = ("theme", "layout", "tables", "pictures", "words", "print")
 
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
-_OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
 _MAX_PARAMETERS = 60  # more are counted, not listed
 _UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options that are no arithmetic
 
@@ -63,11 +63,12 @@ def write_report(
     rule: rules.Rule = rules.adaptive(tol=1e-12),
     path: rules.WeightPath | None = None,
     outputs: ExplainedOutputs = "predicted",
-    explained: int | Sequence[int] = 6,
+    explained: int | Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     decode: Decode | None = None,
     tokenizer: Tokenizer | None = None,
+    function: Function | None = None,
     top: int = 10,
     influence: Influence | None = None,
     posterior: Process | None = None,
@@ -95,13 +96,15 @@ def write_report(
             and None takes it for large networks. The matrix of the path kernel and the map are along straight steps.
         outputs: Which classes of a point are explained: "predicted" (and the true one where it is another), "all", or
             the number of its most probable ones. Outputs that are no classes are all explained.
-        explained: How many points are explained, the first ones, or their indices. Each output costs as much as one or
-            two trainings; the overview is of all n points.
+        explained: How many points are explained, the first ones, or their indices; None for 6, or all of a function.
+            Each output costs as much as one or two trainings; the overview is of all n points.
         class_names: Names of the C outputs.
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         tokenizer: Makes words of inputs that are token ids: has `decode(ids) -> str`, as those of `transformers` and
             `tokenizers`; or is a function that returns a string for each of the ids; or holds strings by id.
+        function: What is explained in the place of outputs, as of `epk_gp.attribute`; of `log_probability`, what the
+            training changed is shown word by word. It takes the place of y, head and outputs.
         top: How many samples a view names of either sign.
         influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
@@ -132,7 +135,8 @@ def write_report(
     validate_count(top, "top")
     validate_count(kernel_points, "kernel_points", minimum=0)
     request = replace(
-        parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names),
+        parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names,
+                      function=function),
         influence=influence, posterior=posterior, suspects=suspects, uncertainty_map=uncertainty_map,
         outside=None if outside is None else parse_inputs(trajectory, outside, "outside"),
         kernel_points=kernel_points, options=parsed,
@@ -147,7 +151,7 @@ def write_report(
         ("network explained", trajectory.explained),
         ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
         ("outputs explained", _describe_outputs(outputs, request)),
-        ("head", request.head),
+        ("head", request.head) if function is None else ("function", request.name),
         ("path of integration", found.certificate.path),
         ("quadrature", rule.name),
         ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
@@ -192,15 +196,17 @@ def _content(
 ) -> dict[str, Any]:
     """Return all that a report can hold; `how` says how it was made."""
     sure, run, (_, layers, steps) = certainty(request), request.trajectory, axes
+    asked = None if look.text is None else words_asked(request)
     content: dict[str, Any] = {
         "version": VERSION,
         "title": f"Report of run {run.digest[:12]}",
         "quantum": found.quantum,
         "outputs": {
             "head": request.head,
-            "name": _OUTPUT_NAMES[request.head],
+            "name": request.name,
             "classes": list(request.class_names),
             "are_classes": request.is_classifier,
+            "are_asked": request.function is not None,
             "probabilities_of": sure.source,
         },
         "layers": list(layers.names),
@@ -208,7 +214,7 @@ def _content(
         "card": _run_card(run, how),
         "certificate": _describe_certificate(request, found),
         "samples": {"count": run.num_points},
-        "points": [_point(request, number, found, sure, look) for number in range(len(request.points))],
+        "points": [_point(request, number, found, sure, look, asked) for number in range(len(request.points))],
         "overview": overview(request, sure),
     }
     expected, named = expected_classes(request.suspects), sorted(_named(content))
@@ -255,10 +261,19 @@ def _describe_certificate(request: ReportRequest, found: Explained) -> dict[str,
     return {"certified": not findings, "sentences": sentences, "rows": texts}
 
 
-def _point(request: ReportRequest, number: int, found: Explained, sure: Certainty, look: Appearance) -> dict[str, Any]:
+def _point(
+    request: ReportRequest, number: int, found: Explained, sure: Certainty, look: Appearance, asked: WordsAsked | None
+) -> dict[str, Any]:
     n = int(request.points[number])
+    explanations = {str(c): content for (row, c), content in found.outputs.items() if row == number}
+    answers = None if asked is None else asked.words[number]
+    if look.text is not None and asked is not None:
+        changes = to_units(asked.changes[number], found.quantum).tolist()
+        for explanation in explanations.values():
+            whole = explanation["network"] - explanation["initial"]
+            explanation["words"] = look.text.passage(request.X[n], answers).part(changes, whole)
     values = None
-    if not request.is_classifier:  # what is predicted of each output, its target and the difference
+    if not request.is_classifier and request.function is None:  # predictions, their targets and the differences
         f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
@@ -267,18 +282,19 @@ def _point(request: ReportRequest, number: int, found: Explained, sure: Certaint
         "label": None if request.true_classes is None else int(request.true_classes[n]),
         "predicted": int(request.network[n].argmax()) if request.is_classifier else 0,
         "values": values,
-        "input": look.show(request.X[n]),
+        "input": look.show(request.X[n], answers),
         "probabilities": None if sure.probabilities is None else list(map(significant, sure.probabilities[n].tolist())),
         "band": None if sure.band is None else [list(map(significant, b)) for b in sure.band[:, number].T.tolist()],
         "scores": [[name, significant(float(scores[n])), text] for name, scores, text in sure.scores],
-        "explanations": {str(c): content for (row, c), content in found.outputs.items() if row == number},
+        "explanations": explanations,
     }
 
 
 def _sample(request: ReportRequest, look: Appearance, index: int, expected: dict[int, int]) -> dict[str, Any]:
     run, labels, C = request.trajectory, request.training_labels, request.trajectory.num_outputs
     label = None if labels is None else int(labels[index])
-    has_targets = not request.is_classifier and run.targets.numel() == run.num_points * C
+    is_output = not request.is_classifier and request.function is None and look.text is None
+    has_targets = is_output and run.targets.numel() == run.num_points * C
     suspected = expected.get(index, label)
     return look.show(run.inputs[index], run.targets[index], is_sample=True) | {
         "label": label if label is not None and 0 <= label < C else None,  # the loss leaves others out: -100

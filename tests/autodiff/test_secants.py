@@ -1,18 +1,16 @@
 """Every operation's mean derivative between two rows gives the whole change of its outputs, whatever it computes."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from epk_gp.autodiff.interception import InterpolatedWeights
-from epk_gp.autodiff.secants import SecantDerivatives
+from epk_gp.autodiff.secants import SecantDerivatives, end_of
 from epk_gp.core.model import BATCH_MARK
+from tests.helpers import assert_close
 
-PAIRS, WIDTH = 3, 12
+ROWS, WIDTH = 3, 12
 
 
 def in_place(x):
@@ -54,6 +52,7 @@ FUNCTIONS = {
     "group_norm": lambda x: F.group_norm(x.view(-1, 3, 2, 2), 3),
     "dropout": lambda x: F.dropout(x.tanh(), 0.5, training=False),
     "in_place": in_place,
+    "rows elsewhere": lambda x: (x.T * x.T.sigmoid()).T,
 }
 
 
@@ -77,17 +76,20 @@ def change_and_product(function, *, has_secants=True, step=0.3):
     net = Around(function).double()
     params = {name: value.detach().requires_grad_() for name, value in net.named_parameters()}
     direction = {name: step * torch.randn_like(value) for name, value in params.items()}
-    x = torch.randn(PAIRS, 4, dtype=torch.float64).repeat_interleave(2, dim=0)
-    setattr(x, BATCH_MARK, True)
-    moved = InterpolatedWeights(params, direction, torch.tensor([0.0, 1.0], dtype=torch.float64).repeat(PAIRS))
-    secants = SecantDerivatives(params, moved) if has_secants else nullcontext()
-    with moved, secants:
+    ends = {name: value.detach() + direction[name] for name, value in params.items()}
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+    setattr(x, BATCH_MARK, len(x))
+    y_end = functional_call(net, ends, (x,)).detach()
+    if has_secants:
+        with SecantDerivatives(params, direction, ROWS):
+            y = functional_call(net, params, (x,))
+        assert_close(end_of(y), y_end, rounding=1e3)
+    else:
         y = functional_call(net, params, (x,))
-    v = torch.randn(PAIRS, y.shape[1], dtype=torch.float64)
-    grads = torch.autograd.grad(y, list(params.values()), v.repeat_interleave(2, dim=0) / 2)
+    v = torch.randn(ROWS, y.shape[1], dtype=torch.float64)
+    grads = torch.autograd.grad(y, list(params.values()), v)
     product = sum(float((grad * step).sum()) for grad, step in zip(grads, direction.values(), strict=True))
-    with torch.no_grad():
-        return float(((y[1::2] - y[::2]) * v).sum()), product
+    return float(((y_end - y.detach()) * v).sum()), product
 
 
 @pytest.mark.parametrize("step", [0.3, 1e-3, 1e-7])
@@ -107,19 +109,15 @@ def test_derivatives_at_both_ends_do_not(name):
 def test_a_pool_gives_each_input_the_time_for_which_it_is_the_largest():
     """From (3, 1) to (1, 2): the first leads by 2, then lags by 1, so it is the largest for two thirds of the way."""
     weight = torch.tensor([[3.0], [1.0]], dtype=torch.float64, requires_grad=True)
-    params, direction = {"w": weight}, {"w": torch.tensor([[-2.0], [1.0]], dtype=torch.float64)}
-    x = torch.ones(2, 1, dtype=torch.float64)
-    setattr(x, BATCH_MARK, True)
-    moved = InterpolatedWeights(params, direction, torch.tensor([0.0, 1.0], dtype=torch.float64))
-    secants = SecantDerivatives(params, moved)
-    with moved, secants:
-        y = F.max_pool1d(F.linear(x, weight)[:, None], 2)
-    (grad,) = torch.autograd.grad(y.sum() / 2, weight)
+    direction = {"w": torch.tensor([[-2.0], [1.0]], dtype=torch.float64)}
+    with SecantDerivatives({"w": weight}, direction, 1):
+        y = F.max_pool1d(F.linear(torch.ones(1, 1, dtype=torch.float64), weight)[:, None], 2)
+    (grad,) = torch.autograd.grad(y.sum(), weight)
     assert grad.flatten().tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_more_than_two_factors_and_rows_that_leave_the_first_dimension_are_refused():
+def test_more_than_two_factors_and_functions_of_rows_elsewhere_than_first_are_refused():
     with pytest.raises(ValueError, match=r"layerwise\(\) cannot average einsum: it has 3 factors that move"):
         change_and_product(lambda x: torch.einsum("ei,ei,ei->ei", x, x, x))
     with pytest.raises(ValueError, match=r"layerwise\(\) cannot average .*: it .*row"):
-        change_and_product(lambda x: (x.T * x.T.sigmoid()).T)
+        change_and_product(lambda x: x.T.sort(dim=0).values.T)

@@ -1,8 +1,12 @@
 """Numbers in place of outputs: what a function makes of that which the network returns."""
 
+import re
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from multiprocessing import get_context
 
+import graph_runs
 import pytest
 import torch
 from torch import nn
@@ -10,8 +14,15 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_layer, by_sample
+from epk_gp.kernel_machine.influence_pass import InfluenceWork
+from epk_gp.kernel_machine.plan import plan_attribution
+from epk_gp.kernel_machine.terms import AttributionWork
 from recipes.path_reference import brute_force_terms
-from recipes.problem import C, sentences, train, vectors
+from recipes.problem import C, images, sentences, train, vectors
 from recipes.reference import Watched
 
 VOCABULARY, T, IGNORED = 7, 5, -100
@@ -138,3 +149,189 @@ def test_contributions_are_those_of_brute_force(name):
     assert float((found.total - numbers).abs().max()) <= 1e-10
     assert float((found.samples - terms.samples).norm() / terms.samples.norm()) <= 1e-8
     assert float((found.decay - terms.decay).abs().max()) <= 1e-10
+
+
+def test_the_report_speaks_of_numbers():
+    result = gpt()
+    found = epk.attribute(result.trajectory, result.X_test, function=epk.RowFunction(of_words, WORDS))
+    assert "Attribution of 3 points × 2 numbers to 8 training samples" in str(found)
+    assert "number  " in str(found)
+    largest = found.samples.abs().sort(dim=2, descending=True).indices
+    assert torch.equal(found.top(3), largest[..., :3])
+    assert found.top(20).shape == (3, 2, 8)
+    with pytest.raises(ValueError, match="k must be"):
+        found.top(0)
+
+
+@pytest.mark.parametrize("path", [epk.chords(every=3), epk.layerwise(), epk.layerwise(every=2)], ids=str)
+@pytest.mark.parametrize("name", ["class", "targets", "words apart", "words untied", "label"])
+def test_other_paths_end_at_the_same_numbers(name, path):
+    make, asked, _ = CASES[name]
+    result = make()
+    try:
+        found = epk.attribute(result.trajectory, result.X_test, function=asked, path=path)
+    except ValueError as error:  # what some networks have no averages for, functions do not change
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            epk.attribute(result.trajectory, result.X_test, classes=CHOSEN, path=path)
+        return
+    assert found.certified
+    assert found.max_error <= 1e-10
+
+
+def test_pieces_workers_and_checkpoints_change_nothing(tmp_path, monkeypatch):
+    result = gpt()
+    run, X = result.trajectory, result.X_test
+    asked, options = epk.RowFunction(of_words, WORDS), {"path": epk.chords(every=2)}
+    expected = epk.attribute(run, X, function=asked, **options)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert torch.equal(epk.attribute(run, X, function=asked, executor=pool, **options).samples, expected.samples)
+    once = epk.attribute(run, X, function=asked, checkpoint=tmp_path / "sums", **options)
+    assert torch.equal(once.samples, expected.samples)
+    again = epk.attribute(run, X, function=asked, checkpoint=tmp_path / "sums", **options)
+    assert torch.equal(again.samples, expected.samples)
+    other = epk.RowFunction(of_words, WORDS.flip(0))
+    with pytest.raises(ValueError, match="must be of this very computation: it is of another"):
+        epk.attribute(run, X, function=other, checkpoint=tmp_path / "sums", **options)
+    # points, and numbers of a point, go through the run apart
+    monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+    apart = epk.attribute(run, X, function=asked, **options)
+    assert torch.allclose(apart.samples, expected.samples, rtol=0, atol=1e-12)
+    by = [by_sample(run), by_layer(run)]
+    split = attribute_by(run, X, by, function=asked, **options)
+    assert torch.allclose(split.values.sum(dim=3), expected.samples, rtol=0, atol=1e-10)
+    plan = plan_attribution(epk.PathKernel(run), X, [[by_sample(run)]], function=asked, seconds=1)
+    assert plan.pieces == 3
+
+
+def test_rows_have_their_own_data_in_any_order():
+    result = gpt()
+    order = torch.tensor([2, 0, 1, 0])
+    asked = epk.attribute(result.trajectory, result.X_test, function=epk.log_probability(TARGETS))
+    moved = epk.attribute(result.trajectory, result.X_test[order], function=epk.log_probability(TARGETS[order]))
+    assert torch.allclose(moved.samples, asked.samples[order], rtol=0, atol=1e-12)
+    alone = epk.attribute(result.trajectory, result.X_test[1:2], function=epk.log_probability(TARGETS[1:2]))
+    assert torch.allclose(alone.samples, asked.samples[1:2], rtol=0, atol=1e-12)
+
+
+def test_a_function_of_outputs_is_as_the_outputs_themselves():
+    """Of images, graphs, rows of unequal lengths, averaged weights and float32."""
+    questions = {"images": images_run(), "graph": graph_run(), "ragged": ragged_run(), "average": average_run()}
+    for name, (run, X) in questions.items():
+        expected = epk.attribute(run, X, head="logits")
+        found = epk.attribute(run, X, function=lambda z: z)
+        assert found.certified, name
+        assert torch.allclose(found.network, expected.network), name
+        assert torch.allclose(found.samples, expected.samples, rtol=1e-8, atol=1e-10), name
+        if name == "ragged":  # torch has no second derivative of it
+            continue
+        effect, plain = epk.influence(run, X, function=lambda z: z), epk.influence(run, X, head="logits")
+        assert torch.allclose(effect.values, plain.values, rtol=1e-8, atol=1e-10), name
+
+
+def images_run():
+    torch.manual_seed(0)
+    net, (X, y) = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, C)).double(), images(7)
+    result = train(net, X[:6], y[:6], X[5:], lambda b: F.cross_entropy(net(X[b]), y[b]), size=3)
+    return result.trajectory, X[5:]
+
+
+def graph_run():
+    recorder = graph_runs.record(graph_runs.make_net())
+    return recorder, torch.tensor([1, 4])
+
+
+def ragged_run():
+    torch.manual_seed(0)
+    net, y = nn.EmbeddingBag(9, C).double(), torch.arange(6) % C
+    bags = [torch.arange(k % 3 + 1) + k for k in range(6)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    with epk.Recorder(net, optimizer, epk.Ragged(bags, "offsets"), y) as recorder:
+        for b in torch.arange(6).split(3):
+            lengths = torch.tensor([len(bags[i]) for i in b])
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.cat([bags[i] for i in b]), lengths.cumsum(0) - lengths), y[b]).backward()
+            recorder.batch(b)
+            optimizer.step()
+    return recorder.trajectory, epk.Ragged(bags[:2], "offsets")
+
+
+def average_run():
+    run, X = images_run()
+    return averaged_trajectory(run, averaging_coefficients(run.num_steps, decay=0.5)), X
+
+
+def test_influence_is_the_slope_of_retraining():
+    """Finite differences of the trained numbers in the weight of a sample."""
+    result = mlp()
+    run, X = result.trajectory, result.X_test
+    effect = epk.influence(run, X, function=epk.log_probability(CHOSEN))
+    assert effect.certified
+    assert "on 3 points × 1 number" in str(effect)
+    weights = torch.ones(2, run.num_points, dtype=torch.float64)
+    weights[:, 4] += torch.tensor([1e-5, -1e-5])
+    ends = epk.retrain(run, weights).outputs(X, head="log_softmax")[..., torch.arange(3), CHOSEN]
+    assert torch.allclose(effect.values[:, 0, 4], (ends[0] - ends[1]) / 2e-5, rtol=1e-4, atol=1e-8)
+
+
+def test_influence_on_a_text_is_that_on_its_logits():
+    result = gpt()
+    run, X = result.trajectory, result.X_test
+    words = epk.influence(run, X, function=epk.log_probability(CHOSEN))
+    of_outputs = epk.influence(run, X, classes=CHOSEN, head="log_softmax")
+    assert torch.allclose(words.values, of_outputs.values, rtol=1e-8, atol=1e-10)
+    texts_apart = epk.influence(run, X, function=epk.log_probability(TARGETS))
+    together = epk.influence(run, X, function=lambda z: of_targets(z).sum())
+    assert together.values.shape == (1, 1, 8)
+    assert torch.allclose(together.values[0, 0], texts_apart.values[:, 0].sum(dim=0), rtol=1e-8, atol=1e-10)
+
+
+# What is asked of a run of texts, and what is said.
+REFUSED = {
+    "mixes rows": (lambda z: z[:, -1] - z[:, -1].mean(dim=0), ValueError, "result 0 depends on other rows"),
+    "mixes one row": (lambda z: z[:, -1] / z[:, -1].sum(dim=0), ValueError, "result 0 depends on other rows"),
+    "is generated": (lambda z: z.argmax(dim=-1), TypeError, "floating-point tensor, which can be differentiated"),
+    "is detached": (lambda z: z[:, -1].detach(), ValueError, "must be differentiable in what the network returns"),
+    "calls the network": (lambda z: torch.ones(len(z)).double(), ValueError, "must be differentiable in what"),
+    "is one number": (lambda z: z.mean(), ValueError, r"to numbers \(3,\) or \(3, K\): got shape \(\)"),
+    "is a tensor of rank 3": (lambda z: z, ValueError, r"got shape \(3, 5, 7\)"),
+    "fails": (lambda z: z.logits, ValueError, r"Tensor with \(3, 5, 7\), and the data .* it fails: .*logits"),
+    "is not finite": (lambda z: (z[:, -1] - 9).log(), ValueError, "must return finite numbers: those of row 0"),
+    "is no function": ("log p", TypeError, "function must map what the network returns to numbers"),
+    "has other rows": (epk.log_probability(CHOSEN[:2]), ValueError, r"for each of the 3 inputs: got shape \(2,\)"),
+    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must lie in 0..6, .*: got 7"),
+    "has too many": (epk.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must be those"),
+    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must lie in 0..6, .*: got 9"),
+    "does not fit": (epk.loss_value(torch.ones(3, 2).long()), ValueError, r"targets \(3, 2\) must fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_function_is_refused_before_any_work(name, monkeypatch):
+    function, error, message = REFUSED[name]
+    result = gpt()
+    monkeypatch.setattr(AttributionWork, "compute", None)
+    monkeypatch.setattr(InfluenceWork, "compute", None)
+    for ask in (epk.attribute, *([] if name == "is one number" else [epk.influence])):
+        with pytest.raises(error, match=message):
+            ask(result.trajectory, result.X_test, function=function)
+
+
+def test_arguments_of_functions_are_checked():
+    run, X, asked = gpt().trajectory, gpt().X_test, epk.log_probability(CHOSEN)
+    for call, error, message in (
+        (lambda: epk.attribute(run, X, function=asked, head="logits"), ValueError, "head and function must not be"),
+        (lambda: epk.attribute(run, X, function=asked, classes=CHOSEN), ValueError, "classes and function must not"),
+        (lambda: epk.influence(run, X, function=asked, head="logits"), ValueError, "must not be given together"),
+        (lambda: epk.influence(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
+        (lambda: epk.attribute(run, X[:1], function=lambda z: z / z.sum(0)), ValueError, "got shape"),
+        (lambda: epk.attribute(run, X[:1], function=lambda z: z[:, 0] - z[:, 0].mean(0)), ValueError, "on other rows"),
+        (lambda: epk.log_probability(TARGETS.double()), TypeError, "answers must be numbers of classes or words"),
+        (lambda: epk.log_probability(torch.tensor([[1, -100], [-100, -100]])), ValueError, "all of a row are -100"),
+        (lambda: epk.log_probability(torch.tensor([1, -2])), ValueError, "numbers from 0 on, or -100 to leave"),
+        (lambda: epk.logit_difference(1, -1), ValueError, "must hold numbers from 0 on: got -1"),
+        (lambda: epk.loss_value(CHOSEN, None), ValueError, "loss_value needs the loss as a function"),
+        (lambda: epk.loss_value(torch.tensor([-100])), ValueError, "targets must hold a class or word for each row"),
+        (lambda: epk.RowFunction(of_words, [1, 2]), TypeError, "data of a function must be"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

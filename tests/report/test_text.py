@@ -120,3 +120,103 @@ def test_a_report_shows_the_words_of_texts_and_of_the_training_texts(tmp_path):
         assert sample["words"] == [ALPHABET[k] for k in ids]
     with pytest.raises(ValueError, match="decode makes a text of an input, and tokenizer makes its words"):
         epk.write_report(tmp_path / "b.html", run, X, tokenizer=ALPHABET, decode=str)
+
+
+def log_probabilities(run, X, targets, state):
+    """Return the log-probability of a target at each position."""
+    with torch.no_grad():
+        z = run.model.returned(run.weights(state), X).log_softmax(dim=2)
+    return z.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
+
+
+@pytest.mark.parametrize("asked", ["every word", "some words", "the last two", "the next"])
+def test_the_changes_of_the_words_that_were_asked_for_add_up_to_the_change_of_their_log_probability(asked, tmp_path):
+    run, X, y = letters_run()
+    targets, T = y.clone(), y.shape[1]
+    if asked != "every word":
+        targets[:, : {"some words": 2, "the last two": T - 2, "the next": T - 1}[asked]] = -100
+    answers = {"the last two": targets[:, -2:], "the next": targets[:, -1]}.get(asked, targets)
+    content = written(tmp_path, run, X, function=epk.log_probability(answers), tokenizer=ALPHABET, top=3)
+    assert content["outputs"]["name"] == content["outputs"]["classes"][0] == "log probability"
+    assert len(content["points"]) == len(X)  # all of them, where a function is explained
+    expected = (log_probabilities(run, X, targets, -1) - log_probabilities(run, X, targets, 0)) * (targets >= 0)
+    parts = epk.attribute(run, X, function=epk.log_probability(answers))
+    quantum = content["quantum"]
+    for n, point in enumerate(content["points"]):
+        (explanation,) = point["explanations"].values()
+        part = explanation["words"]
+        assert sum(filter(None, part["shares"])) + part["rest"] == explanation["network"] - explanation["initial"]
+        assert abs(part["rest"]) <= T + 1
+        assert point["input"]["words"] == [ALPHABET[k] for k in [*X[n].tolist(), int(y[n, -1])]]
+        assert [share is None for share in part["shares"]] == [True, *(targets[n] < 0).tolist()]
+        shares = torch.tensor([float(share or 0) for share in part["shares"]], dtype=torch.float64)
+        assert float((shares[1:] * quantum - expected[n]).abs().max()) <= quantum
+        view = explanation["views"]["*|*"]
+        for index, value, _ in view["raised"] + view["lowered"]:
+            assert value * quantum == pytest.approx(float(parts.samples[n, 0, index]), abs=1e-9)
+
+
+def two_numbers(logits):
+    return torch.stack([logits[:, -1, 0] - logits[:, -1, 1], logits.square().mean(dim=(1, 2))], dim=1)
+
+
+def test_any_function_is_explained_with_all_of_its_numbers(tmp_path, monkeypatch):
+    run, X, _ = letters_run()
+    asked = {"function": two_numbers, "tokenizer": ALPHABET, "explained": [2, 0], "top": 3}
+    content = written(tmp_path, run, X, **asked)
+    assert content["outputs"]["classes"] == ["two numbers 0", "two numbers 1"]
+    parts, quantum = epk.attribute(run, X, function=two_numbers), content["quantum"]
+    for n, point in zip((2, 0), content["points"], strict=True):
+        assert sorted(point["explanations"]) == ["0", "1"]
+        for k, explanation in point["explanations"].items():
+            assert "words" not in explanation
+            assert explanation["network"] * quantum == pytest.approx(float(parts.network[n, int(k)]), abs=1e-9)
+            view = explanation["views"]["*|*"]
+            for index, value, _ in view["raised"] + view["lowered"]:
+                assert value * quantum == pytest.approx(float(parts.samples[n, int(k), index]), abs=1e-9)
+    monkeypatch.setattr("epk_gp.report.explanations._BYTES", 1 << 40)  # a text at a time
+    apart = written(tmp_path, run, X, **asked)
+    for one, other in zip(content["points"], apart["points"], strict=True):
+        for k, explanation in one["explanations"].items():
+            assert explanation["running"] == pytest.approx(other["explanations"][k]["running"], abs=2)
+
+
+def test_a_class_is_no_word_of_the_text(tmp_path):
+    run, X, y = report_case("words")
+    content = written(tmp_path, run, X, function=epk.log_probability(y), tokenizer="abcdefghi", explained=1)
+    (explanation,) = content["points"][0]["explanations"].values()
+    assert "words" not in explanation
+    assert content["points"][0]["input"]["words"] == ["abcdefghi"[k] for k in X[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"y": torch.zeros(3, dtype=torch.int64)}, "y, head and outputs are of the network's outputs"),
+        ({"head": "logits"}, "y, head and outputs are of the network's outputs"),
+        ({"outputs": "all"}, "y, head and outputs are of the network's outputs"),
+        ({"function": lambda z: z.argmax(dim=2)[:, 0]}, "floating-point"),
+        ({"class_names": ["a", "b"]}, "class_names must name each of the 1 outputs"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(tmp_path, given, message):
+    run, X, y = letters_run()
+    with pytest.raises((TypeError, ValueError), match=message):
+        epk.write_report(tmp_path / "a.html", run, X, **{"function": epk.log_probability(y)} | given)
+
+
+def test_sentences_are_those_that_moved_a_number_most():
+    run, X, y = letters_run()
+    asked = epk.attribute(run, X, function=epk.log_probability(y))
+    lines = epk.sentences(asked, run, X, ALPHABET, top=2).splitlines()
+    assert len(lines) == 4 * len(X)
+    for n in range(len(X)):
+        title, ends, *texts = lines[4 * n : 4 * n + 4]
+        assert title == f"text {n}: {''.join(ALPHABET[k] for k in X[n].tolist())!r}"
+        assert ends == f"  number 0: {asked.initial[n, 0]:.4g} before training, {asked.network[n, 0]:.4g} after"
+        for i, line in zip(asked.samples[n, 0].abs().topk(2).indices.tolist(), texts, strict=True):
+            ids = [*run.inputs[i].tolist(), int(run.targets[i, -1])]
+            text = "".join(ALPHABET[k] for k in ids)
+            assert line == f"    {asked.samples[n, 0, i]:+.4g}  #{i}  {text!r}"
+    with pytest.raises(ValueError, match="X must be the 3 texts that were asked: got 1"):
+        epk.sentences(asked, run, X[:1], ALPHABET)

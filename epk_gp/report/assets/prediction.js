@@ -112,7 +112,24 @@ function headline(state, point) {
                 el('span', { class: wrong ? 'wrong' : 'right' }, wrong ? '✗ wrong' : '✓ right'),
               ],
         )
-      : valueLine(point, Number(state.target), `points.${state.point}.values`),
+      : content.outputs.are_asked
+        ? changeLine(state, point)
+        : valueLine(point, Number(state.target), `points.${state.point}.values`),
+  );
+}
+
+// The number that was asked for, before and after training.
+function changeLine(state, point) {
+  const { initial, network } = point.explanations[state.target];
+  const number = (value, end) => quantity(value, `${sourceOf(state)}.${end}`, { always: false });
+  return el(
+    'p',
+    {},
+    `${classNames()[Number(state.target)]}: `,
+    number(initial, 'initial'),
+    ' before training, ',
+    el('strong', {}, number(network, 'network')),
+    ' after',
   );
 }
 
@@ -127,12 +144,14 @@ function inputCard(state, point) {
 function textCard(state, point) {
   const { initial, network, words: part, tokens } = point.explanations[state.target];
   const { words } = point.input;
-  const legend = (kind, sentence) => ['\u2003', el('span', { class: `word ${kind}` }, kind), ` ${sentence}`];
+  const legend = (kind, verb) => [' ', el('span', { class: `word ${kind}` }, `${verb} it`)];
   return card(
     'Text',
     { class: 'card input-card text-card' },
     passage(words, part, `Text of ${point.name}`),
-    part || tokens ? el('p', { class: 'aside legend' }, 'Shaded words ', legend('raises', 'it, '), legend('lowers', 'it.')) : null,
+    part || tokens
+      ? el('p', { class: 'aside legend' }, 'Shaded words', legend('raises', 'raised'), legend('lowers', 'lowered'))
+      : null,
     wordShares(words, part, network - initial, `${sourceOf(state)}.words`, 'What training changed, by words'),
   );
 }

@@ -58,7 +58,7 @@ function wordShares(words, part, whole, source, summary) {
     value: part.shares[k],
     source: `${source}.shares.${k}`,
   }));
-  const rest = { name: 'rounding and padding', value: part.rest, source: `${source}.rest` };
+  const rest = { name: 'rounding, words not shown', value: part.rest, source: `${source}.rest` };
   details.addEventListener('toggle', () => {
     if (details.open && details.children.length === 1)
       details.append(

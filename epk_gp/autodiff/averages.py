@@ -1,0 +1,213 @@
+"""Averages of the derivative of one operation between two states, in closed form (docs/theory.md, section 11).
+
+An operation is its value at the start, its value at the end, and for each argument that moves what pulls multipliers
+back to it: m with `<m, change of the argument> = <multiplier of the result, change of the result>`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pull = Callable[[Tensor], Tensor]
+Ends = tuple[Tensor, Tensor]
+
+
+class _Pulled(torch.autograd.Function):
+    """A value of which it is known how multipliers are pulled back to one argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: list[Tensor], pull: Pull) -> Tensor:
+        """Return the value, which is in a list: autograd would make a view of a tensor among its arguments."""
+        ctx.pull = pull
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        """Pull back."""
+        return ctx.pull(grads[0]), None, None
+
+
+class _Joined(torch.autograd.Function):
+    """A value of which several nodes take the multiplier: autograd runs those that are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, value: list[Tensor], *arms: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.num_arms = len(arms)
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Give the multiplier to each."""
+        return None, *[grads[0]] * ctx.num_arms
+
+
+def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
+    """Return a new tensor as the result of an operation.
+
+    Args:
+        value: Its value, without a graph.
+        arms: Arguments that move, each with what pulls multipliers back to it.
+    """
+    differentiable = [(x, pull) for x, pull in arms if x.requires_grad]
+    if not differentiable or not torch.is_grad_enabled():
+        return value
+    apply_pulled: Any = _Pulled.apply
+    if len(differentiable) == 1:
+        [(x, pull)] = differentiable
+        result: Tensor = apply_pulled(x, [value], pull)
+        return result
+    nodes = (apply_pulled(x, [value.new_empty(()).expand(value.shape)], pull) for x, pull in differentiable)
+    joined: Any = _Joined.apply
+    result = joined([value], *nodes)
+    return result
+
+
+def identity(grad: Tensor) -> Tensor:
+    """Return the multiplier."""
+    return grad
+
+
+def _mean(ends: Ends) -> Tensor:
+    return torch.add(*ends).mul_(0.5)
+
+
+def product_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
+    """Return what pulls back to the factors of an elementwise product, from their middles."""
+    return (lambda grad: (grad * b).sum_to_size(a.shape)), (lambda grad: (grad * a).sum_to_size(b.shape))
+
+
+def matmul_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
+    """Return what pulls back to the factors of a product of matrices, from their middles."""
+
+    def to_right(grad: Tensor) -> Tensor:
+        if b.ndim == 2:
+            return a.reshape(-1, a.shape[-1]).mT @ grad.reshape(-1, grad.shape[-1])
+        return (a.mT @ grad).sum_to_size(b.shape)
+
+    return (lambda grad: (grad @ b.mT).sum_to_size(a.shape)), to_right
+
+
+def log_mean(a: Tensor, b: Tensor, change: Tensor) -> Tensor:
+    """Return (b - a) / (log b - log a) of two tensors whose logarithms differ by `change`; 0 where this is no number."""
+    size = change.abs().nan_to_num_(nan=0.0).clamp_min_(torch.finfo(change.dtype).tiny)
+    return torch.expm1(-size).div_(size).neg_().mul_(torch.maximum(a, b))
+
+
+def _tanh(x: Ends, y: Ends) -> Tensor:
+    size = (x[1] - x[0]).abs_().clamp_min_(torch.finfo(x[0].dtype).tiny)
+    return size.tanh().div_(size).mul_(1 - y[0] * y[1])
+
+
+def _sigmoid(x: Ends, y: Ends) -> Tensor:
+    size = (x[1] - x[0]).abs_().mul_(0.5).clamp_min_(torch.finfo(x[0].dtype).tiny)
+    return size.tanh().div_(size).mul_(_mean(y) - y[0] * y[1])
+
+
+def _silu(x: Ends, y: Ends) -> Tensor:
+    s = x[0].sigmoid(), x[1].sigmoid()
+    return _sigmoid(x, s).mul_(_mean(x)).add_(_mean(s))
+
+
+# Slopes (y1 - y0) / (x1 - x0) without a difference, by the functions' names.
+SLOPES: dict[str, Callable[[Ends, Ends], Tensor]] = {
+    "square": lambda x, y: x[0] + x[1],
+    "sqrt": lambda x, y: (y[0] + y[1]).reciprocal_(),
+    "rsqrt": lambda x, y: (y[0] * y[1]).square_().div_(y[0] + y[1]).neg_(),
+    "reciprocal": lambda x, y: (y[0] * y[1]).neg_(),
+    "exp": lambda x, y: log_mean(*y, x[1] - x[0]),
+    "log": lambda x, y: log_mean(*x, y[1] - y[0]).reciprocal_(),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+}
+
+
+def power_slope(x: Ends, exponent: object) -> Tensor | None:
+    """Return the slope of a square or a cube; None of other powers."""
+    if exponent == 2:
+        return x[0] + x[1]
+    return (x[0] + x[1]).square_().sub_(x[0] * x[1]) if exponent == 3 else None
+
+
+def quotient_slope(call: Callable[[Tensor], Tensor], x: Ends, y: Ends, limit: Tensor | float, *, fits: bool) -> Tensor:
+    """Return the slope of any elementwise function.
+
+    Args:
+        call: The function.
+        x: Its argument at both ends.
+        y: Its results.
+        limit: Changes up to so much are too small for a quotient: there it is the derivative in the middle.
+        fits: The function can be called with some of the numbers.
+    """
+    change = x[1] - x[0]
+    slope = (y[1] - y[0]).div_(change)
+    is_near = change.abs_() <= limit
+    if bool(is_near.any()):
+        with torch.enable_grad():
+            middle = _mean(x)
+            leaf = (middle[is_near] if fits else middle).requires_grad_()
+            (derivative,) = torch.autograd.grad(call(leaf.clone()).sum(), leaf)
+        slope[is_near] = derivative if fits else derivative[is_near]
+    return slope
+
+
+class Exponentials:
+    """Exponentials and their sums of numbers of which some may be -inf at both ends.
+
+    Args:
+        x: The numbers at both ends.
+        dim: Dimension of the sums.
+    """
+
+    def __init__(self, x: Ends, dim: int) -> None:
+        largest = [value.amax(dim, keepdim=True) for value in x]
+        shift = torch.maximum(*largest)
+        self.shift = shift.masked_fill(shift == -torch.inf, 0.0)
+        self.exps = tuple((value - self.shift).exp_() for value in x)
+        # sums of nothing are 1, so that shares of nothing are 0
+        is_none = [value == -torch.inf for value in largest]
+        sums = (value.sum(dim, keepdim=True) for value in self.exps)
+        self.sums = tuple(value.masked_fill_(none, 1.0) for value, none in zip(sums, is_none, strict=True))
+        self.slopes = log_mean(*self.exps, x[1] - x[0])
+        self.dim = dim
+
+    def softmax(self) -> tuple[Ends, Pull]:
+        """Return the shares at both ends."""
+        (e0, e1), (S0, S1), slopes, dim = self.exps, self.sums, self.slopes, self.dim
+        middle, inverse, square = _mean((e0, e1)), 0.5 / S0 + 0.5 / S1, S0 * S1
+
+        def pull(grad: Tensor) -> Tensor:
+            inner = (grad * middle).sum(dim, keepdim=True).div_(square)
+            return (grad * inverse).sub_(inner).mul_(slopes)
+
+        return (e0.div_(S0), e1.div_(S1)), pull
+
+    def log_sum(self) -> tuple[Ends, Tensor]:
+        """Return the logarithms of the sums at both ends, and the averages of their derivatives."""
+        logs = self.sums[0].log(), self.sums[1].log()
+        weights = self.slopes / log_mean(*self.sums, logs[1] - logs[0])
+        return (logs[0] + self.shift, logs[1] + self.shift), weights
+
+
+def log_softmax(x: Ends, dim: int) -> tuple[Ends, Pull]:
+    """Return the logarithms of shares at both ends, and what pulls back to the numbers."""
+    (start, end), weights = Exponentials(x, dim).log_sum()
+    return (x[0] - start, x[1] - end), lambda grad: grad - weights * grad.sum(dim, keepdim=True)
+
+
+def normalised(x: Ends, dims: tuple[int, ...], eps: float, *, centres: bool) -> tuple[Ends, Pull]:
+    """Return numbers divided by the root of their mean square, less their mean where asked, at both ends."""
+    c = [value - value.mean(dims, keepdim=True) if centres else value for value in x]
+    r0, r1 = (value.square().mean(dims, keepdim=True).add_(eps).rsqrt_() for value in c)
+    middle, inverse = _mean((c[0], c[1])), _mean((r0, r1))
+    slope = (r0 * r1).square_().div_(r0 + r1).mul_(-2)
+
+    def pull(grad: Tensor) -> Tensor:
+        inner = (grad * middle).mean(dims, keepdim=True).mul_(slope)
+        result = torch.addcmul(grad * inverse, middle, inner)
+        return result.sub_(result.mean(dims, keepdim=True)) if centres else result
+
+    return (c[0] * r0, c[1] * r1), pull

@@ -1,0 +1,73 @@
+"""Averages of the derivatives of language models give the whole change of what they return."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.core.model import BATCH_MARK
+from tests.language_models import BY_HAND, BY_TRANSFORMERS, LENGTH, WORDS, Experts
+
+NETWORKS = {**BY_HAND, **BY_TRANSFORMERS}
+
+
+def made(make, step, *, rows):
+    """Return a network, its weights, a change of them, and rows of words."""
+    torch.manual_seed(0)
+    net = make().double().eval()
+    params = {name: p.detach().requires_grad_() for name, p in net.named_parameters() if p.requires_grad}
+    d = {name: step * torch.randn_like(value) for name, value in params.items()}
+    x = torch.randint(1, WORDS, (rows, LENGTH))
+    x[0, -2:] = 0
+    setattr(x, BATCH_MARK, len(x))
+    return net, params, d, x
+
+
+def product(net, params, d, x):
+    """Return the change of outputs, and what averages make of the change of weights, for each row."""
+    with SecantDerivatives(params, d, len(x)):
+        z = functional_call(net, params, (x,))
+    v = torch.randn_like(z)
+    rows = torch.eye(len(x), dtype=z.dtype)
+    sums = []
+    for row in rows:
+        grads = torch.autograd.grad(z, list(params.values()), v * row[:, None], retain_graph=True)
+        sums.append(sum((grad * d[name]).sum() for grad, name in zip(grads, params, strict=True)))
+    return z.detach(), end_of(z), v, torch.stack(sums)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_averages_give_the_whole_change_of_every_row(name):
+    """With as many rows as places: only the inputs tell rows."""
+    net, params, d, x = made(NETWORKS[name], 0.3, rows=LENGTH)
+    start, end, v, found = product(net, params, d, x)
+    for z, w in ((start, params), (end, {name: value.detach() + d[name] for name, value in params.items()})):
+        expected = functional_call(net, w, (x,)).detach()
+        assert (z - expected).abs().max() <= 1e-12 * expected.abs().max()
+    change = ((end - start) * v).sum(1)
+    assert (found - change).abs().max() <= 1e-12 * change.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_averages_over_tiny_changes_are_derivatives_in_the_middle(name):
+    """No difference of near numbers is in them."""
+    net, params, d, x = made(NETWORKS[name], 1e-9, rows=3)
+    _, _, v, found = product(net, params, d, x)
+    middle = {name: (value.detach() + d[name] / 2).requires_grad_() for name, value in params.items()}
+    z = functional_call(net, middle, (x,))
+    for row, sum_of_row in enumerate(found):
+        grads = torch.autograd.grad((z * v)[row].sum(), list(middle.values()), retain_graph=True)
+        expected = sum((grad * d[name]).sum() for grad, name in zip(grads, middle, strict=True))
+        assert float(sum_of_row) == pytest.approx(float(expected), rel=1e-11)
+
+
+def test_experts_that_both_states_choose_otherwise_are_refused_and_others_are_averaged():
+    net, params, d, x = made(Experts, 1e-3, rows=3)
+    start, end, v, found = product(net, params, d, x)
+    change = ((end - start) * v).sum(1)
+    assert (found - change).abs().max() <= 1e-12 * change.abs().max()
+    net, params, d, x = made(Experts, 1.0, rows=3)
+    with pytest.raises(ValueError, match="takes places that both states choose otherwise, as a mixture of experts"):
+        product(net, params, d, x)
