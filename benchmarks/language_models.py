@@ -71,7 +71,7 @@ def gpt(questions: int, *, length: int, blocks: int = 4, texts: int = 1000, batc
     def make() -> Made:
         torch.manual_seed(0)
         net = GPT(len(letters), length, blocks=blocks)
-        return net, torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95))
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6)
 
     end = texts * length
     starts = torch.linspace(end + 1, len(tokens) - length - 1, questions).long()[:, None] + torch.arange(length)
@@ -116,13 +116,14 @@ def batches(training: Training, steps: int) -> Tensor:
 
 
 def record(training: Training, steps: int, dtype: torch.dtype = torch.float64, **options: Any) -> epk.Trajectory:
-    """Train with dropout, and record it."""
+    """Train with dropout and a warm-up over a fifth of the steps, and record it."""
     made = training.make()
     made[0].to(dtype).train()
-    order = batches(training, steps)
+    warmed = torch.optim.lr_scheduler.LambdaLR(made[1], lambda s: min(1.0, 5 * (s + 1) / steps))
     with epk.Recorder(*made, training.X, training.y, **training.options, **options) as recorder:
-        for batch in order:
+        for batch in batches(training, steps):
             training.step(made, batch, recorder.batch)
+            warmed.step()
     return recorder.trajectory
 
 
@@ -222,7 +223,7 @@ def float32(steps: Steps = 60, keep_every: int = 20, questions: Questions = 20) 
 
 
 LDS = {"length": 32, "blocks": 5, "texts": 200, "batch_size": 8}  # a GPT of 1.0 million weights
-LDS_STEPS, ASKED = 150, 30
+LDS_STEPS, ASKED = 100, 24
 LEFT_OUT = {"tenth": 10, "half": 2}  # the share of texts that are left out is one of so many
 
 
@@ -254,15 +255,18 @@ def lds(folder: Path, questions: Questions = ASKED) -> None:
     torch.set_num_threads(1)
     asked = gpt(questions, **LDS)
     X, run, function = asked.X, record(asked.training, LDS_STEPS), asked.function
-    file = folder / f"predictions-{questions}.pt"
-    if not file.is_file():
-        parts = epk.attribute(run, X, function=function, path=epk.layerwise())
-        effect = epk.influence(run, X, function=function, memory_budget=1 << 31)
-        scores = {"contributions": parts.samples[:, 0], "derivative": effect.values[:, 0]}
-        torch.save({"scores": scores, "growth": effect.growth[:, 0]}, file)
-    saved, net = torch.load(file), asked.training.make()[0].double().eval()
     numbers: dict[str, Any] = {"questions": questions, "steps": LDS_STEPS, "weights": run.model.num_weights}
-    numbers["growth"] = float(saved["growth"].median())
+    ways: dict[str, Callable[[], Tensor]] = {
+        "contributions": lambda: epk.attribute(run, X, function=function, path=epk.layerwise()).samples[:, 0],
+        "derivative": lambda: epk.influence(run, X, function=function, memory_budget=1 << 31).values[:, 0],
+    }
+    scores = {}
+    for name, compute in ways.items():
+        file = folder / f"{name}.pt"
+        if not file.is_file():
+            torch.save(compute(), file)
+        scores[name] = torch.load(file)
+    net = asked.training.make()[0].double().eval()
     for kind in LEFT_OUT:
         kept = [torch.load(kept) for kept in sorted(folder.glob(f"{kind}-*.pt"))]
         if kept:
@@ -270,8 +274,8 @@ def lds(folder: Path, questions: Questions = ASKED) -> None:
             with torch.no_grad():
                 returned = [functional_call(net, run.model.unflatten(state), X) for state in states]
             measured = torch.stack([function.function(z, asked.answers) for z in returned])
-            scores = {name: agreement(weights @ values.T, measured) for name, values in saved["scores"].items()}
-            numbers[kind] = {"trainings": len(weights), "spread": float(measured.std(dim=0).mean()), **scores}
+            found = {name: agreement(weights @ values.T, measured) for name, values in scores.items()}
+            numbers[kind] = {"trainings": len(weights), "spread": float(measured.std(dim=0).mean()), **found}
     keep("lds", numbers)
 
 
