@@ -14,7 +14,6 @@ from epk_gp.analysis.measures import rank_correlation
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.datasets import digits
-from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
 from epk_gp.kernel_machine.attribute import attribute_by
@@ -117,7 +116,7 @@ def run(config: Config) -> Result:
 
 
 def average_module_by_module(
-    problem: Predictions, steps: range, max_nodes: int, *, splits_statistics: bool
+    problem: Predictions, steps: range, max_nodes: int, Phi: Tensor, *, splits_statistics: bool
 ) -> StretchAverage:
     """Average the gradients over a step in which the weights of one module move after another, in their order.
 
@@ -137,7 +136,8 @@ def average_module_by_module(
         segment = WeightSegment(net, w, d, problem.kernel.head, problem.memory_budget)
         integral = integrate(segment, X, problem.kernel.rule, trajectory.num_steps)
         line = IntegratedLine(problem, segment, integral, max_nodes)
-        averages.append(averaged_jacobian(line.node_batches(), problem.columns)[:, :, part])
+        line.average_into(Phi)
+        averages.append(Phi[:, :, part].clone())
         integrals.append(integral)
         w, first = w + d, part.stop
     whole = replace(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
+_Held = tuple[Tensor | None, int]  # a result, and its version when it was made
 
 
 class _Pulled(torch.autograd.Function):
@@ -63,6 +64,33 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
     joined: Any = _Joined.apply
     result = joined([value], *nodes)
     return result
+
+
+class HeldProducts:
+    """The products of a forward pass, in the order of its calls: the next stretch ends in the state of this one.
+
+    Args:
+        ends: Those of a pass with the weights at the end, if they were held.
+        max_bytes: How much is held.
+    """
+
+    def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
+        self._ends, self._room, self._held = [] if ends is None else ends._held[::-1], max_bytes, list[_Held]()
+
+    def end(self) -> Tensor | None:
+        """Return the next product with the weights at the end; None where it is not known."""
+        value, version = self._ends.pop() if self._ends else (None, 0)
+        return None if value is None or value._version != version else value
+
+    def hold(self, value: Tensor) -> None:
+        """Hold the next product with the weights at the start."""
+        self._room -= value.nbytes
+        self._held.append((value.detach() if self._room >= 0 else None, value._version))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(value.nbytes for value, _ in self._held if value is not None)
 
 
 def identity(grad: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
@@ -89,6 +90,7 @@ class WeightLocation:
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
         secant_head: As of `secant_jacobians`: each row stands for both w and w + d.
+        held: As of `secant_jacobians`.
     """
 
     w: Float[Tensor, " PQ"]
@@ -96,6 +98,7 @@ class WeightLocation:
     t: Float[Tensor, " E"] | None = None
     stacked: Float[Tensor, "G PQ"] | None = None
     secant_head: Head | None = None
+    held: HeldProducts | None = None
 
 
 def layer_jacobians(
@@ -142,6 +145,7 @@ def secant_jacobians(
     cotangents: Cotangents,
     cost: ContractionCost,
     head: Head,
+    held: HeldProducts | None = None,
 ) -> tuple[Float[Tensor, "n 2 C"], list[LayerJacobian], Float[Tensor, "K n Q"]]:
     """Average the derivative of every operation, the head included, between two states (`autodiff.secants`).
 
@@ -152,16 +156,17 @@ def secant_jacobians(
         cotangents: Which gradients are wanted. They are the head's outputs'.
         cost: Decides the representations.
         head: The head.
+        held: Takes the products at the first state, and may have those at the second.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
     """
-    at = WeightLocation(*segment, secant_head=head)
+    at = WeightLocation(*segment, secant_head=head, held=held)
     with torch.enable_grad(), disable_fused_attention():
         recorded = _RecordedPass(net, at, X, cotangents, False)
         jacobians = recorded.jacobians(cost)
     if net.plan.dense_params:
-        jacobians.append(_dense_secants(net, at, X, recorded.values))
+        jacobians.append(_dense_secants(net, replace(at, held=None), X, recorded.values))
     z = recorded.z
     return torch.stack([z.detach(), end_of(z)], dim=1), jacobians, torch.cat(recorded.of_statistics)
 
@@ -189,7 +194,7 @@ def _evaluate(
     if at.stacked is not None:
         mode = StackedWeights(params, model.unflatten(at.stacked.detach().requires_grad_()), watch)
     elif at.secant_head is not None and at.d is not None:
-        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics)
+        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics, at.held)
         with mode:
             return apply_head(model(params, X), at.secant_head), mode
     elif at.t is not None and at.d is not None:
@@ -497,7 +502,7 @@ class LayerJacobianBuilder:
         # whose cotangents may vary, must choose alike
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
         self.is_factored = self.num_groups == 1 and (
-            cost.keeps_factors
+            (cost.keeps_factors and not is_convolution)  # whose patches take more than their products
             or cost.factored_is_cheaper(num_positions, self.n_in, self.n_out, is_averaged=is_averaged)
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]

@@ -35,6 +35,11 @@ class ParameterGradients:
     has_bias: bool = False
     is_bias: bool = False
 
+    @property
+    def unit(self) -> int:
+        """Numbers in a row of the parameter."""
+        return 1 if self.is_bias else self.width
+
     def written(self, rows: slice = _ALL) -> Float[Tensor, "K E size"]:
         """Write out the gradients in some rows of the parameter; those of a bias are its entries."""
         if isinstance(self.jacobian, EmbeddingJacobian):
@@ -45,14 +50,15 @@ class ParameterGradients:
                 return delta.sum(dim=2)
             is_single = inputs.shape[1] == 1
             return (delta.squeeze(2).unsqueeze(3) * inputs if is_single else delta.mT @ inputs).flatten(2)
-        by_row = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
+        by_row: Tensor = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
         return by_row[..., -1] if self.is_bias else by_row[..., : self.width].flatten(2)
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.products(H, rows)
-        return H @ self.written(rows)[0].to(H).T
+        products: Tensor = H @ self.written(rows)[0].to(H).T
+        return products
 
 
 def by_parameter(

@@ -22,6 +22,7 @@ from epk_gp.autodiff.averages import (
     SLOPES,
     Ends,
     Exponentials,
+    HeldProducts,
     identity,
     log_softmax,
     matmul_pulls,
@@ -302,6 +303,7 @@ class SecantDerivatives(ParameterInterception):
         watch: Is told of the calls that take a parameter, or what was made of parameters alone. What moves and has rows
             stands in these calls by the mean of both ends; of a normalisation, what it scales does.
         statistics: Moving statistics of every row at the start, (n, ...), which replace those in `params`.
+        held: Takes the products at the start, and may have those at the end.
     """
 
     def __init__(
@@ -311,8 +313,10 @@ class SecantDerivatives(ParameterInterception):
         num_rows: int,
         watch: Watch | None = None,
         statistics: Mapping[str, Tensor] | None = None,
+        held: HeldProducts | None = None,
     ) -> None:
         super().__init__(params, watch)
+        self.held = held
         self.num_rows = num_rows
         for name, step in direction.items():
             moves_to(params[name], params[name].detach() + step)
@@ -428,7 +432,11 @@ class SecantDerivatives(ParameterInterception):
         else:
             sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
             result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
-        return moves_to(result, _at_end(func, args, kwargs))
+        held = self.held
+        end = None if held is None else held.end()
+        if held is not None:
+            held.hold(result)
+        return moves_to(result, _at_end(func, args, kwargs) if end is None else end)
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""

@@ -140,7 +140,7 @@ class TrainingReplay:
         leaves = leaves_of(module, model, self.state(state, data, exact=exact))
         try:
             with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
-                values = self._losses(self._call(module, data, exact), data)
+                values = self.losses_of(self._call(module, data, exact), data)
                 after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -177,7 +177,7 @@ class TrainingReplay:
         with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
             returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
-            return self._losses(returned, data)
+            return self.losses_of(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
         """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
@@ -253,7 +253,8 @@ class TrainingReplay:
         spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
-    def _losses(self, returned: Any, data: PassData) -> Tensor:
+    def losses_of(self, returned: Any, data: PassData) -> Float[Tensor, " n"]:
+        """Return the losses of the rows of a pass, given what the network returned for them."""
         if data.forward.cotangents is not None:
             return seen_losses(self.loss, rows_of(returned, len(data.X)), data)
         y = data.y.to(self.spec.device)

@@ -117,6 +117,10 @@ MAX_STEP_BATCH = 16
 # Fewer and more weight states evaluated together than that gain nothing.
 MIN_STACKED, MAX_STACKED = 8, 256
 
+# Numbers that are asked for whose adjoints go through a run together in any case, mapped to temporary files where they
+# have no room in memory: each block of them repeats the passes of the training. A choice.
+MAPPED_ADJOINTS = 16
+
 # Directions along which the losses of a batch are differentiated together. Measured on batches of 64 images, float64:
 # 10 together take 0.6 to 0.8 of the time of 10 single passes (convolutions, attention), 0.3 to 0.4 (MLPs); 40 together
 # are as fast as 10 at a time, or slower (convolutions).
@@ -207,22 +211,23 @@ class MemoryPlan:
     def adjoint_points(self, num_outputs: int) -> int:
         """Count the points whose adjoints are carried at a time; 0 where those of one point do not fit.
 
-        Half of the budget holds, for each point and output, 7 vectors of P numbers (adjoints, averaged Jacobians, their
-        dense layers and the products of both) and 8 passes.
+        Three quarters of the budget hold, for each point and output, 3 vectors of P numbers (averaged gradients, the
+        adjoint of the momentum, and the adjoints of the gradient where forward mode takes them whole, or what a
+        preconditioner or an average carries). What is computed of some points at a time has room in the rest.
 
         Args:
             num_outputs: K, outputs that are asked for.
         """
-        per_point = 7 * num_outputs * self.num_weights + 8 * self.plan.activations_per_sample * (num_outputs + 3)
-        return self.budget // (2 * self.itemsize * per_point)
+        return 3 * self.budget // (4 * self.itemsize * 3 * num_outputs * self.num_weights)
 
     def adjoint_samples(self) -> int:
-        """Count the training samples whose loss gradients are written out at a time.
+        """Count the training samples whose loss gradients are held at a time.
 
-        An eighth of the budget holds 3 vectors of P numbers and 8 passes of each.
+        An eighth of the budget holds 8 passes of each, and where gradients are not had layer by layer P numbers.
         """
-        per_sample = 3 * self.num_weights + 8 * self.plan.activations_per_sample
-        return max(1, min(self.budget // (8 * self.itemsize * per_sample), rows_per_pass(self.plan, self.itemsize)))
+        is_dense = bool(self.plan.dense_params) or not self.plan.supports_interpolation
+        per_sample = 8 * self.plan.activations_per_sample + is_dense * self.num_weights
+        return max(1, self.budget // (8 * self.itemsize * per_sample))
 
     def forward_mode_directions(self, num_rows: int) -> int:
         """Count the directions along which the losses of a batch are differentiated together.

@@ -5,23 +5,21 @@ of their own for layers whose inputs are constant (average the output gradients)
 the inputs), that are dense, or that are the last before a softmax.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import cast, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.representations import (
-    DenseJacobian,
     InputProducts,
     LayerJacobian,
     LeftFactor,
     NodeWeights,
     is_short,
-    to_flat_order,
 )
 from epk_gp.core.plans import empty_huge_pages, positions_per_block
 
@@ -376,21 +374,6 @@ def add_to_averages(averages: dict[int, LeftFactor], batch: NodeBatch) -> None:
     for layer, jacobian in enumerate(batch.jacobians):
         if jacobian.commutes_with_average:
             averages[layer] = jacobian.average(averages.get(layer), batch.nodes)
-
-
-def averaged_jacobian(batches: Iterable[NodeBatch], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K N P"]:
-    """Write the averages Phi of N points' Jacobians over a step out, in the order of the flat weights.
-
-    Args:
-        batches: Nodes that cover [0, 1] once for every point.
-        columns: Place in the flat weights of each entry (`flat_columns`).
-    """
-    averages: dict[int, LeftFactor] = {}
-    for batch in batches:
-        for layer, jacobian in enumerate(batch.jacobians):
-            term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
-            averages[layer] = term.average(averages.get(layer), batch.nodes)
-    return to_flat_order([cast(LayerJacobian, averages[layer]) for layer in sorted(averages)], columns)
 
 
 # A symmetric tile is computed in blocks of rows up to its diagonal: at least so many rows each, at most so many blocks.

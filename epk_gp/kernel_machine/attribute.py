@@ -18,6 +18,7 @@ from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.scalars import Function, ask
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
@@ -381,7 +382,7 @@ def attribution_work(
     if not is_asked and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
-    rows_per_block = max(1, whole.memory.adjoint_points(outputs_per_row))
+    rows_per_block = max(MAPPED_ADJOINTS // outputs_per_row, whole.memory.adjoint_points(outputs_per_row), 1)
     recorded_plan = recorded_net.plan if is_asked else None
     return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 

@@ -63,7 +63,7 @@ class FactoredTerms(AttributionWork):
 
     def terms(
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
-    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+    ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
         """Go through a range of steps, and add every term to the totals."""
         trajectory, layers_of_parts = block.trajectory, layers_of(block, self.parts) or []
         steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
@@ -79,7 +79,7 @@ class FactoredTerms(AttributionWork):
                 totals.add_change(total if len(stretch) == 1 else change)
             if leaves_residuals(block):
                 totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
-            yield line.integral, len(stretch), None
+            yield line.integral, len(stretch), {}
 
 
 # Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,

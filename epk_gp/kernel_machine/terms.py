@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -17,10 +17,16 @@ from epk_gp.autodiff.dense import (
     WeightSegment,
     all_outputs,
     chosen_outputs,
-    flat_columns,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
-from epk_gp.autodiff.representations import ContractionCost, NodeWeights
+from epk_gp.autodiff.products import write_columns
+from epk_gp.autodiff.representations import (
+    ContractionCost,
+    DenseJacobian,
+    LayerJacobian,
+    LeftFactor,
+    NodeWeights,
+)
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
@@ -92,11 +98,6 @@ class Predictions:
             all_dense=not self.net.plan.supports_interpolation,
         )
 
-    @cached_property
-    def columns(self) -> Int64[Tensor, " P"]:
-        """Place in the flat weights of each entry of dense layer Jacobians."""
-        return flat_columns(self.net, all_dense=self.cost.all_dense).to(self.X.device)
-
     @property
     def is_layerwise(self) -> bool:
         """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
@@ -151,12 +152,29 @@ class IntegratedLine:
     integral: Integral
     max_rows: int
 
-    def node_batches(self) -> Iterator[NodeBatch]:
-        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
-        block = self.block
-        for nodes, points, at in self._nodes(self.max_rows):
-            jacobians = layer_jacobians(block.net, at, block.X[points], block.cotangents(points), block.cost)
-            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], points, len(block.X)))
+    def node_batches(self, points: range | None = None) -> Iterator[NodeBatch]:
+        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew.
+
+        Args:
+            points: Neighbouring points, at whose nodes they are computed; None for all.
+        """
+        block, own = self.block, range(len(self.block.X)) if points is None else points
+        for nodes, rows, at in self._nodes(self.max_rows, own):
+            jacobians = layer_jacobians(block.net, at, block.X[rows], block.cotangents(rows), block.cost)
+            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], rows - own.start, len(own)))
+
+    def average_into(self, Phi: Float[Tensor, "K N P"]) -> None:
+        """Overwrite a vector of weights for each output of each point with the outputs' averaged gradients."""
+        block, N, all_dense = self.block, len(self.block.X), self.block.cost.all_dense
+        at_once = max(1, min(self.max_rows, block.memory.adjoint_points(block.num_outputs) // 8))
+        for points in (range(a, min(a + at_once, N)) for a in range(0, N, at_once)):
+            averages: dict[int, LeftFactor] = {}
+            for batch in self.node_batches(points):
+                for layer, jacobian in enumerate(batch.jacobians):
+                    term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
+                    averages[layer] = term.average(averages.get(layer), batch.nodes)
+            layers = [cast(LayerJacobian, averages[layer]) for layer in sorted(averages)]
+            write_columns(block.net, layers, Phi[:, points.start : points.stop], all_dense=all_dense)
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K N Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
@@ -168,33 +186,16 @@ class IntegratedLine:
         block, K, Q = self.block, self.block.num_outputs, self.block.net.model.num_statistics
         total = block.zeros(K, len(block.X), Q)
         size = block.memory.statistics_rows(K, Q)
-        for nodes, points, at in self._nodes(size):
+        for nodes, points, at in self._nodes(size, range(len(block.X))):
             gradients = statistics_jacobian(block.net, at, block.X[points], block.cotangents(points))
             total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
         return total
 
-    def _nodes(self, size: int) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
-        """Yield some nodes at a time, the points that they belong to, and their weights."""
+    def _nodes(self, size: int, own: range) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
+        """Yield some nodes of neighbouring points at a time, the points that they belong to, and their weights."""
         line, integral = self.segment, self.integral
-        for nodes in torch.arange(len(integral.point), device=integral.point.device).split(size):
+        for nodes in ((integral.point >= own.start) & (integral.point < own.stop)).nonzero().squeeze(1).split(size):
             yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
-
-
-@dataclass(frozen=True, eq=False)
-class StretchAverage:
-    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
-
-    Attributes:
-        steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights.
-        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretch.
-    """
-
-    steps: range
-    of_weights: Float[Tensor, "K N P"]
-    of_statistics: Float[Tensor, "K N Q"] | None
-    integral: Integral
 
 
 def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
@@ -212,20 +213,6 @@ def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> Integ
     segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
     return IntegratedLine(block, segment, integral, size)
-
-
-def grouped_products(
-    H: Float[Tensor, "K N P"], vectors: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ vectors.T).view(K, N, len(vectors)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(vectors), count)
-    for group, of_part, part in zip(groups.tolist(), H.split(sizes, dim=2), vectors.split(sizes, dim=1), strict=True):
-        out[..., group] += (of_part.flatten(0, 1) @ part.T).view(K, N, len(vectors)).transpose(0, 1)
-    return out
 
 
 # The terms of a result, and by what each is split.
@@ -512,7 +499,7 @@ class AttributionWork(PathWork):
     @abstractmethod
     def terms(
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
-    ) -> Iterator[tuple[Integral | None, int, Tensor | None]]:
+    ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
         """Go through a range of steps, and add every term to the totals.
 
         Args:
@@ -592,9 +579,8 @@ class AttributionWork(PathWork):
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value
         yield sums
-        for integral, num_steps, adjoint in self.terms(block, totals, place[1], sums):
+        for integral, num_steps, carried in self.terms(block, totals, place[1], sums):
             if integral is not None:
                 sums.merge(integral_sums(integral, self.kernel.rule, self.num_stretches))
-            sums.carried = {} if adjoint is None else {"adjoint": adjoint}
-            sums.steps += num_steps
+            sums.carried, sums.steps = carried, sums.steps + num_steps
             yield sums

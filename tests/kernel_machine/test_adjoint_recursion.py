@@ -7,7 +7,7 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.kernel_machine.adjoint import propagate
+from epk_gp.kernel_machine.adjoint import decay_buffers, propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     SecondBuffer,
@@ -42,15 +42,17 @@ def inner_products(updates: list[UpdateCoefficients], sizes: tuple[int, ...]) ->
     """sum_s <Phi_s, step s> by the steps forward, and by the adjoints backward, for random Phi and gradients."""
     P, w = sum(sizes), torch.randn(sum(sizes)).double()
     Phi, g = torch.randn(len(updates), 1, 1, P).double(), torch.randn(len(updates), P).double()
-    forward, backward, m, carried = torch.zeros(()).double(), torch.zeros(()).double(), torch.zeros(P).double(), None
+    forward, backward, m, carried = torch.zeros(()).double(), torch.zeros(()).double(), torch.zeros(P).double(), {}
     for s, u in enumerate(updates):
         d, m = predict_step(u, sizes, w, g[s], m)
         forward += Phi[s, 0, 0] @ d
     for s in reversed(range(len(updates))):
-        H, N, carried = propagate(updates[s], sizes, Phi[s], carried)
-        backward -= H[0, 0] @ g[s]
+        carried = carried or {name: torch.zeros(1, P).double() for name in ("momentum", "second")}
+        H, scale, N = propagate(updates[s], sizes, Phi[s, 0], carried)
+        backward -= scale * (H[0] @ g[s])
         if N is not None:
-            backward -= N[0, 0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
+            backward -= N[0] @ (second_coefficients(updates[s], sizes, w)[-1] * w)
+        decay_buffers(updates[s], sizes, carried)
     return forward, backward
 
 

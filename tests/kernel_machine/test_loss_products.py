@@ -11,7 +11,7 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.adjoint import LossProducts
+from epk_gp.kernel_machine.loss_products import LossProducts
 from epk_gp.kernel_machine.terms import Predictions
 
 
@@ -119,24 +119,23 @@ def test_mapped_passes_that_compute_something_else_are_not_used(wrong, monkeypat
 def test_gradients_are_written_out_with_the_masks_that_were_drawn(name, monkeypatch):
     """Where a row's loss depends on other rows they are not, which one pass in forward mode shows."""
     products = products_of(name)
-    written, singles = calls_of(monkeypatch, "_from_gradients"), calls_of(monkeypatch, "_single")
+    started, singles = calls_of(monkeypatch, "start"), calls_of(monkeypatch, "_single")
     run, model = products.block.trajectory, products.block.net.model
-    H, groups = torch.randn(10, 20, model.num_weights, dtype=torch.float64), torch.arange(len(model.sizes)) % 2
+    H, groups = torch.randn(200, model.num_weights, dtype=torch.float64), torch.arange(len(model.sizes)) % 2
     for step in run.steps:
         (data,) = products.run.data(step)
-        found, _ = products(step, data, H, groups)
+        found, _ = products.of_whole(step, data, H, groups, products.start(step, data, len(H)))
         for group in range(2):
             owner = (groups == group).repeat_interleave(torch.tensor(model.sizes))
             state = flat_state(run.trained, step.index, data.X)
-            expected = data.c * products._sample_by_sample(state, data, (H * owner).flatten(0, 1))
-            expected = expected.view(10, 20, -1).transpose(0, 1)
+            expected = data.c * products._sample_by_sample(state, data, H * owner)
             torch.testing.assert_close(found[..., group], expected, rtol=1e-11, atol=1e-12)
     if name == "coupled":
-        assert written == [None]
+        assert started == [None, None]
     else:
-        assert len(written) == 2
+        assert len(started) == 2
         assert len(singles) <= 2  # not one for each direction
-        assert all(values is not None for values in written)
+        assert all(rows.gradients is not None for blocks in started for rows in blocks)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])

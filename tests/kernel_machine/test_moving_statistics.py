@@ -14,7 +14,6 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.model import functionalize
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.terms import Predictions, integrate_stretch
 from epk_gp.quadrature import adaptive as refinement
@@ -116,7 +115,8 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     problem = Predictions(net, kernel, X, classes, 1 << 26)
     for step in trajectory.steps:
         line = integrate_stretch(problem, range(step.index, step.index + 1), 7)
-        of_weights = averaged_jacobian(line.node_batches(), problem.columns)
+        of_weights = X.new_empty(problem.num_outputs, 3, trajectory.num_weights)
+        line.average_into(of_weights)
         of_statistics = line.averaged_statistics_jacobian()
         with monkeypatch.context() as patch:  # in small blocks
             patch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)

@@ -61,6 +61,7 @@ def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, s
     run, X = training_run(kind, 40), inputs(3)
     if is_apart:
         monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+        monkeypatch.setattr("epk_gp.kernel_machine.attribute.MAPPED_ADJOINTS", 0)
     by = [[by_sample(run)], [by_label(run)]]
     found = plan_attribution(epk.PathKernel(run, rule=RULE), X, by, seconds=1e-9)
     sizes.clear()

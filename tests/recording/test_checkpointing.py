@@ -14,7 +14,7 @@ from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.model import functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.adjoint import LossProducts
+from epk_gp.kernel_machine.loss_products import LossProducts
 from loops import data, record, sgd
 
 X, Y = data()
