@@ -27,7 +27,7 @@ CAPABILITIES = {
     "runs, steps, checks of arguments": ("core/*.py",),
     "replay of training passes": ("core/gradients.py",),
     "optimizers and update rules": ("optimizers/*.py", "core/update_law.py"),
-    "averaged weights, states that are computed again": ("core/states.py",),
+    "averaged weights, states that are computed again": ("core/states.py", "core/replay.py"),
     "plans and options of a computation": ("core/plans.py",),
     "how results show themselves": ("core/show.py",),
     "recording a loop": ("recording/*.py",),

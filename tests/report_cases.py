@@ -63,17 +63,13 @@ def letters_run():
     x, y, test = X[:, :-1].contiguous(), X[:, 1:].contiguous(), torch.randint(len(ALPHABET), (3, T + 1))
     net = Letters(len(ALPHABET), T).double()
 
-    def loss_of(logits, targets):
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
-
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    loss = epk.PerSampleLoss(loss_of)
-    recorder = epk.Recorder(net, optimizer, x, y, loss=loss, output=lambda logits: logits[:, -1])
+    recorder = epk.Recorder(net, optimizer, x, y, output=lambda logits: logits[:, -1])
     with recorder:
         for step in range(4):
             rows = torch.arange(len(x))[step::4]
             optimizer.zero_grad()
-            loss_of(net(x[rows]), y[rows]).mean().backward()
+            F.cross_entropy(net(x[rows]).mT, y[rows]).backward()
             recorder.batch(rows)
             optimizer.step()
     return recorder.trajectory, test[:, :-1].contiguous(), test[:, 1:].contiguous()

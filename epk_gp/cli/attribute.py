@@ -17,9 +17,7 @@ from epk_gp.cli.data import read_points
 from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
-from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribute import attribute_many, default_path
 from epk_gp.kernel_machine.axes import by_sample
@@ -31,6 +29,7 @@ from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
 
+_ANSWER = "log-probability of the answer"
 _MAX_DRAWN = 6  # points that are drawn
 
 
@@ -61,37 +60,34 @@ def attribute(
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), None if path is None else opt.parse_path(path)
     trajectory = open_run(run, network)
-    resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
-    X = chosen.X
+    X, (explained, predicted) = chosen.X, chosen.explained(trajectory, outputs, head)
+    resolved = explained.get("head")
     typer.echo(f"explaining {chosen}")
-    predicted = network_outputs(trajectory, X).argmax(dim=1)
     groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    classes = predicted if outputs == "predicted" else None
     if estimate is not None:
         along, budget = along or default_path(trajectory, X), int(memory * 2**30)
-        kernel = PathKernel(trajectory, resolved, quadrature, path=along)
-        plan = plan_attribution(kernel, X, groupings, classes=classes, seconds=estimate, memory_budget=budget)
+        kernel = PathKernel(trajectory, explained.pop("head", None), quadrature, path=along)
+        plan = plan_attribution(kernel, X, groupings, **explained, seconds=estimate, memory_budget=budget)
         show_plan(plan, workers)
         return
     folder = opt.make_folder(out)
     partial = folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
-        parts, by_range = attribute_many(
-            trajectory, X, groupings, head=resolved, rule=quadrature, path=along, classes=classes, **settings
-        )
+        parts, by_range = attribute_many(trajectory, X, groupings, rule=quadrature, path=along, **explained, **settings)
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
     statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
     arrays |= {name: term.squeeze(2) for name, term in parts.sources.items()}
-    metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
+    metadata = {"head": str(resolved), "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(partial)
     drawn = range(min(_MAX_DRAWN, len(X)))
-    figure = attribution_figure(breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
+    shown: dict[str, Any] = {"head": resolved, "number": _ANSWER if outputs == "answers" else None}
+    figure = attribution_figure(breakdown, trajectory, X, drawn, top, labels=chosen.labels, **shown)
     is_gray = X.ndim != 4 or X.shape[1] == 1  # images in colour need more colours
     save_figure(figure, folder / "attribution.png", palette=is_gray)
     results = summarise(parts, breakdown, trajectory.targets, top)
@@ -144,28 +140,28 @@ def influence(
     options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, trajectory = Stopwatch(), open_run(run, network)
-    resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
-    X, folder = chosen.X, opt.make_folder(out)
+    X, (explained, predicted) = chosen.X, chosen.explained(trajectory, outputs, head)
+    resolved, folder = explained.get("head"), opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
-    predicted = network_outputs(trajectory, X).argmax(dim=1)
-    classes, partial = predicted if outputs == "predicted" else None, folder / opt.PARTIAL
+    partial = folder / opt.PARTIAL
     smoothed = Smoothing(smoothing, seed=seed or 0) if smoothing else None
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end
-        effect = influence_of(trajectory, X, head=resolved, classes=classes, smoothing=smoothed, **settings)
+        effect = influence_of(trajectory, X, **explained, smoothing=smoothed, **settings)
     arrays = {"values": effect.values, "outputs": effect.outputs, "std": effect.std}
     arrays |= {"adjoint_norms": effect.adjoint_norms, "predicted": predicted, "inputs": X}
-    metadata = {"head": resolved, "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
+    metadata = {"head": str(resolved), "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
     write_arrays(folder / "influence.safetensors", arrays, metadata)
     shutil.rmtree(partial, ignore_errors=True)
     n = torch.arange(len(X))
-    column = torch.zeros_like(predicted) if outputs == "predicted" else predicted
+    column = predicted if outputs == "all" else torch.zeros_like(predicted)
     values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
     listed = [raised + lowered[::-1] for raised, lowered in (extremes(v, trajectory.targets, top) for v in values)]
     _write_table(folder / "influence.csv", listed, predicted, of_network)
     drawn, growth = range(min(_MAX_DRAWN, len(X))), float(effect.growth.max())
-    figure = influence_figure(effect, predicted, drawn, top, trajectory, head=resolved)
+    shown: dict[str, Any] = {"head": resolved, "number": _ANSWER if outputs == "answers" else None}
+    figure = influence_figure(effect, predicted, drawn, top, trajectory, **shown)
     save_figure(figure, folder / "influence.png", palette=True)
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     results = {

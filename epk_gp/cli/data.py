@@ -4,6 +4,7 @@ import math
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from epk_gp.cli.networks import read_manifest
 from epk_gp.core.checks import validate_finite, validate_labels
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.scalars import log_probability
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.files import checksum, verify_file
 from epk_gp.storage.run import is_run
@@ -24,7 +27,8 @@ from epk_gp.storage.run import is_run
 HELD_OUT = "held_out.safetensors"
 _HELD_OUT_SOURCE = "held-out"  # as a source of points: those of the run
 _NUM_TEST = 102  # held-out points of a named data set by default: as many as the paper verifies
-_ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
+# What is read of a file; other arrays may hold anything.
+_ARRAYS = ("inputs", "labels", "answers", "test_inputs", "test_labels")
 
 
 def is_data_file(name: str) -> bool:
@@ -111,6 +115,7 @@ class ChosenPoints:
         rows: Their rows in the source, ascending.
         available: Number of points that they were chosen from.
         origin: What they are: "held-out points", "points of FILE" or training inputs.
+        answers: Classes or words whose log-probability is explained, (n, ...), or None where there are none.
     """
 
     X: Shaped[Tensor, "n ..."]
@@ -118,11 +123,29 @@ class ChosenPoints:
     rows: Int64[Tensor, " n"]
     available: int
     origin: str
+    answers: Shaped[Tensor, "n ..."] | None = None
 
     def __str__(self) -> str:
         """Say how many points there are, and which."""
         chosen = len(self.X)
         return f"{chosen} {self.origin}" if chosen == self.available else f"{chosen} of {self.available} {self.origin}"
+
+    def explained(self, trajectory: Trajectory, outputs: str, head: Head | None) -> tuple[dict[str, Any], Tensor]:
+        """Return the options of `attribute` and `influence` for what --outputs names, and the output of each point.
+
+        Raises:
+            ValueError: The log-probability of answers is wanted, and the points have none; or a head is named too.
+        """
+        if outputs == "answers":
+            if self.answers is None or head is not None:
+                raise ValueError(
+                    "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
+                    f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
+                )
+            return {"function": log_probability(self.answers)}, torch.zeros(len(self.X), dtype=torch.int64)
+        predicted = network_outputs(trajectory, self.X).argmax(dim=1)
+        resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+        return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
     def halves(self, seed: int) -> tuple["ChosenPoints", "ChosenPoints"]:
         """Divide the points in two at random; each half is a source of its own."""
@@ -172,7 +195,10 @@ def read_points(
     labels = arrays.get("labels")  # for pictures alone: none are drawn that are no classes
     if labels is not None:
         labels = labels[rows] if labels.dtype == torch.int64 and labels.shape == (len(X),) else None
-    return ChosenPoints(chosen, labels, rows, len(X), origin)
+    answers = arrays.get("answers")
+    if answers is not None and (not answers.ndim or len(answers) != len(X)):
+        raise ValueError(f"`answers` in {path} must have a row for each of {len(X)} points: got {_describe(answers)}.")
+    return ChosenPoints(chosen, labels, rows, len(X), origin, None if answers is None else answers[rows])
 
 
 def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoints:

@@ -62,7 +62,12 @@ def read_manifest(run: Path) -> Manifest | None:
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:
-    """Return a network with random initial weights.
+    """Return a network with random initial weights, as `network_and_output` makes it."""
+    return network_and_output(spec)[0]
+
+
+def network_and_output(spec: NetworkSpec) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
+    """Return a network with random initial weights, and the map to its outputs if a factory has one.
 
     Raises:
         ValueError: There is no built-in network of this name, or it cannot take these inputs, or a factory fails.
@@ -71,6 +76,10 @@ def build_network(spec: NetworkSpec) -> nn.Module:
     """
     if spec.name not in _BUILT_IN:
         return _from_factory(spec.name)
+    return _built_in(spec), None
+
+
+def _built_in(spec: NetworkSpec) -> nn.Module:
     activation, shape = _ACTIVATIONS[spec.activation], spec.input_shape
     if spec.name == "mlp":
         size = torch.Size(shape).numel()
@@ -122,20 +131,21 @@ def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: in
     return outputs.shape[1]
 
 
-def _from_factory(name: str) -> nn.Module:
-    """Return the network that a user's factory makes."""
+def _from_factory(name: str) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
+    """Return the network that a user's factory makes, and what it returns as the second of a pair: `output`."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {name!r}.")
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
-        net = factory()
+        made = factory()
     except Exception as error:
         kind = ImportError if isinstance(error, ImportError | AttributeError) else ValueError
         raise kind(f"--network {name} must make a network: it raised {type(error).__name__}: {error}") from error
+    net, output = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(net, nn.Module):
         raise TypeError(f"--network {name} must return a torch.nn.Module: got {type(net).__name__}.")
-    return net
+    return net, output
 
 
 def open_run(run: Path, network: str | None) -> Trajectory:
@@ -160,7 +170,8 @@ def open_run(run: Path, network: str | None) -> Trajectory:
     if network is None:
         require_trusted(spec.name, run)
     try:
-        return load_trajectory(run, build_network(spec))
+        net, output = network_and_output(spec)
+        return load_trajectory(run, net, output=output)
     except RuntimeError as error:  # torch's error for inputs of another shape, where the weights have the right names
         raise ValueError(f"the network must be the recorded one: {error}") from error
 

@@ -25,7 +25,7 @@ else:
 
 _Made = TypeVar("_Made")
 Dtype = Literal["float32", "float64"]
-ExplainedOutputs = Literal["all", "predicted"]
+ExplainedOutputs = Literal["all", "predicted", "answers"]
 
 DTYPES: dict[str | None, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
@@ -77,8 +77,9 @@ SeedOfPoints = Annotated[
 Network = Annotated[
     str | None,
     typer.Option(
-        help="mlp, cnn, or package.module:factory, a function without arguments that returns the torch.nn.Module "
-        "(the current folder is searched too). By default the network that the run's network.json names."
+        help="mlp, cnn, or package.module:factory, a function without arguments that returns the torch.nn.Module, or "
+        "a pair of it and the recorder's output= (the current folder is searched too). By default the network that the "
+        "run's network.json names."
     ),
 ]
 PointsFile = Annotated[
@@ -124,7 +125,10 @@ Scheduler = Annotated[
 NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
 Explained = Annotated[
     ExplainedOutputs,
-    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
+    typer.Option(
+        help="Every output; only the one that the network predicts, at a fraction of the cost; or the log-probability "
+        "of the classes or words that the file of --points holds as `answers`."
+    ),
 ]
 Estimate = Annotated[
     float | None,

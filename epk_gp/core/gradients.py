@@ -31,7 +31,15 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.model import FunctionalModel, leaves_of, random_state_kept, set_settings, setting_places, settings_of
+from epk_gp.core.model import (
+    FunctionalModel,
+    copied_module,
+    leaves_of,
+    random_state_kept,
+    set_settings,
+    setting_places,
+    settings_of,
+)
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
@@ -195,7 +203,7 @@ class TrainingReplay:
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
         """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
-        module = copy.deepcopy(self.module_in_modes(data))
+        module = copied_module(self.module_in_modes(data), has_own_buffers=True)
         return FunctionalModel(**self.model.__getstate__() | {"module": module, "statistics": ()})
 
     def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:

@@ -28,6 +28,10 @@ from epk_gp.core.torch_overrides import (
 BATCH_MARK = "_epk_gp_batch"
 
 
+# Frozen weights, as of a pretrained network under adapters, from which on a run is stored without them.
+LARGE_BASE = 1 << 20
+
+
 class StopForwardError(Exception):
     """The forward pass has computed what it was started for."""
 
@@ -203,6 +207,11 @@ class FunctionalModel:
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         return {name: value.detach() for name, value in tensors if name not in moving}
 
+    def base(self) -> dict[str, Tensor]:
+        """Return the frozen parameters, where they are so many that a stored run has their digest in their place."""
+        frozen = {name: p.detach() for name, p in self.module.named_parameters() if name not in self.names}
+        return frozen if sum(p.numel() for p in frozen.values()) > LARGE_BASE else {}
+
     def spec_for(self, X: Shaped[Tensor, "..."]) -> TensorSpec:
         """Return the dtype and device of a computation on X: floating inputs set both, integers leave the dtype."""
         return TensorSpec(X.dtype if X.is_floating_point() else self.spec.dtype, X.device)
@@ -228,8 +237,13 @@ class FunctionalModel:
         module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
         if module is not None:
             return module
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        return copied_module(self.module)
+
+
+def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:
+    """Return a copy of a module that shares its parameters, and its buffers unless it has its own."""
+    shared = (*module.parameters(), *(() if has_own_buffers else module.buffers()))
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def _output_example(returned: object) -> str:
@@ -316,6 +330,15 @@ def functionalize(
     if any(p.is_meta for p in parameters.values()):
         message = "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device=...)."
         raise ValueError(message)
+    for name, p in parameters.items():
+        is_packed = not p.is_floating_point() and type(p) is not nn.Parameter  # as of bitsandbytes
+        if is_packed or (type(p.data) is not Tensor and isinstance(p, nn.Parameter)):  # as of torchao
+            kind = type(p if is_packed else p.data).__name__
+            raise ValueError(
+                f"the network's weights must be tensors that torch differentiates through: {name!r} is quantised "
+                f"({kind}, {p.dtype}), by a library whose products round. Load the base in float32, or call "
+                "its dequantize(). Layers that turn integer buffers into weights by torch's operations are recorded."
+            )
     if names is None:
         names = tuple(name for name, p in parameters.items() if p.requires_grad and p.numel())
     kept = (net.named_modules(), net.named_parameters(), net.named_buffers())

@@ -24,9 +24,8 @@ computed once, from the first stretch to the last, and held at the beginning of 
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -36,7 +35,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.plans import TensorSpec, rows_of_weights
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.replay import BitwiseReplay, Segment, Segments
 from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import (
     FirstOf,
@@ -52,10 +52,6 @@ from epk_gp.core.trajectory import (
 from epk_gp.core.update_law import OptimizerMemory, UpdateLaw, restore_update, scaled_fields
 from epk_gp.optimizers.library_rules import share_of_average
 from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
-
-# Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what
-# optimizers keep at the beginning of all stretches, from which on they lie in a temporary file. A choice.
-HELD_BYTES = 256 << 20
 
 # By how much a kept state may miss the computed one, relative to the way between two kept states, by norms. As for a
 # run that is trained again: rounding is amplified along the steps.
@@ -322,54 +318,8 @@ class PredictedPath:
         return flat_weights(self.trajectory, index, w), a * moved
 
 
-@dataclass(frozen=True, eq=False)
-class _Stretch:
-    """The steps between two kept states, made again.
-
-    Attributes:
-        states: The state before each step, and the one after the last; the first is kept.
-        updates: The coefficients of each step; empty where they are held as recorded.
-        after: What the optimizer keeps at the end.
-    """
-
-    states: list[Tensor]
-    updates: list[UpdateCoefficients]
-    after: OptimizerMemory
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        tensors = [*self.states, *(value for update in self.updates for value in update)]
-        return sum(value.nbytes for value in tensors)
-
-
-class _Memories:
-    """What the optimizer keeps at the beginning of each stretch: in memory, or in a temporary file."""
-
-    def __init__(self, first: OptimizerMemory, count: int) -> None:
-        self._first, self._counts = first, [first.counts]
-        flat = torch.cat(first.tensors())
-        self._rows = rows_of_weights(count, len(flat), flat, HELD_BYTES // max(1, flat.nbytes))
-        self._rows[0] = flat
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def append(self, memory: OptimizerMemory) -> None:
-        self._rows[len(self)] = torch.cat(memory.tensors()).to(self._rows.device)
-        self._counts.append(memory.counts)
-
-    def __getitem__(self, number: int) -> OptimizerMemory:
-        like = self._first.tensors()
-        row = self._rows[number].to(like[0].device, copy=True)
-        momentum, *rest = row.split([len(value) for value in like])
-        values = iter(rest)
-        kept = tuple(tuple(next(values) for _ in memory) for memory in self._first.kept)
-        return OptimizerMemory(momentum, kept, self._counts[number])
-
-
-class _Computation:
-    """The states of a run in one dtype and on one device; to be used by one thread at a time.
+class _Computation(Segments):
+    """The states of a run in one dtype and on one device, by the update rule; to be used by one thread at a time.
 
     Args:
         run: The run, whose states are the kept ones and whose coefficients are compact.
@@ -379,8 +329,8 @@ class _Computation:
     """
 
     def __init__(self, run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> None:
-        self.run, self.kept, self.updates, self.spec = run, kept, updates, spec
-        self.model, self.numbers = run.model.variant(spec), kept.numbers
+        self.run, self.kept_states, self.updates, self.spec = run, kept, updates, spec
+        self.model = run.model.variant(spec)
         reference = torch.empty(0, dtype=spec.dtype, device=spec.device)
         self.replay = RunReplay(run, self.model, reference)
         # without scales no step depends on the options of the optimizer
@@ -389,29 +339,25 @@ class _Computation:
         has_second = any(updates[s].second for s in range(run.num_steps))
         plain = OptimizerMemory(reference.new_zeros(self.model.num_weights * (1 + has_second)), (), nothing)
         self.first = plain if self.law is None else replace(self.law.initial(), momentum=plain.momentum)
-        needs_memory = self.law is not None or has_momentum(run)
-        self.memories = _Memories(self.first, len(self.numbers) - 1) if needs_memory and len(self.numbers) > 1 else None
-        self.stretches: dict[int, _Stretch] = {}  # the one used last stands last
+        self.needs_memory = self.law is not None or has_momentum(run)
+        num_bytes = self.model.num_weights * spec.dtype.itemsize
+        held = sum(value.nbytes for value in self.first.tensors())
+        super().__init__(kept.numbers, num_bytes * (1 if self.law is None else 2), num_bytes + held)
 
-    def stretch(self, number: int) -> _Stretch:
-        """Return the steps from kept state `number` to the next one."""
-        if number in self.stretches:
-            self.stretches[number] = self.stretches.pop(number)
-            return self.stretches[number]
-        if self.memories is None:
-            return self._make(number, self.first)
-        for before in range(len(self.memories) - 1, number):
-            self.memories.append(self._make(before, self.memories[before]).after)
-        made = self._make(number, self.memories[number])
-        if number + 1 == len(self.memories) < len(self.numbers) - 1:
-            self.memories.append(made.after)
-        return made
+    def is_stored(self, state: int) -> bool:
+        """Whether the steps from a state on do not depend on those before it."""
+        return state == 0 or (not self.needs_memory and state in self.kept)
 
-    def _make(self, number: int, memory: OptimizerMemory) -> _Stretch:
-        run, P = self.run, self.model.num_weights
-        w = _kept_state(self.kept, self.numbers[number], self.spec)
+    def stored(self, state: int) -> Any:
+        """Return weights and memory at such a state."""
+        return _kept_state(self.kept_states, state, self.spec), self.first
+
+    def make(self, first: int, end: int, start: Any) -> Segment:
+        """Make steps on exact gradients; from a kept state on, whatever was computed before."""
+        run, P, (w, memory) = self.run, self.model.num_weights, start
+        w = _kept_state(self.kept_states, first, self.spec) if first in self.kept else w
         states, updates = [w], []
-        for index in range(self.numbers[number], self.numbers[number + 1]):
+        for index in range(first, end):
             state = w if run.statistics is None else torch.cat([w, run.statistics[index].to(w)])
             g, update = self.replay.gradient_at(run.steps[index], state)[0][:P], self.updates[index]
             if self.law is not None:
@@ -423,14 +369,14 @@ class _Computation:
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
             w, memory = w + d, replace(memory, momentum=momentum)
             if (move := run.steps[index].move) is not None:
-                stretch = bisect_right(self.numbers, move.anchor) - 1
-                held = states if stretch == number else self.stretch(stretch).states
-                w = torch.lerp(w, held[move.anchor - self.numbers[stretch]], move.share)
+                is_near = first <= move.anchor
+                w = torch.lerp(w, states[move.anchor - first] if is_near else self.state(move.anchor), move.share)
             states.append(w)
-        self.stretches[number] = made = _Stretch(states, updates, memory)
-        while len(self.stretches) > 1 and sum(held.nbytes for held in self.stretches.values()) > HELD_BYTES:
-            del self.stretches[next(iter(self.stretches))]
-        return made
+        return Segment(states, updates, (w, memory))
+
+    def state(self, state: int) -> Float[Tensor, " P"]:
+        """Return a state: kept, or computed."""
+        return _kept_state(self.kept_states, state, self.spec) if state in self.kept else super().state(state)
 
 
 def _kept_state(kept: Any, state: int, spec: TensorSpec) -> Tensor:
@@ -453,6 +399,7 @@ class Recomputation:
     updates: Any
     _lock: RLock = field(default_factory=RLock, init=False, repr=False)
     _computations: dict[TensorSpec, _Computation] = field(default_factory=dict, init=False, repr=False)
+    _replays: dict[torch.device, BitwiseReplay] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return the pickled form, without what was computed."""
@@ -466,22 +413,42 @@ class Recomputation:
         """Return a state: kept, or computed in the dtype and on the device of a computation."""
         if self.is_kept(state):
             return _kept_state(self.kept, state, spec)
-        stretch, place = self.stretch(state, spec)
-        return stretch.states[place]
-
-    def stretch(self, step: int, spec: TensorSpec) -> tuple[_Stretch, int]:
-        """Return the computed steps between the kept states before and after a step, and the step's place in them."""
-        number = bisect_right(self.kept.numbers, step) - 1
         with self._lock:
-            if spec not in self._computations:
-                self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
-            return self._computations[spec].stretch(number), step - self.kept.numbers[number]
+            made = self._made(state, spec)
+            return aligned(made.state(state).to(dtype=spec.dtype, device=spec.device))
+
+    def stretch(self, step: int, spec: TensorSpec) -> tuple[Segment, int]:
+        """Return the steps that are computed together with one, and its place in them."""
+        with self._lock:
+            return self._made(step, spec).segment(step)
+
+    def is_replayed(self, step: int, spec: TensorSpec) -> bool:
+        """Whether a step lies between kept states that were made again bit by bit."""
+        with self._lock:
+            return isinstance(self._made(step, spec), BitwiseReplay)
+
+    def _made(self, step: int, spec: TensorSpec) -> Segments:
+        """Return what computes a step: the loop's own steps, or the update rule where they give other bits."""
+        if spec.device not in self._replays:
+            self._replays[spec.device] = BitwiseReplay(self.run, self.kept, self.updates, spec.device)
+        replay = self._replays[spec.device]
+        if replay.has(step):
+            return replay
+        if spec not in self._computations:
+            self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
+        return self._computations[spec]
+
+    @property
+    def finding(self) -> str | None:
+        """Why some stretches were not made again bit by bit; None if all that were read were."""
+        known = [reason for replay in self._replays.values() for reason in replay.known.values()]
+        return next((reason for reason in known if reason is not None), None)
 
     def jumps(self, spec: TensorSpec) -> Iterator[tuple[int, float, float]]:
         """Yield each kept state but the first: its number, the jump's norm, and the way from the kept state before."""
         for first, last in zip(self.kept.numbers, self.kept.numbers[1:], strict=False):
             end = self.state(last, spec)
-            computed = self.stretch(first, spec)[0].states[-1]
+            computed = self.stretch(last - 1, spec)[0].states[-1].to(end)
             yield last, float((end - computed).norm()), float((end - self.state(first, spec)).norm())
 
     def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"]) -> float:
@@ -522,6 +489,10 @@ class RecomputedStates:
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         return self.recomputation.state(state, spec)
 
+    def replay_row(self, state: int) -> Mapping[str, Any]:
+        """Return what is stored of a state so that steps can be made again."""
+        return self.recomputation.kept.replay_row(state)  # type: ignore[no-any-return]
+
     def until(self, run: Trajectory) -> Trajectory:
         """Return the first steps of the run, whose last state counts as a kept one, as it is computed."""
         S, whole = run.num_steps, self.recomputation
@@ -554,8 +525,8 @@ class RecomputedUpdates:
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
         if not self.is_scaled:
             return self.held(step)
-        stretch, place = self.recomputation.stretch(step, spec)
-        return stretch.updates[place]
+        made, place = self.recomputation.stretch(step, spec)
+        return made.updates[place]
 
     @property
     def is_scaled(self) -> bool:
@@ -579,6 +550,20 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
     """
     recomputation = Recomputation(run, kept, updates)
     return replace(run, states=RecomputedStates(recomputation), updates=RecomputedUpdates(recomputation))
+
+
+def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
+    """Return how a step is computed, of a run whose states at both ends may miss the recorded ones; None if neither."""
+    recomputation = recomputation_of(trajectory)
+    return None if recomputation is None or recomputation.is_replayed(step, spec) else recomputation
+
+
+def described_states(trajectory: Trajectory) -> str:
+    """Say how the states between kept ones were computed where they were not made again bit by bit; "" elsewhere."""
+    recomputation = recomputation_of(trajectory)
+    if recomputation is None or recomputation.finding is None:
+        return ""
+    return f"states between kept ones follow the update rule, for {recomputation.finding}"
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:

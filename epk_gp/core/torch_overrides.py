@@ -74,6 +74,14 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
 class _User:
     """One use of `disable_fused_attention` or `quiet_checkpoints`; it is gone with it, however that ends."""
 
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+def _write_switches(values: Sequence[Any]) -> None:
+    for (_, write, _), value in zip(_SWITCHES, values, strict=True):
+        write(value)
+
 
 # Who has fused attention switched off, and what torch's switches were: they are the process's, not the thread's.
 _USERS = weakref.WeakSet[_User]()
@@ -106,27 +114,36 @@ def disable_fused_attention() -> Iterator[None]:
             _USERS.add(user)
             if not _BEFORE:
                 _BEFORE[:] = [read() for read, _, _ in _SWITCHES]
-                for _, write, value in _SWITCHES:
-                    write(value)
+                _write_switches([value for *_, value in _SWITCHES])
         with outside_autocast():
             yield
     finally:
         with _LOCK:
             _USERS.discard(user)
             if _BEFORE and not _USERS:
-                for (_, restore, _), value in zip(_SWITCHES, _BEFORE, strict=True):
-                    restore(value)
+                _write_switches(_BEFORE)
                 _BEFORE.clear()
 
 
 @contextmanager
 def kernels_of_the_loop() -> Iterator[None]:
-    """Let torch choose its kernels as in the user's own loop: `disable_fused_attention` does nothing in this thread."""
-    _THREAD.is_free = True
-    try:
-        yield
-    finally:
-        _THREAD.is_free = False
+    """Let torch choose its kernels as in the user's own loop: `disable_fused_attention` does nothing in this thread.
+
+    Where this thread has switched fused attention off itself, it is on again meanwhile. Other threads that have done so
+    keep it off, and those that are about to wait.
+    """
+    own = threading.get_ident()
+    with _LOCK:
+        is_alone = bool(_BEFORE) and all(user.thread == own for user in _USERS)
+        _THREAD.is_free = True
+        try:
+            if is_alone:
+                _write_switches(_BEFORE)
+            yield
+        finally:
+            _THREAD.is_free = False
+            if is_alone:
+                _write_switches([value for *_, value in _SWITCHES])
 
 
 # Functions that normalise by statistics, with the names of their arguments.

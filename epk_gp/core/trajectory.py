@@ -453,7 +453,12 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
     They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
     a step ends at a kept state after states that were computed again.
     """
-    if trajectory.unexplained is not None or hasattr(trajectory.trained.states, "at"):
+    return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
+
+
+def has_coarse_steps(trajectory: Trajectory) -> bool:
+    """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
+    if trajectory.unexplained is not None:
         return True
     return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
 

@@ -21,6 +21,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.scalars import Function, ask
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import AdjointTerms
@@ -444,6 +445,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
     facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
+    facts["states"] = described_states(trajectory)
     return tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

@@ -13,7 +13,7 @@ from torch import Tensor
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
-from epk_gp.core.states import JUMP_SHARE, recomputation_of
+from epk_gp.core.states import JUMP_SHARE, law_of_step
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import largest_entry, relative_rounding
@@ -83,7 +83,7 @@ class StepMismatches:
         """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
         dtype = coarsest_dtype(trajectory, model.spec.dtype)
-        change, recomputation = flat_weights(trajectory, index + 1, w) - w, recomputation_of(trajectory)
+        change, recomputation = flat_weights(trajectory, index + 1, w) - w, law_of_step(trajectory, index, model.spec)
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(largest_entry(difference))
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
@@ -92,7 +92,7 @@ class StepMismatches:
 
         def explained(difference: Tensor) -> float:
             if accepted is not None and difference.norm() <= accepted * change.norm():
-                return float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
+                return float(difference.norm() / (accepted * change.norm().double()).clamp(min=1e-300))
             return mismatch_ratio(trajectory, model, replayed, difference, dtype)
 
         if recomputation is not None and recomputation.is_kept(index + 1):
@@ -214,6 +214,7 @@ class Certificate:
         run_findings: What the recorded run itself says against results that name samples.
         explains: The state whose network the result explains (`Trajectory.explained`).
         path: The path along which points were integrated, in words.
+        states: Why states between kept ones may miss the recorded ones; empty if they do not.
     """
 
     max_error: float
@@ -229,6 +230,7 @@ class Certificate:
     run_findings: tuple[str, ...] = ()
     explains: str = ""
     path: str = str(straight())
+    states: str = ""
 
     @classmethod
     def of(cls, result: "Certificate") -> "Certificate":
@@ -250,6 +252,7 @@ class Certificate:
             run_findings=self.run_findings or other.run_findings,
             explains=self.explains or other.explains,
             path=self.path,
+            states=self.states or other.states,
             **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
 
@@ -283,6 +286,8 @@ class Certificate:
                 "training data do not make that part of the steps, such as rounding that Adam amplifies in a bias in "
                 "front of BatchNorm (bias=False removes it; attribute_by with by_parameter says where it is)"
             )
+        if self.states and findings:
+            findings.append(self.states)
         return [*findings, *self.run_findings]
 
     def entries(self, num_points: int) -> tuple[Entry, ...]:
@@ -293,6 +298,7 @@ class Certificate:
             certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
             Entry("explains", self.explains),
             *([] if self.path == str(straight()) else [Entry("path", self.path)]),
+            *([Entry("states", self.states)] if self.states else []),
             Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
             Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),

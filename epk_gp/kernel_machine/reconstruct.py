@@ -17,7 +17,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.states import PredictedPath
+from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import step_ranges
@@ -229,5 +229,6 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
         explains=trajectory.explained,
+        states=described_states(trajectory),
         **integral_facts(sums, len(X) * steps),
     )

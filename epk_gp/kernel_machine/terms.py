@@ -29,9 +29,9 @@ from epk_gp.autodiff.representations import (
 )
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
-from epk_gp.core.states import recomputation_of
+from epk_gp.core.states import law_of_step, recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
@@ -358,8 +358,8 @@ class StepResiduals:
 
     The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
     may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
-    more, the comparison says so. Of a run whose states are computed again, the steps that end at a kept state have
-    residuals, the jumps; those between are steps of the update rule on the gradients of this very computation.
+    more, the comparison says so. Of a run whose states are computed by the update rule, the steps that end at a kept
+    state have residuals, the jumps; those between are its steps on the gradients of this very computation.
 
     Attributes:
         mismatches: The comparison.
@@ -370,25 +370,25 @@ class StepResiduals:
         begun = time.monotonic()
         trajectory, X, model, like = block.recorded, block.X, block.recorded_net.model, block.zeros(0)
         self.mismatches = StepMismatches()
-        recomputation = recomputation_of(trajectory)
-        ends = range(1, trajectory.num_steps + 1) if recomputation is None else recomputation.kept.numbers[1:]
-        places = {state - 1: place for place, state in enumerate(ends)}
         max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
-        keeps_all = leaves_residuals(block)
+        keeps_all, recomputation = leaves_residuals(block), recomputation_of(trajectory)
+        most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
         for replayed in replayed_steps(trajectory, model, X):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
-            if keeps and (is_amplified or (keeps_all and index in places)):
+            law = law_of_step(trajectory, index, model.spec)
+            is_kept = keeps_all if law is None else law.is_kept(index + 1)
+            if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
-                if index not in places:  # a rounding that is amplified
+                if not is_kept:  # a rounding that is amplified
                     self._rows[index] = residual.to(like)
                     continue
                 # all that are kept have room, which takes memory, or a temporary file, where they are written
-                rows = rows_of_weights(len(places), model.num_weights, like, max_rows) if rows is None else rows
-                rows[places[index]] = residual.to(rows)
-                self._rows[index] = rows[places[index]]
+                rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
+                rows[count] = residual.to(rows)
+                self._rows[index], count = rows[count], count + 1
         self.seconds = time.monotonic() - begun
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
@@ -399,7 +399,7 @@ class StepResiduals:
 def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
     dtype = coarsest_dtype(block.recorded, block.net.model.spec.dtype)
-    return dtype != torch.float64 or leaves_unexplained(block.recorded)
+    return dtype != torch.float64 or has_coarse_steps(block.recorded)
 
 
 def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:

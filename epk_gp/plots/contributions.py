@@ -157,6 +157,7 @@ def attribution_figure(
     top: int,
     *,
     head: Head | None = None,
+    number: str | None = None,
     labels: Int64[Tensor, " n"] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:
@@ -169,6 +170,7 @@ def attribution_figure(
         chosen: Indices of the points that are drawn, one below the other.
         top: Number of training points drawn of either sign.
         head: What the outputs are, for their names.
+        number: What a point's one number is called, where it is no output.
         labels: True classes of the n points, where they are known.
         names: Names of the classes, in order.
     """
@@ -179,8 +181,9 @@ def attribution_figure(
     figure = style.new_figure((1.3 + 0.36 * shown if images is None or points is None else image_height) * len(chosen))
     for part, n in zip(figure.subfigures(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
         c, samples = int(breakdown.output[n]), breakdown.samples[n]
-        output, title = style.output_name(c, head, names, is_class=known is not None), f"point {n}, output {c}"
-        if known is not None:
+        output = number or style.output_name(c, head, names, is_class=known is not None)
+        title = f"point {n}, {number or f'output {c}'}"
+        if known is not None and number is None:
             title = f"point {n}: predicted class {style.class_name(c, names, '')}"
             title += "" if labels is None else f", true label {style.class_name(int(labels[n]), names, '')}"
         left, ax = _sides(part, title)
@@ -234,6 +237,7 @@ def influence_figure(
     trajectory: Trajectory,
     *,
     head: Head | None = None,
+    number: str | None = None,
 ) -> Figure:
     """Draw the training points on whose weights predicted outputs depend most, and the adjoint along the run.
 
@@ -246,12 +250,13 @@ def influence_figure(
         top: Number of training points drawn of either sign.
         trajectory: The run.
         head: What the outputs are, for their names.
+        number: What a point's one number is called, where it is no output.
     """
     known = style.class_labels(trajectory.targets)
     figure = style.new_figure((1.3 + 0.36 * min(top, trajectory.num_points)) * len(chosen))
     for part, n in zip(figure.subfigures(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
         k = 0 if effect.outputs.shape[1] == 1 else int(predicted[n])
-        output = style.output_name(int(predicted[n]), head, is_class=known is not None)
+        output = number or style.output_name(int(predicted[n]), head, is_class=known is not None)
         value, std = style.short(float(effect.outputs[n, k])), style.short(float(effect.std[n, k]))
         left, curve = _sides(part, f"point {n}: {output} {value} ± {std} (jackknife)")
         ax = attribution_bars(left.subplots(), effect.values[n, k], known, top=top, title="", output=output)

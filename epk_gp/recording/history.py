@@ -17,12 +17,14 @@ from epk_gp.core.step import Step, fingerprint_step, tensor_bytes
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
+from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
+from epk_gp.storage.files import pack
 from epk_gp.storage.passes import stored_steps, validate_pass
 from epk_gp.storage.rows import as_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
-from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
 Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
@@ -73,17 +75,19 @@ class StepResult:
         end: The weights after the step; empty where the run does not keep them (`RunHistory.thin`).
         update: Its coefficients; None where no step led to the weights.
         statistics: The moving statistics after the step; None for a network without them.
+        replay: What is stored for the step to be made again bit by bit (`CommitSchedule.replay_of`); None for nothing.
     """
 
     digest: Callable[[], str]
     end: Float[Tensor, " P"]
     update: UpdateCoefficients | None
     statistics: Float[Tensor, " Q"] | None = None
+    replay: dict[str, Tensor] | None = None
 
     def num_bytes(self, schema: ChunkSchema) -> float:
         """Return how many bytes it takes in a chunk, which holds every k-th state; numbers per parameter are few."""
         per_weight = [] if self.update is None else [v for v in self.update.tensors() if v.numel() > len(schema.sizes)]
-        statistics = [] if self.statistics is None else [self.statistics]
+        statistics = [*([] if self.statistics is None else [self.statistics]), *(self.replay or {}).values()]
         state = schema.num_weights * schema.dtype.itemsize / schema.keep_every
         return state + sum(v.nbytes for v in (*per_weight, *statistics))
 
@@ -136,6 +140,7 @@ class RunHistory:
         end: Float[Tensor, " P"],
         update: UpdateCoefficients,
         statistics: Float[Tensor, " Q"] | None = None,
+        replay: dict[str, Tensor] | None = None,
     ) -> None:
         """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
 
@@ -159,7 +164,7 @@ class RunHistory:
             digest = self._thread.submit(hashing).result
         else:
             digest = partial(str, hashing())
-        self._results[index] = StepResult(digest, end, update, after)
+        self._results[index] = StepResult(digest, end, update, after, replay)
         self.samples.rows[index + 1] = copy_in(end[self.samples.places])
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
@@ -238,7 +243,7 @@ class RunHistory:
         index, update = self.num_steps - 1, self.last.update
         if update is not None:  # a step led to these weights
             digest = fingerprint_step(self._results[index - 1].digest(), step, update, end, statistics)
-            self._results[index] = StepResult(partial(str, digest), end, update, statistics)
+            self._results[index] = StepResult(partial(str, digest), end, update, statistics, self.last.replay)
         self.steps[index] = step
 
     def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
@@ -268,11 +273,15 @@ class RunHistory:
         """
         for index, result in self._results.items():
             if index < count - 1 and (index + 1) % schema.keep_every and len(result.end):
-                self._checksums[index + 1] = crc32(tensor_bytes(result.end))
+                self._checksums[index + 1] = self.checksum(index + 1)
                 result = replace(result, end=result.end.new_empty(0))
             if index < count and result.update is not None:
                 result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))
             self._results[index] = result
+
+    def checksum(self, state: int) -> int:
+        """Return the checksum of the weights of a state after a step that is in memory."""
+        return self._checksums.get(state) or crc32(tensor_bytes(self._results[state - 1].end))
 
     def forget_results_before(self, index: int) -> None:
         """Free the results of the steps before `index`, which are on disk."""
@@ -324,6 +333,13 @@ class CommitSchedule:
         digests = self._digests or (chunks[-1].digest,)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
+    def replay_of(self, made: MadeStep, num_ranks: int) -> dict[str, Tensor] | None:
+        """Return what a step that was just made needs to be made again; None where every state is kept anyway."""
+        schema, state = self.writer.schema, self._history.num_steps + 1
+        if not schema.thins or num_ranks > 1:
+            return None
+        return self._training.replay_row(made.options, is_kept=state % schema.keep_every == 0)
+
     def complete_iteration(self, *, commits: bool = True) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
         self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
@@ -359,11 +375,13 @@ class CommitSchedule:
             statistics = [r.statistics for r in results if r.statistics is not None]
             digests = tuple(result.digest() for result in results)
             kept = (states, steps, updates, digests, self._training_state, statistics)
+            made = [(state, r.replay) for state, r in enumerate(results, first + 1) if r.replay]
+            replay = [row | {CHECKSUM: torch.tensor(self._history.checksum(state))} for state, row in made]
             rows = dict[str, Tensor]()
             if (stream := self._stream) is not None:
                 new = slice(self._num_points, num_seen(steps, self._num_points))
                 rows = {INPUTS: as_bytes(stream.X[new]), TARGETS: stream.y[new]} if new.stop > new.start else rows
-            self.writer.append(*kept, rows=rows)
+            self.writer.append(*kept, rows=rows | (pack(REPLAY, replay) if replay else {}))
             self._digests = (*self._digests, *digests) if self._digests else ()
             self._num_points += len(rows.get(INPUTS, ()))
             self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)

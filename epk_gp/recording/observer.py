@@ -21,6 +21,7 @@ from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
     WEIGHTS,
     LinearStep,
+    Options,
     UpdateCoefficients,
     stack_coefficients,
 )
@@ -170,6 +171,7 @@ class MadeStep:
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
+        options: All options of each group.
         unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
         doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
@@ -183,6 +185,7 @@ class MadeStep:
     without_gradient: Set[str]
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
+    options: Sequence[Options]
     unseen: str | None
     is_seen_enough: bool
     others: Sequence[CapturedForward]
@@ -346,7 +349,8 @@ class StepObserver:
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         named = model.unflatten(self._weights()).items()
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
-        before, self._last_groups = self._last_groups, tuple(g for groups in self._groups.values() for g in groups)
+        present = [group for groups in self._groups.values() for group in groups]
+        before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
         memory, self._spare = self._spare, None
         made = MadeStep(
             lr=self._lr,
@@ -355,6 +359,7 @@ class StepObserver:
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
+            options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
             others=[forward for forward in self._waiting if forward.output_gradient is not None],
@@ -447,7 +452,7 @@ class StepObserver:
         return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
     def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
-        return tuple(group.of_scale() for group in groups_of(optimizer, self._rules[id(optimizer)], self._names))
+        return groups_of(optimizer, self._rules[id(optimizer)], self._names)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):

@@ -7,7 +7,6 @@ q_i (mixup, CutMix, label noise) and the weight c_i of a row follow from it. Wha
 the check of the step's gradient decides.
 """
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +37,7 @@ from epk_gp.core.losses import (
     soft_targets,
     targets_like,
 )
-from epk_gp.core.model import perturbed_initial, random_state_kept
+from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.recording.causes import StepMismatchError
@@ -310,7 +309,7 @@ class PassRecords:
 
     def _call_in(self, modes: Tensor, state: Tensor) -> tuple[Callable[..., Any], dict[str, Tensor]]:
         """Return the network in some modes, and its parameters and buffers at some state, which it may change."""
-        module = copy.deepcopy(self._setup.model.module)
+        module = copied_module(self._setup.model.module)  # of which a frozen base may be large
         for part, mode in zip(module.modules(), modes.tolist(), strict=True):
             part.training = mode
         named = {**dict(module.named_buffers()), **self._setup.model.unflatten(state)}

@@ -175,7 +175,7 @@ class Recorder:
         if self._ranks.size > 1 and setup.stream is not None:
             raise ValueError("a Stream must be recorded by one process, which numbers its rows: pass a data set as X.")
         if folder is not None:
-            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]}
+            header |= {"check_every": check_every, "modules": [name for name, _ in net.named_modules()]} | setup.base()
         with self._ranks.together():
             if self._ranks.size > 1:
                 self._ranks.validate(self._data_digest)
@@ -481,8 +481,7 @@ class Recorder:
         return step, before, after
 
     def _record_step(self, made: MadeStep) -> None:
-        index, setup, last = self.num_steps, self._setup, self._history.last
-        end = setup.weights()
+        index, setup, last, end = self.num_steps, self._setup, self._history.last, self._setup.weights()
         if self._ranks.size > 1:
             whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
         else:
@@ -505,7 +504,8 @@ class Recorder:
         if index >= self._probe.next:
             self._probe.look_at(setup, observed, self._schedule)
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
-        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None)
+        replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
+        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None, replay)
         setup.live.know_copy(end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:

@@ -1,6 +1,5 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
-import copy
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from epk_gp.core.model import (
     FunctionalModel,
     LiveWeights,
     as_written,
+    copied_module,
     functionalize,
     perturbed_initial,
     random_state_kept,
@@ -179,9 +179,15 @@ class TrainingSetup:
             is_stream=self.stream is not None,
         )
 
+    def base(self) -> dict[str, str]:
+        """Return the entry of the header that stands for a frozen base that is not stored."""
+        base = self.model.base().values()
+        return {"base": fingerprint_data(*base)} if base else {}
+
     def data(self) -> dict[str, Tensor]:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
-        frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
+        base = self.model.base()
+        frozen_state = {f"constant.{k}": value for k, value in self.model.frozen_state().items() if k not in base}
         graph = self.model.signature.stored_tensors()
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
         return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
@@ -412,7 +418,7 @@ def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple
     """
     if not any(module.training for module in net.modules()) or not any(b.is_floating_point() for b in net.buffers()):
         return ()
-    module = copy.deepcopy(net)
+    module = copied_module(net, has_own_buffers=True)
     before = {name: value.clone() for name, value in module.named_buffers()}
     norms = [name for name, part in module.named_modules() if isinstance(part, _NormBase) and part.momentum is None]
     counters = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}

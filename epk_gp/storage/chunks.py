@@ -31,6 +31,7 @@ from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
 from epk_gp.storage.rows import Rows, from_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
+from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
 MOVES = "moves"  # that of moves without a gradient: anchor and share of the way, which is 0 where there is none
@@ -197,10 +198,10 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
                 if bool((at < -1).any()) or bool((at >= sizes.clamp(min=1)).any()):
                     raise ValueError(f"{where} must hold {name!r} of -1 or a weight of its parameter: it does not.")
         steps = _parse_steps(tensors, schema, chunk, where)
-        if MATRICES_NAME in actual:
-            places = tensors.get_tensor(f"{MATRICES_NAME}.at")
-            validate_places(places, actual[MATRICES_NAME][0][0], MATRICES_NAME, where)
-            for row in range(len(places)):
+        for name in {MATRICES_NAME, REPLAY} & actual.keys():
+            places = tensors.get_tensor(f"{name}.at")
+            validate_places(places, actual[name][0][0], name, where)
+            for row in range(len(places) if name == MATRICES_NAME else 0):
                 _read_matrices(tensors, schema, row, where)
         if PASSES not in actual:
             return steps
@@ -226,6 +227,8 @@ def _validate_layout(
     }
     if Q:
         expected["statistics"] = ((k, Q), "F32 F64")
+    if schema.thins and REPLAY in actual:
+        expected |= {REPLAY: ((any_length,), "U8"), f"{REPLAY}.at": ((k, 2), "I64")}
     if j:
         optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
@@ -358,6 +361,22 @@ class StoredStates(_Stored):
             row = held.index(state)
         with opened_chunk(self.path, chunk) as tensors:
             return read_row(tensors, self.name, row)
+
+    def replay_row(self, state: int) -> Mapping[str, Any]:
+        """Return what is stored of a state and the step before it so that steps can be made again: empty for nothing.
+
+        Raises:
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened, or holds something else.
+        """
+        chunk, where = self._chunk(state), chunk_file(self.path, self._chunk(state))[1]
+        with opened_chunk(self.path, chunk) as tensors:
+            if REPLAY not in tensors.keys():  # noqa: SIM118  # not a mapping
+                return {}
+            row = unpack(tensors, REPLAY, state - chunk.first, where)
+        checksum = {CHECKSUM: int(row[CHECKSUM])} if CHECKSUM in row else {}
+        content: dict[str, Any] = decoded_state(row, f"{where} must hold {REPLAY!r}")
+        return content | checksum
 
 
 @dataclass(frozen=True)

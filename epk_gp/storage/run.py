@@ -22,10 +22,10 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
-from epk_gp.storage.files import regular_file_size
+from epk_gp.storage.files import pack, regular_file_size
 from epk_gp.storage.journal import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
-from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.training_state import REPLAY, TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 _KNOWN_LOSSES: dict[str, Any] = {
@@ -69,11 +69,18 @@ def recorded_model(
     for name, shape in zip(header["statistics"], header["statistic_shapes"], strict=True):
         _require_recorded(f"moving statistic {name}", shape, buffers.get(name))
     model = functionalize(net, tuple(header["names"]), tuple(header["statistics"]), signature)
+    base = model.base() if header["base"] is not None else {}
+    if base and fingerprint_data(*base.values()) != header["base"]:
+        raise ValueError(
+            "the network must have the frozen weights that it was trained with, of which the run holds the digest "
+            "alone: it has others. Load the same pretrained weights before."
+        )
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         _require_recorded(name, recorded, list(shape))
     model = model.variant(TensorSpec(WEIGHT_DTYPES[header["dtype"]], torch.device("cpu")))
     frozen_state = model.frozen_state()
     recorded_state = {k.removeprefix("constant."): v for k, v in data.items() if k.startswith("constant.")}
+    recorded_state |= {name: value for name, value in frozen_state.items() if name in base}
     for name in sorted(frozen_state.keys() | recorded_state.keys()):
         recorded, own = (list(side[name].shape) if name in side else None for side in (recorded_state, frozen_state))
         _require_recorded(name, recorded, own)
@@ -201,7 +208,9 @@ def create_run(
     tensors = training.state_dict()
     writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
     with writer.closed_on_error():
-        writer.append([weights], [], [], [digest], tensors, () if statistics is None else (statistics,))
+        rows = pack(REPLAY, [training.replay_row((), is_kept=True)]) if writer.schema.thins else {}
+        kept = () if statistics is None else (statistics,)
+        writer.append([weights], [], [], [digest], tensors, kept, rows=rows)
         write_header(writer, full_header)
     return writer
 

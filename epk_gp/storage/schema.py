@@ -92,6 +92,7 @@ class RunHeader(RunDescription):
     num_optimizers: Positive = 1
     groups: list[GroupRecord] = []
     modules: list[str] = []
+    base: str | None = None
     check_every: Positive | None = None
     keep_every: Positive = 1
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from epk_gp.core.replay import load_optimizer
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.storage.files import load_tensors, parse_json, read_checked
@@ -28,6 +29,7 @@ from epk_gp.storage.journal import Chunk, resume_name
 from epk_gp.storage.schema import Record, validated
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
+REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: what steps need to be made again, with the weights' checksum
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {
@@ -114,6 +116,7 @@ class TrainingState:
     net: nn.Module | None = None
     groups: Sequence[OptimizerGroup] = ()
     _versions: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+    _options: Sequence[Mapping[str, Any]] = field(default=(), init=False, repr=False)  # of the groups at the last step
 
     def __post_init__(self) -> None:
         """Remember the buffers as they are, so that those that change are known."""
@@ -161,8 +164,27 @@ class TrainingState:
             },
             "buffers": {name: value for name, value in self._buffers().items() if self._has_changed(name, value)},
         }
-        text = json.dumps(_encode(state, tensors, "state"))
-        tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        _add_encoded(state, tensors)
+        return tensors
+
+    def replay_row(self, options: Sequence[Mapping[str, Any]], *, is_kept: bool) -> dict[str, Tensor]:
+        """Return what a step needs to be made again: options of the groups that changed, and the number of threads.
+
+        Args:
+            options: All options of each group in the step; none of the initial state.
+            is_kept: Whether the state after the step is kept: the optimizers' state after it is then stored too.
+        """
+        before, self._options = self._options, options
+        if len(before) == len(options):
+            pairs = zip(before, options, strict=True)
+            options = [
+                {key: value for key, value in now.items() if key not in own or own[key] != value} for own, now in pairs
+            ]
+        row: dict[str, Any] = {"options": [dict(own) for own in options], "threads": torch.get_num_threads()}
+        if is_kept:
+            row["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        tensors = dict[str, Tensor]()
+        _add_encoded(row, tensors)
         return tensors
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -182,10 +204,7 @@ class TrainingState:
                 `stateful`; or an object does not take its state; or the network has other buffers.
         """
         message = f"{where} must hold the state to resume from"
-        try:
-            entries = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
-        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
-            raise ValueError(f"{message}: it does not ({error}).") from error
+        entries = decoded_state(tensors, message)
         state, momentum = validated(_State, entries, message), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
         sizes = len(self.momentum), 2 * len(self.momentum)  # of a second buffer too
@@ -202,8 +221,7 @@ class TrainingState:
             for optimizer, own_state in zip(self.optimizers, recorded, strict=True):
                 _validate_optimizer_state(optimizer, own_state)
             for optimizer, own_state in zip(self.optimizers, recorded, strict=True):
-                optimizer.load_state_dict(own_state)
-                _restore_dtypes(optimizer, own_state)
+                load_optimizer(optimizer, own_state)
             for name, kept in self.stateful.items():
                 (kept.set_state if isinstance(kept, torch.Generator) else kept.load_state_dict)(state.keep[name])
             torch.random.set_rng_state(tensors[_RANDOM])  # last: a sampler may draw numbers while it is restored
@@ -255,17 +273,26 @@ def _validate_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) ->
                 raise ValueError(f"the optimizer's {name} must have its parameter's shape: got {tuple(value.shape)}.")
 
 
-def _restore_dtypes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
-    """Give an optimizer's state the dtypes that it had: torch loads all but "step" in the parameter's dtype.
+def _add_encoded(state: Any, tensors: dict[str, Tensor]) -> None:
+    """Put a state among tensors: its JSON, and its own tensors under their numbers."""
+    text = json.dumps(_encode(state, tensors, "state"))
+    tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
-    NAdam's product of momenta is float32 for any weights; in float64 it would go on to other steps.
+
+def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:
+    """Return a state that was stored as tensors.
+
+    Args:
+        tensors: What was stored.
+        message: Start of the error message, which says what the file must hold.
+
+    Raises:
+        ValueError: The tensors hold no state.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in recorded["state"].items():
-        loaded = optimizer.state[parameters[index]]
-        for name, value in state.items():
-            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
-                loaded[name] = value.to(loaded[name].device)
+    try:
+        return _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), message), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{message}: it does not ({error}).") from error
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:

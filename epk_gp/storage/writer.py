@@ -57,10 +57,10 @@ class Storage:
             committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.
-        keep_every: Keep every so many-th weight state, the first and the last; the states between are computed again
-            when they are read, by the update rule on exact gradients. What Adam and its relatives derive from the
-            gradients is computed again too. By how much a kept state misses the computed one is a part of what results
-            say is unexplained.
+        keep_every: Keep every so many-th weight state, the first and the last, with the optimizers' state. The states
+            between are computed again when they are read: by the loop's own steps, bit by bit; and where that fails,
+            by the update rule on exact gradients, so that the kept state misses the computed one by a jump, which is a
+            part of what results say is unexplained.
     """
 
     chunk_bytes: int = 16 << 20
@@ -155,7 +155,8 @@ class RunWriter:
             digests: Digests of the run up to each of the steps, or of a run of no steps.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
-            rows: Inputs and targets of a stream that the steps saw first, by their names on disk.
+            rows: Inputs and targets of a stream that the steps saw first, and what steps need to be made again, by
+                their names on disk.
 
         Raises:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced.

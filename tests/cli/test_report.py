@@ -1,5 +1,7 @@
 """`epk-gp report`: its file holds what the library's report holds, and wrong options are refused."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,7 +10,7 @@ import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.networks import open_run
 from epk_gp.quadrature.rules import adaptive
-from report_cases import embedded
+from report_cases import Words, embedded, report_case
 
 QUICK = ("--rule", "adaptive:1e-8", "--kernel-points", 0, "--quiet")
 
@@ -39,6 +41,27 @@ def test_features_have_the_names_and_contributions_the_path_of_the_options(recor
     assert [name for name, _ in content["points"][0]["input"]["values"]] == names[:60]
     card = dict(next(section["rows"] for section in content["card"] if section["title"] == "This report"))
     assert card["path of integration"] == "derivatives averaged operation by operation, each over 2 steps"
+
+
+def test_token_ids_are_shown_as_the_words_of_a_tokenizer_file(tmp_path, capsys, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{k}": k for k in range(9)}, unk_token="word0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    trajectory, X, _ = report_case("words")
+    optimizer = torch.optim.SGD((net := Words().double()).parameters(), lr=0.1)
+    epk.train(net, trajectory.inputs, trajectory.targets, optimizer=optimizer, steps=2, folder=tmp_path / "run")
+    save_file({"inputs": X}, tmp_path / "points.safetensors")
+    monkeypatch.setattr("report_cases.network", lambda: Words().double(), raising=False)
+    network = ("--network", "report_cases:network", "--points", tmp_path / "points.safetensors")
+    asked = ("report", tmp_path / "run", "--out", tmp_path / "report.html", *network, "--num-points", 1, *QUICK)
+    assert run(*asked, "--tokenizer", tmp_path / "tokenizer.json") == 0
+    words = embedded(tmp_path / "report.html")["points"][0]["input"]["words"]
+    assert "".join(words) == " ".join(f"word{k}" for k in X[0].tolist())
+    capsys.readouterr()
+    said = refused(capsys, *asked, "--tokenizer", tmp_path / "points.safetensors")
+    assert "--tokenizer must be a tokenizer.json of the package tokenizers" in said
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "--tokenizer needs the package tokenizers" in refused(capsys, *asked, "--tokenizer", "none.json")
 
 
 @pytest.mark.slow

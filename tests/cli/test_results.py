@@ -1,13 +1,17 @@
 """`epk-gp verify`, `attribute`, `influence`, `gram`, `uncertainty` and `demo`: their results are the library's."""
 
+import importlib
 import json
 import re
+import textwrap
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
 from commands import refused, run, write_data
@@ -200,3 +204,42 @@ def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
     assert len(embedded(tmp_path / "report.html")["points"]) == 3
     # a second demo goes on from the run of the first
     assert "--seed must be the recorded one" in refused(capsys, "demo", "--smoke", "--seed", 1, "--out", tmp_path)
+
+
+def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch, capsys):
+    """The log-probability of words, by a network that returns all positions."""
+    code = """
+        from torch import nn
+
+        def words():
+            return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)), lambda logits: logits[:, -1]
+    """
+    (tmp_path / "words_of_test_cli.py").write_text(textwrap.dedent(code))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    net, output = importlib.import_module("words_of_test_cli").words()
+    X, y = torch.arange(24).view(6, 4) % 5, (torch.arange(24).view(6, 4) + 2) % 5
+    optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
+    options = {"loss": nn.CrossEntropyLoss(), "output": output, "folder": tmp_path / "run"}
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X).flatten(0, 1), y.flatten()).backward()
+            recorder.batch()
+            optimizer.step()
+    answers = torch.tensor([[1, 2], [-100, 4]])
+    save_file({"inputs": X[:2].clone(), "answers": answers}, tmp_path / "prompts.safetensors")
+    asked = (tmp_path / "run", "--points", tmp_path / "prompts.safetensors", "--network", "words_of_test_cli:words")
+    asked = (*asked, "--outputs", "answers", "--quiet")
+    for command in ("attribute", "influence"):
+        assert run(command, *asked, "--out", tmp_path / command) == 0
+        assert "2 points x 1 outputs x 6 training points" in capsys.readouterr().out
+    arrays = load_file(tmp_path / "attribute" / "attribution.safetensors")
+    parts = epk.attribute(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    assert torch.allclose(arrays["samples"], parts.samples, rtol=0, atol=1e-12)
+    arrays = load_file(tmp_path / "influence" / "influence.safetensors")
+    effect = epk.influence(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    assert torch.allclose(arrays["values"], effect.values, rtol=0, atol=1e-12)
+    assert run("attribute", *asked, "--out", tmp_path / "plan", "--estimate", 1) == 0
+    said = refused(capsys, "attribute", *asked, "--out", tmp_path / "no", "--head", "logits")
+    assert "--outputs answers explains the log-probability of `answers`" in said

@@ -1,4 +1,4 @@
-"""Runs that keep every k-th state: the same sums, computed along states that the update rule gives again."""
+"""Runs that keep every k-th state: the same sums, along states made again bit by bit, or by the update rule."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from captured_loops import FEATURES, CapturedLoop
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.core import states as recomputation
+from epk_gp.core import replay
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replay import BitwiseReplay
 from epk_gp.core.states import recomputation_of, recomputed_run
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 
@@ -57,8 +58,16 @@ RUNS = {
     "clipped_value": lambda path: train("momentum", path, clip=ClipValue(0.05)),
 }
 QUICK = ("adamw", "dropout", "clipped_norm")
+OTHER_LOSSES = ("mixup", "accumulation")  # written out in the loop, with soft targets, whose bits are not torch's
 
 
+@pytest.fixture
+def by_law(monkeypatch):
+    """Let no step be made again bit by bit."""
+    monkeypatch.setattr(BitwiseReplay, "has", lambda self, step: False)
+
+
+@pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in RUNS])
 def test_contributions_are_those_of_the_run_with_all_states(name, tmp_path):
     """Both decompose alike, to the rounding that a step amplifies, and the sums are exact."""
@@ -80,6 +89,27 @@ def test_contributions_are_those_of_the_run_with_all_states(name, tmp_path):
     assert sums.max_error < 1e-12
 
 
+@pytest.mark.parametrize("name", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in RUNS])
+def test_states_and_coefficients_are_those_that_the_loop_made_bit_by_bit(name, tmp_path):
+    """Also the attribution then, but where that of plain steps is summed in another order."""
+    thinned, whole = RUNS[name](tmp_path / "run"), RUNS[name](None)
+    if name in OTHER_LOSSES:
+        assert thinned.states[1] is not None
+        assert "made again, ends at other bits" in recomputation_of(thinned).finding
+        return
+    assert all(torch.equal(thinned.states[s], whole.states[s]) for s in range(8))
+    assert recomputation_of(thinned).finding is None
+    for s in range(STEPS):
+        pairs = zip(thinned.updates[s].tensors(), whole.updates[s].tensors(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    own, other = epk.attribute(thinned, X), epk.attribute(whole, X)
+    assert own.certified
+    for term in ("samples", "decay", "statistics", "unexplained"):
+        a, b = getattr(own, term), getattr(other, term)
+        assert torch.equal(a, b) if not whole.is_vanilla_gd else torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.usefixtures("by_law")
 def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):
     """Without them the sum misses the network: the rounding of three steps in float32, each."""
     run = train("momentum", tmp_path / "run", torch.float32)
@@ -107,10 +137,12 @@ def test_a_kept_state_that_the_update_rule_does_not_lead_to_is_found(tmp_path, m
         assert epk.reconstruct(moved, X).max_error < 1e-12
 
 
+@pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_pass_over_the_run_computes_every_stretch_once(name, tmp_path, monkeypatch):
     """Also with room for one stretch only, forwards and backwards; momentum lies in a temporary file then."""
-    monkeypatch.setattr(recomputation, "HELD_BYTES", 0)
+    monkeypatch.setattr(replay, "HELD_BYTES", 0)
+    monkeypatch.setattr(replay.math, "isqrt", lambda n: n)  # a segment is a stretch
     whole, run, calls, gradient_at = train(name), train(name, tmp_path / "run"), [], RunReplay.gradient_at
     monkeypatch.setattr(RunReplay, "gradient_at", lambda *args, **o: calls.append(args) or gradient_at(*args, **o))
     first_pass, found = list(range(STEPS + 1)), []

@@ -159,7 +159,7 @@ function buildChooser() {
           id: 'find',
           type: 'search',
           autocomplete: 'off',
-          placeholder: isClassifier() ? 'name, label, wrong …' : 'name',
+          placeholder: isClassifier() ? 'name, label, wrong …' : IS_TEXT ? 'words' : 'name',
           on: { input: (event) => changeList({ find: event.target.value }) },
         }),
         el('label', { for: 'sort' }, 'Sort by'),

@@ -41,7 +41,7 @@ function termsOf(view, source) {
     },
     {
       key: 'rest_raised',
-      name: 'Other points that raised it',
+      name: `Other ${noun(2)} that raised it`,
       values: [view.rest_raised[1]],
       count: view.rest_raised[0],
       countSource: `${source}.rest_raised.0`,
@@ -57,7 +57,7 @@ function termsOf(view, source) {
     },
     {
       key: 'rest_lowered',
-      name: 'Other points that lowered it',
+      name: `Other ${noun(2)} that lowered it`,
       values: [view.rest_lowered[1]],
       count: view.rest_lowered[0],
       countSource: `${source}.rest_lowered.0`,
