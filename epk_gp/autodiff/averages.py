@@ -75,7 +75,8 @@ class HeldProducts:
     """
 
     def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
-        self._ends, self._room, self._held = [] if ends is None else ends._held[::-1], max_bytes, list[_Held]()
+        self._held: list[_Held] = []
+        self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
 
     def end(self) -> Tensor | None:
         """Return the next product with the weights at the end; None where it is not known."""

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
@@ -62,6 +63,8 @@ class Predictions:
     memory_budget: int
     _recorded_net: PlannedModel | None = None
     _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    # of passes of some rows, by the first of them: the state, and its products
+    _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -114,6 +117,19 @@ class Predictions:
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
         """Read a state of the run: that of the path, but for averaged weights."""
         return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
+
+    def products(self, first: int, steps: range) -> HeldProducts:
+        """Return what holds the products of a stretch at some rows: a fraction of the budget, for the stretch before.
+
+        Args:
+            first: The first of the rows.
+            steps: The stretch.
+        """
+        state, ends = self._products.pop(first, (-1, None))
+        room = self.memory_budget // 4 - sum(own.nbytes for _, own in self._products.values())
+        held = HeldProducts(ends if state == steps.stop else None, room)
+        self._products[first] = steps.start, held
+        return held
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
