@@ -16,6 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_layer, by_sample
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
@@ -194,6 +195,7 @@ def test_pieces_workers_and_checkpoints_change_nothing(tmp_path, monkeypatch):
         epk.attribute(run, X, function=other, checkpoint=tmp_path / "sums", **options)
     # points, and numbers of a point, go through the run apart
     monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+    monkeypatch.setattr(attribute, "MAPPED_ADJOINTS", 1)
     apart = epk.attribute(run, X, function=asked, **options)
     assert torch.allclose(apart.samples, expected.samples, rtol=0, atol=1e-12)
     by = [by_sample(run), by_layer(run)]
