@@ -127,7 +127,7 @@ class Segments(ABC):
     """
 
     def __init__(self, numbers: Sequence[int], step_bytes: int, start_bytes: int, *, is_whole: bool = False) -> None:
-        self._start_bytes, self._is_whole = start_bytes, is_whole
+        self._start_bytes, self._is_whole, self.step_bytes = start_bytes, is_whole, step_bytes
         longest = max((end - first for first, end in pairwise(numbers)), default=1)
         most = max(HELD_BYTES // max(1, step_bytes), math.isqrt(longest - 1) + 1)
         self.bounds = [s for first, end in pairwise(numbers) for s in range(first, end, most)] + [numbers[-1]]
@@ -145,13 +145,18 @@ class Segments(ABC):
     def stored(self, state: int) -> Any:
         """Return what a segment begins with at such a state."""
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether a stretch is made twice, for not all of it is held."""
+        return len(self.bounds) > len(self.kept)
+
     def segment(self, step: int) -> tuple[Segment, int]:
         """Return the segment of a step, and the step's place in it."""
         place = bisect_right(self.bounds, step) - 1
         if place not in self.made:
             self._make(place)
         self.made[place] = made = self.made.pop(place)
-        while len(self.made) > 1 and sum(held.nbytes for held in self.made.values()) > HELD_BYTES:
+        while len(self.made) > 2 and sum(held.nbytes for held in self.made.values()) > HELD_BYTES:
             del self.made[next(iter(self.made))]
         return made, step - self.bounds[place]
 

@@ -429,14 +429,19 @@ class Recomputation:
 
     def _made(self, step: int, spec: TensorSpec) -> Segments:
         """Return what computes a step: the loop's own steps, or the update rule where they give other bits."""
-        if spec.device not in self._replays:
-            self._replays[spec.device] = BitwiseReplay(self.run, self.kept, self.updates, spec.device)
-        replay = self._replays[spec.device]
+        replay = self.replay_on(spec.device)
         if replay.has(step):
             return replay
         if spec not in self._computations:
             self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
         return self._computations[spec]
+
+    def replay_on(self, device: torch.device) -> BitwiseReplay:
+        """Return the loop's own steps, made again on a device."""
+        with self._lock:
+            if device not in self._replays:
+                self._replays[device] = BitwiseReplay(self.run, self.kept, self.updates, device)
+            return self._replays[device]
 
     @property
     def finding(self) -> str | None:

@@ -144,8 +144,7 @@ class Trajectory(Displayed):
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
         live: The user's network, as long as it lives; None for a run that was not recorded in this process.
-        asked_of: The run that was recorded, where this one is it with another network: what gives the numbers that are
-            asked for, at inputs that are `inputs` (`core.scalars`). None for a recorded run itself.
+        asked_of: The recorded run, where this one has the network and inputs of a question (`core.scalars`).
     """
 
     model: FunctionalModel
@@ -188,8 +187,7 @@ class Trajectory(Displayed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the run."""
-        recorded = state.get("asked_of")
-        vars(self).update(({} if recorded is None else vars(recorded)) | state)
+        vars(self).update(vars(state["asked_of"]) | state if state.get("asked_of") else state)
 
     @property
     def recorded(self) -> "Trajectory":
@@ -450,17 +448,15 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
 def leaves_unexplained(trajectory: Trajectory) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
 
-    They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
-    a step ends at a kept state after states that were computed again.
+    They may where steps are coarse, and where one ends at a kept state after states that were computed again.
     """
     return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
 
 
 def has_coarse_steps(trajectory: Trajectory) -> bool:
     """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
-    if trajectory.unexplained is not None:
-        return True
-    return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
+    passes = (forward for step in trajectory.steps for forward in step.passes)
+    return trajectory.unexplained is not None or any(forward.autocast is not None for forward in passes)
 
 
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:

@@ -164,8 +164,8 @@ class StretchAverage:
 # each layer with weights (measured on diverging ResNet-18s in float32: up to 8).
 _SUM_ROUNDING = 16
 
-# Rows of a pass that averages operations, at least, where they fit: measured, a GPT of 0.8 million weights and 64 places
-# takes 2.4 times as long row by row as 8 at a time, whose activations do not fit into the cache.
+# Rows of a pass that averages operations, at least, where they fit: measured, a GPT of 0.8 million weights and 64
+# places takes 2.4 times as long row by row as 8 at a time, whose activations do not fit into the cache.
 _FEW_ROWS = 8
 
 

@@ -1,6 +1,7 @@
 """Certificates: what quadrature and rounding may leave of a sum over the run."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
-from epk_gp.core.states import JUMP_SHARE, law_of_step
+from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import largest_entry, relative_rounding
@@ -57,6 +59,9 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
     return Sums(added, {"integration": largest.double()})
 
 
+_MEASURED_EVERY = 16  # steps whose rounding a preconditioner amplifies: a choice
+
+
 @dataclass
 class StepMismatches:
     """The differences of recorded steps from replayed ones, in the weights.
@@ -73,6 +78,7 @@ class StepMismatches:
     ratio: float = 0.0
     worst_step: int = -1
     options_step: int = -1
+    _rounding: Float[Tensor, " L"] | None = None  # of each parameter, of a step shortly before
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
@@ -93,7 +99,10 @@ class StepMismatches:
         def explained(difference: Tensor) -> float:
             if accepted is not None and difference.norm() <= accepted * change.norm():
                 return float(difference.norm() / (accepted * change.norm().double()).clamp(min=1e-300))
-            return mismatch_ratio(trajectory, model, replayed, difference, dtype)
+            known = self._rounding if index % _MEASURED_EVERY else None
+            ratio, rounding = mismatch_ratio(trajectory, model, replayed, difference, dtype, known)
+            self._rounding = self._rounding if rounding is None else rounding
+            return ratio
 
         if recomputation is not None and recomputation.is_kept(index + 1):
             ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, dtype, w), 1e-300)
@@ -130,6 +139,65 @@ class StepMismatches:
                 "first step and the clipping of gradients give: how steps follow from other gradients is not known"
             )
         return findings
+
+
+class StepResiduals:
+    """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
+
+    The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
+    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
+    more, the comparison says so. Of a run whose states are computed by the update rule, the steps that end at a kept
+    state have residuals, the jumps; those between are its steps on the gradients of this very computation.
+
+    Args:
+        trajectory: The recorded run.
+        model: Its network in the dtype of the computation.
+        X: Has the dtype and device of the computation.
+        max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
+        keeps: Residuals are wanted.
+        keeps_all: Every step has one that is more than float64's rounding.
+
+    Attributes:
+        mismatches: The comparison.
+        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
+    """
+
+    def __init__(
+        self, trajectory: Trajectory, model: FunctionalModel, X: Tensor, max_rows: int, *, keeps: bool, keeps_all: bool
+    ) -> None:
+        begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
+        self.mismatches, self._sizes = StepMismatches(), model.sizes
+        self._rows, self._amplified = dict[int, Tensor](), dict[int, dict[int, Tensor]]()
+        rows: Tensor | None = None
+        recomputation, dtype = recomputation_of(trajectory), coarsest_dtype(trajectory, model.spec.dtype)
+        most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
+        for replayed in replayed_steps(trajectory, model, X):
+            index = replayed.step.index
+            is_amplified = self.mismatches.add(trajectory, model, replayed)
+            law = law_of_step(trajectory, index, model.spec)
+            is_kept = keeps_all if law is None else law.is_kept(index + 1)
+            if keeps and (is_amplified or is_kept):
+                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
+                if not is_kept:  # of the parameters whose rounding is amplified
+                    plain, parts = replay_rounding(replayed, dtype), enumerate(residual.to(like).split(self._sizes))
+                    own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
+                    self._amplified[index] = own
+                    continue
+                # all that are kept have room, which takes memory, or a temporary file, where they are written
+                rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
+                rows[count] = residual.to(rows)
+                self._rows[index], count = rows[count], count + 1
+        self._like, self.seconds = like, time.monotonic() - begun
+
+    def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
+        """Return rho_s; None where it is zero to rounding."""
+        if s not in self._amplified:
+            return self._rows.get(s)
+        whole = self._like.new_zeros(sum(self._sizes))
+        parts = whole.split(self._sizes)
+        for k, values in self._amplified[s].items():
+            parts[k].copy_(values)
+        return whole
 
 
 def run_findings(trajectory: Trajectory) -> tuple[str, ...]:

@@ -1,22 +1,26 @@
 """What a Gram block or an attribution costs before it is computed: its pieces and bytes, and seconds."""
 
 import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Unpack
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, zip_longest
+from typing import Any, Unpack
 
 from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.scalars import Function
+from epk_gp.core.states import recomputation_of
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine.attribute import attribution_work, parse_request
 from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.terms import AttributionWork, leaves_residuals
 from epk_gp.work.run import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
@@ -31,12 +35,19 @@ class Plan:
         result_bytes: Of the result.
         piece_bytes: Of the largest piece.
         seconds: Of all pieces in one process, one after another, extrapolated from the first ones.
+        disk_bytes: Of an attribution, the run's chunks and temporary files at most.
+        memory_bytes: The vectors of weights that it holds in memory: adjoints, residuals, states.
+        trainings: What it takes by parts, as multiples of the run's training, by operations: "states" made again,
+            "steps" compared with the recorded ones, the "test side", the "training side".
     """
 
     pieces: int
     result_bytes: int
     piece_bytes: int
     seconds: float
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    trainings: Mapping[str, float] = field(default_factory=dict)
 
 
 def plan_gram(
@@ -98,7 +109,43 @@ def plan_attribution(
         with planned(kernel.trajectory.recorded, X) as recorded_net, planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
             kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-            return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
+            per_step = _seconds_of_replay(work, seconds)
+            vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
+            plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
+            return replace(plan, seconds=plan.seconds + per_step * kernel.trajectory.num_steps, **_cost(work))
+
+
+def _seconds_of_replay(work: AttributionWork, seconds: float) -> float:
+    """Return the seconds of a step that is compared with the recorded one, of the first ones."""
+    begin, count = time.perf_counter(), 0
+    for _ in replayed_steps(work.whole.recorded, work.whole.recorded_net.model, work.X):
+        count += 1
+        if time.perf_counter() - begin > seconds:
+            break
+    return (time.perf_counter() - begin) / max(1, count)
+
+
+def _cost(work: AttributionWork) -> dict[str, Any]:
+    """Return bytes and trainings of an attribution; where the letters come from says docs/capabilities/long-runs.md."""
+    whole, P, blocks = work.whole, work.whole.net.model.num_weights, len(work.blocks)
+    run, itemsize, k = whole.recorded.trained, whole.net.itemsize, len(work.X) * whole.num_outputs
+    S, kept, made, states = run.num_steps, run.states, 0, 0
+    if (recomputation := recomputation_of(run)) is not None:
+        kept, replay = recomputation.kept, recomputation.replay_on(whole.net.model.spec.device)
+        made = (1 + replay.is_divided) * (1 + blocks)
+        states = 2 * replay.step_bytes * max((end - first for first, end in pairwise(replay.bounds)), default=0)
+    adjoints = 3 * P * itemsize * min(k, work.rows_per_block * work.outputs_per_row)
+    vectors = [adjoints, S * P * itemsize * leaves_residuals(whole)]
+    B = sum(run.num_points if step.batch is None else len(step.batch) for step in run.steps) / max(1, S)
+    T = run.targets[:1].numel() if run.targets.ndim > 1 and not run.targets.is_floating_point() else 1
+    nodes = 2 if whole.is_layerwise else work.kernel.rule.typical_nodes
+    test = k * nodes / max(1.0, B) * work.num_stretches / max(1, S)
+    return {
+        "disk_bytes": sum(chunk.bytes for chunk in getattr(kept, "chunks", ()))
+        + sum(size for size in vectors if size > work.memory_budget),
+        "memory_bytes": states + sum(size for size in vectors if size <= work.memory_budget),
+        "trainings": {"states": made, "steps": 1, "test side": test, "training side": blocks + k / (3 * T)},
+    }
 
 
 def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds: float) -> Plan:

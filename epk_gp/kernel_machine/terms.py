@@ -1,6 +1,5 @@
 """The terms of an attribution: the test side, averaged gradients along the path, and sums of terms along axes."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,15 +27,14 @@ from epk_gp.autodiff.representations import (
     LeftFactor,
     NodeWeights,
 )
-from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
-from epk_gp.core.states import law_of_step, recomputation_of
+from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps
+from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
-from epk_gp.kernel_machine.certificate import StepMismatches, coarsest_dtype, integral_sums
+from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
@@ -79,7 +77,7 @@ class Predictions:
     @property
     def recorded_net(self) -> PlannedModel:
         """The network of the recorded run, with its plan."""
-        return self.net if self._recorded_net is None else self._recorded_net
+        return self._recorded_net or self.net
 
     @property
     def num_outputs(self) -> int:
@@ -369,49 +367,6 @@ class TermSums:
             own.at("statistics_of_no_sample", step).add_(rest)
 
 
-class StepResiduals:
-    """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
-
-    The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
-    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
-    more, the comparison says so. Of a run whose states are computed by the update rule, the steps that end at a kept
-    state have residuals, the jumps; those between are its steps on the gradients of this very computation.
-
-    Attributes:
-        mismatches: The comparison.
-        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
-    """
-
-    def __init__(self, block: Predictions, *, keeps: bool) -> None:
-        begun = time.monotonic()
-        trajectory, X, model, like = block.recorded, block.X, block.recorded_net.model, block.zeros(0)
-        self.mismatches = StepMismatches()
-        max_rows = weight_rows(block.memory_budget, like.element_size(), model.num_weights)
-        self._rows: dict[int, Tensor] = {}
-        rows: Tensor | None = None
-        keeps_all, recomputation = leaves_residuals(block), recomputation_of(trajectory)
-        most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X):
-            index = replayed.step.index
-            is_amplified = self.mismatches.add(trajectory, model, replayed)
-            law = law_of_step(trajectory, index, model.spec)
-            is_kept = keeps_all if law is None else law.is_kept(index + 1)
-            if keeps and (is_amplified or is_kept):
-                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
-                if not is_kept:  # a rounding that is amplified
-                    self._rows[index] = residual.to(like)
-                    continue
-                # all that are kept have room, which takes memory, or a temporary file, where they are written
-                rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
-                rows[count] = residual.to(rows)
-                self._rows[index], count = rows[count], count + 1
-        self.seconds = time.monotonic() - begun
-
-    def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
-        """Return rho_s; None where it is zero to rounding."""
-        return self._rows.get(s)
-
-
 def leaves_residuals(block: Predictions) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding."""
     dtype = coarsest_dtype(block.recorded, block.net.model.spec.dtype)
@@ -541,7 +496,10 @@ class AttributionWork(PathWork):
     @cached_property
     def residuals(self) -> StepResiduals:
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
-        return StepResiduals(self.whole, keeps=self.keeps_residuals)
+        whole, keeps_all = self.whole, leaves_residuals(self.whole)
+        most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
+        model = whole.recorded_net.model
+        return StepResiduals(whole.recorded, model, whole.X, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
     def num_rows(self) -> int:

@@ -89,6 +89,23 @@ def test_seconds_are_extrapolated_kind_by_kind(monkeypatch, seconds, computed):
     assert len(places) == computed
 
 
+def test_an_attribution_says_what_it_takes_of_disk_memory_and_trainings(tmp_path):
+    """By the sizes of its vectors: of 6 numbers, 20 steps' rounding, and two stretches of weights and coefficients."""
+    torch.manual_seed(0)
+    X, y = torch.randn(24, 4), torch.arange(24) % 3
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer, storage = torch.optim.Adam(net.parameters(), lr=0.01), epk.Storage(keep_every=10)
+    options = {"optimizer": optimizer, "steps": 20, "batch_size": 8, "folder": tmp_path / "run", "storage": storage}
+    run = epk.train(net, X, y, **options)
+    kernel, P = epk.PathKernel(run, path=epk.layerwise(every=5)), run.num_weights
+    found = plan_attribution(kernel, X[:2].double(), [[by_sample(run)]], seconds=100.0)
+    assert found.seconds > 0
+    assert found.trainings == {"states": 2, "steps": 1, "test side": 6 * 2 / 8 / 5, "training side": 1 + 6 / 3}
+    assert found.disk_bytes == sum(file.stat().st_size for file in (tmp_path / "run").glob("chunk-*"))
+    adjoints, residuals, states = 3 * 6 * P * 8, 20 * P * 8, 2 * 10 * 2 * P * 4
+    assert found.memory_bytes == adjoints + residuals + states
+
+
 def test_wrong_arguments_are_refused():
     run = training_run("plain", 4)
     kernel = epk.PathKernel(run, rule=RULE)
