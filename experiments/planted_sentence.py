@@ -170,7 +170,7 @@ def run(config: Config) -> Result:
     shares, effects = parts.samples[0, 0], epk.influence(run, question, **asked).values[0, 0]
     order = shares.abs().argsort(descending=True)
     top = order[: config.shown]
-    tokens = epk.attribute_tokens(run, question, sequences=top, **asked)
+    tokens = epk.attribute_tokens(run, question, sequences=top, **asked).tokens[0, 0]
     groups = left_out(config, shares)
     weights = torch.ones(len(groups), len(lines), dtype=torch.float64)
     for row, (_, rows) in zip(weights, groups, strict=True):
