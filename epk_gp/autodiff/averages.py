@@ -5,7 +5,7 @@ back to it: m with `<m, change of the argument> = <multiplier of the result, cha
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,12 +58,10 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
     apply_pulled: Any = _Pulled.apply
     if len(differentiable) == 1:
         [(x, pull)] = differentiable
-        result: Tensor = apply_pulled(x, [value], pull)
-        return result
+        return cast(Tensor, apply_pulled(x, [value], pull))
     nodes = (apply_pulled(x, [value.new_empty(()).expand(value.shape)], pull) for x, pull in differentiable)
     joined: Any = _Joined.apply
-    result = joined([value], *nodes)
-    return result
+    return cast(Tensor, joined([value], *nodes))
 
 
 class HeldProducts:
@@ -120,7 +118,7 @@ def matmul_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
 
 
 def log_mean(a: Tensor, b: Tensor, change: Tensor) -> Tensor:
-    """Return (b - a) / (log b - log a) of two tensors whose logarithms differ by `change`; 0 where this is no number."""
+    """Return (b - a) / (log b - log a) of tensors whose logarithms differ by `change`; 0 where this is no number."""
     size = change.abs().nan_to_num_(nan=0.0).clamp_min_(torch.finfo(change.dtype).tiny)
     return torch.expm1(-size).div_(size).neg_().mul_(torch.maximum(a, b))
 
@@ -195,11 +193,13 @@ class Exponentials:
         largest = [value.amax(dim, keepdim=True) for value in x]
         shift = torch.maximum(*largest)
         self.shift = shift.masked_fill(shift == -torch.inf, 0.0)
-        self.exps = tuple((value - self.shift).exp_() for value in x)
+        self.exps: Ends = ((x[0] - self.shift).exp_(), (x[1] - self.shift).exp_())
         # sums of nothing are 1, so that shares of nothing are 0
-        is_none = [value == -torch.inf for value in largest]
-        sums = (value.sum(dim, keepdim=True) for value in self.exps)
-        self.sums = tuple(value.masked_fill_(none, 1.0) for value, none in zip(sums, is_none, strict=True))
+        first, last = (
+            value.sum(dim, keepdim=True).masked_fill_(most == -torch.inf, 1.0)
+            for value, most in zip(self.exps, largest, strict=True)
+        )
+        self.sums: Ends = first, last
         self.slopes = log_mean(*self.exps, x[1] - x[0])
         self.dim = dim
 

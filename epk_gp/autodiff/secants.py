@@ -23,6 +23,7 @@ from epk_gp.autodiff.averages import (
     Ends,
     Exponentials,
     HeldProducts,
+    Pull,
     identity,
     log_softmax,
     matmul_pulls,
@@ -32,13 +33,23 @@ from epk_gp.autodiff.averages import (
     pulled,
     quotient_slope,
 )
+from epk_gp.autodiff.functions import (
+    ADDED_PRODUCTS,
+    CASTS,
+    CONSTANT,
+    IN_PLACE,
+    KINKED,
+    LINEAR,
+    POOLS,
+    PRELU,
+    SCALED,
+    SMOOTH,
+)
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     JOINTLY_LINEAR,
-    LINEAR_MAPS,
     PRODUCTS,
     QUOTIENTS,
-    SUMS,
     WRITTEN_OUT,
     FunctionCall,
     ParameterInterception,
@@ -51,53 +62,6 @@ from epk_gp.autodiff.interception import (
 )
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
-
-
-def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
-    return lambda *args, **kwargs: thresholds
-
-
-def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
-    """Return what gives the thresholds among a call's arguments behind the first, which have names and defaults."""
-
-    def thresholds(x: Any, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-        named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        return tuple(float(named[name]) for name in defaults if isinstance(named[name], int | float))
-
-    return thresholds
-
-
-# Functions that are smooth between thresholds of their first argument.
-THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
-    **dict.fromkeys(
-        (
-            *functions_named("relu", "relu_", "abs", "abs_"), F.relu, F.relu_, F.leaky_relu, F.leaky_relu_, F.rrelu,
-            F.elu, F.elu_, F.selu, F.selu_, F.celu, F.celu_, F.prelu,
-        ),
-        _at(0.0),
-    ),
-    F.relu6: _at(0.0, 6.0),
-    **dict.fromkeys((F.hardswish, F.hardsigmoid), _at(-3.0, 3.0)),
-    **dict.fromkeys((F.hardtanh, F.hardtanh_), _given(min_val=-1.0, max_val=1.0)),
-    **dict.fromkeys(
-        (getattr(F, name) for name in ("threshold", "threshold_", "_threshold") if hasattr(F, name)),  # untyped names
-        _given(threshold=None),
-    ),
-    **dict.fromkeys(functions_named("clamp", "clamp_", "clip", "clip_"), _given(min=None, max=None)),
-    **dict.fromkeys(functions_named("clamp_min", "clamp_min_"), _given(min=None)),
-    **dict.fromkeys(functions_named("clamp_max", "clamp_max_"), _given(max=None)),
-    F.softshrink: lambda x, lambd=0.5: (-lambd, lambd),
-}  # fmt: skip
-POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    getattr(F, name): getattr(F, f"{name}_with_indices")
-    for name in (f"{kind}max_pool{dims}d" for kind in ("", "adaptive_") for dims in (1, 2, 3))
-}
-# Functions that pick the largest (1) or smallest (-1) entry along dimensions, or of two tensors.
-EXTREMES: dict[Callable[..., Any], int] = {
-    **dict.fromkeys(functions_named("amax", "max", "maximum"), 1),
-    **dict.fromkeys(functions_named("amin", "min", "minimum"), -1),
-}
-
 
 Outputs = tuple[Tensor, ...]
 
@@ -120,6 +84,7 @@ def end_of(x: Tensor) -> Tensor:
 def moves_to(x: Tensor, end: Tensor) -> Tensor:
     """Let a tensor carry its value at the end of the stretch."""
     setattr(x, _END, end)
+    setattr(x, _MIDDLE, None)
     return x
 
 
@@ -193,56 +158,6 @@ def _inner(left: Sequence[Tensor], right: Sequence[Tensor], *, has_rows: bool) -
     return torch.stack([value.reshape(len(value) if has_rows else 1, -1).sum(1) for value in products]).sum(0)
 
 
-PRELU = {F.prelu, torch.prelu, torch.Tensor.prelu}
-
-# Smooth functions of single numbers, which may have options; and those whose slopes change with their number's size.
-SMOOTH = {
-    *functions_named(
-        "tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal",
-        "square", "pow", "__pow__", "__rpow__", "sin", "cos", "tan", "sinh", "cosh", "asinh", "atan", "arctan", "erf",
-        "tanh_", "sigmoid_", "exp_", "sqrt_", "rsqrt_", "square_",
-    ),
-    F.tanh, F.sigmoid, F.softplus, F.silu, F.gelu, F.mish, F.softsign, F.tanhshrink, F.logsigmoid,
-}  # fmt: skip
-KINKED = {*THRESHOLDS} - PRELU
-_SCALED = {"pow", "log2", "log10", "log1p"}
-
-# Linear in all of their tensors that can move, dropout as in evaluation.
-LINEAR = {
-    *LINEAR_MAPS,
-    *SUMS,
-    *functions_named(
-        "add_", "sub_", "__iadd__", "__isub__", "neg_", "positive", "unfold", "detach", "masked_fill", "masked_fill_",
-        "where", "masked_select", "index_fill", "trapezoid", "squeeze_", "unsqueeze_", "t_", "transpose_",
-    ),
-    F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    F.unfold, F.fold, F.pad, F.pixel_shuffle, F.pixel_unshuffle, F.interpolate, F.nll_loss, F.embedding_bag,
-    *functions_named(
-        "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_",
-        "__setitem__", "copy_", "fill_", "zero_",
-    ),
-    *(getattr(torch.fft, kind + name) for name in ("fft", "fft2", "fftn") for kind in ("", "i", "r", "ir")),
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-}  # fmt: skip
-
-# Of a shape or a dtype alone.
-CONSTANT = {
-    *functions_named(
-        "size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_complex", "is_contiguous", "zeros_like",
-        "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
-        "new_empty", "new_tensor",
-    ),
-}  # fmt: skip
-
-# Casts; those to fewer digits are left out.
-_CASTS = {*functions_named("to", "type", "float", "half", "bfloat16", "type_as")}
-_ADDED_PRODUCTS = {*functions_named("addmm", "addbmm", "baddbmm")}
-_IN_PLACE = {
-    "__imul__": torch.mul, "mul_": torch.mul, "multiply_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
-    "divide_": torch.div, "softmax_": torch.softmax, "pow_": torch.pow, "__ipow__": torch.pow,
-}  # fmt: skip
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -276,7 +191,7 @@ def _cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, **op
     return F.nll_loss(F.log_softmax(x, dim=x.ndim > 1), target, weight, **options)
 
 
-_WRITTEN_OUT = {
+_WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     **WRITTEN_OUT,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
@@ -346,9 +261,9 @@ class SecantDerivatives(ParameterInterception):
                 result = _WRITTEN_OUT[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name in _IN_PLACE:
+        if name in IN_PLACE:
             with self:
-                return args[0].copy_(_IN_PLACE[name](*args, **kwargs))
+                return args[0].copy_(IN_PLACE[name](*args, **kwargs))
         if func in QUOTIENTS and not kwargs and hasattr(args[1], _END):
             with self:
                 return torch.mul(args[1].reciprocal(), args[0])
@@ -361,12 +276,12 @@ class SecantDerivatives(ParameterInterception):
             return self._normalise(func, args, kwargs)
         if func in _SOFTMAX and (result := self._softmax(name, args, kwargs)) is not None:
             return result
-        if func in _CASTS and (x := args[0]).is_floating_point() and func(*args, **kwargs).itemsize < x.itemsize:
+        if func in CASTS and (x := args[0]).is_floating_point() and func(*args, **kwargs).itemsize < x.itemsize:
             return x
         if func is F.embedding:
             args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
         if all(value.is_floating_point() or value.is_complex() for value in moving):
-            if func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in _ADDED_PRODUCTS:
+            if func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
                 result = self._product(func, args, kwargs, moving)
             elif func in LINEAR or name == "__get__":
                 result = self._linear(func, args, kwargs)
@@ -412,7 +327,7 @@ class SecantDerivatives(ParameterInterception):
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
         """Make a call that is linear in each of two factors: each gradient takes the other one's middle."""
         slots = FunctionCall(func, args, kwargs, {}, []).held
-        terms = [slots.get("bias"), args[0] if func in _ADDED_PRODUCTS else None]
+        terms = [slots.get("bias"), args[0] if func in ADDED_PRODUCTS else None]
         factors = [value for value in moving if not any(value is term for term in terms)]
         if len(factors) < 2:
             return self._linear(func, args, kwargs)
@@ -443,7 +358,7 @@ class SecantDerivatives(ParameterInterception):
         given = {"use_input_stats": func is F.instance_norm, **dict(zip(_SCALES[func], args, strict=False)), **kwargs}
         given = {{"running_mean": "mean", "running_var": "variance"}.get(name, name): given[name] for name in given}
         x, W, b = given["input"], given.get("weight"), given.get("bias")
-        eps = given.get("eps", None if func is F.rms_norm else 1e-5)
+        eps: Any = given.get("eps", None if func is F.rms_norm else 1e-5)
         if func is F.group_norm or given.get("use_input_stats"):
             with self:
                 flat = x.reshape(len(x), given.get("num_groups", x.shape[1]), -1)
@@ -463,16 +378,15 @@ class SecantDerivatives(ParameterInterception):
         shape = (-1,) if func in CHANNELS_LAST else (-1, *[1] * (x.ndim - 2))
         if len(given.get("normalized_shape", ())) > 1:
             shape = tuple(given["normalized_shape"])
-        scales = [
-            None if value is None else value.detach().view(shape) for value in (W, None if W is None else end_of(W))
-        ]
-        shifts = [
-            None if value is None else value.detach().view(shape) for value in (b, None if b is None else end_of(b))
-        ]
+
+        def both(value: Any) -> list[Any]:
+            return [None, None] if value is None else [own.detach().view(shape) for own in (value, end_of(value))]
+
+        scales, shifts = both(W), both(b)
         ends = [_scaled(*each) for each in zip((z.detach(), end_of(z)), scales, shifts, strict=True)]
-        middle = middle_of(z).detach()
-        arms = [(z, identity if W is None else partial(torch.mul, torch.lerp(*scales, 0.5)))]
+        middle, arms = middle_of(z).detach(), list[tuple[Tensor, Pull]]([(z, identity)])
         if W is not None:
+            arms = [(z, partial(torch.mul, torch.lerp(scales[0], scales[1], 0.5)))]
             arms.append((W, lambda grad: (grad * middle).sum_to_size(scales[0].shape).view_as(W)))
         if b is not None:
             arms.append((b, lambda grad: grad.sum_to_size(shifts[0].shape).view_as(b)))
@@ -572,7 +486,8 @@ class SecantDerivatives(ParameterInterception):
         apply_segment: Any = SegmentSecant.apply
         found = iter(apply_segment(function, ends, (kept, any(rows)), *inputs))
         values = [next(found) if is_float else value for (value, _), is_float in zip(results, floats, strict=True)]
-        return self._carry(values, [end for _, end in results])
+        self._carry(values, [end for _, end in results])
+        return values
 
     def _pool(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
         """Pool: the largest at the start has a share of the gradient for as long as it leads that at the end."""
@@ -588,7 +503,7 @@ class SecantDerivatives(ParameterInterception):
             result = grad.new_zeros(*x.shape[:2], x.shape[2:].numel())
             grad = grad.flatten(2)
             result.scatter_add_(2, first, share * grad).scatter_add_(2, second, (1 - share) * grad)
-            return result.unflatten(2, x.shape[2:])
+            return result.view(x.shape)
 
         return moves_to(pulled(y0, (x, pull)), y1)
 
@@ -656,7 +571,7 @@ def _slope(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, 
     if name == "pow" and args[0] is x and (slope := power_slope(ends, args[1] if len(args) > 1 else None)) is not None:
         return slope
     limit: Tensor | float = 0.0 if func in KINKED else torch.finfo(x.dtype).eps ** (1 / 3)
-    if name in _SCALED:
+    if name in SCALED:
         limit = limit * ends[0].abs()
     fits = len(list(tensors_in((args, kwargs)))) == 1
     return quotient_slope(call, ends, y, limit, fits=fits)
