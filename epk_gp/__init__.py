@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.influence import self_influence as self_influence
     from epk_gp.kernel_machine.reconstruct import reconstruct as reconstruct
     from epk_gp.kernel_machine.retrain import retrain as retrain
+    from epk_gp.kernel_machine.tokens import attribute_tokens as attribute_tokens
     from epk_gp.kernels.epk import EPKKernel as EPKKernel
     from epk_gp.kernels.tagging import test_copy as test_copy
     from epk_gp.kernels.tagging import train_copy as train_copy
@@ -74,6 +75,7 @@ else:
         "kernel_machine.influence": "Smoothing influence self_influence",
         "kernel_machine.reconstruct": "reconstruct",
         "kernel_machine.retrain": "retrain",
+        "kernel_machine.tokens": "attribute_tokens",
         "kernels.epk": "EPKKernel",
         "kernels.tagging": "test_copy train_copy",
         "quadrature.rules": "adaptive chords gauss_legendre layerwise left_endpoint left_riemann midpoint straight",

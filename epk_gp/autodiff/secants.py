@@ -471,7 +471,9 @@ class SecantDerivatives(ParameterInterception):
         rows = [has_rows(value) for value in inputs]
         lengths = {value.shape[:1] for value in (*inputs, *(value for both in results for value in both))}
         if any(rows) and not (all(rows) and lengths == {(self.num_rows,)}):
-            raise _unsupported(func, "does not return one entry per row" if all(rows) else "mixes weights and rows")
+            raise _unsupported(
+                func, "does not return one entry for each input" if all(rows) else "mixes weights and inputs"
+            )
         floats = [value.is_floating_point() for value, _ in results]
 
         def function(node: float, *values: Tensor) -> Outputs:

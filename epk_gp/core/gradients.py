@@ -27,6 +27,7 @@ from epk_gp.core.losses import (
     PerSampleLoss,
     fit_targets,
     loss_input,
+    loss_of_targets,
     loss_terms,
     per_sample_losses,
     sample_weights,
@@ -180,15 +181,23 @@ class TrainingReplay:
             error = max(error, statistics_error(replayed.statistics, after, dtype, unexplained))
         return total, error
 
-    def losses(self, params: Mapping[str, Tensor], data: PassData) -> Float[Tensor, " n"]:
-        """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
+    def losses(
+        self, params: Mapping[str, Tensor], data: PassData, *, by_target: bool = False
+    ) -> Float[Tensor, "n *positions"]:
+        """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses.
+
+        Args:
+            params: Weights and statistics by name.
+            data: The pass.
+            by_target: Return the loss of each target of rows that have several, (n, T).
+        """
         module = self._module(data)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
         with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
             returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
-            return self.losses_of(returned, data)
+            return self.losses_of(returned, data, by_target=by_target)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
         """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
@@ -264,8 +273,8 @@ class TrainingReplay:
         spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
-    def losses_of(self, returned: Any, data: PassData) -> Float[Tensor, " n"]:
-        """Return the losses of the rows of a pass, given what the network returned for them."""
+    def losses_of(self, returned: Any, data: PassData, *, by_target: bool = False) -> Float[Tensor, "n *positions"]:
+        """Return the losses of the rows of a pass, or of all of their targets, given what the network returned."""
         if data.forward.cotangents is not None:
             return seen_losses(self.loss, rows_of(returned, len(data.X)), data)
         y = data.y.to(self.spec.device)
@@ -275,6 +284,10 @@ class TrainingReplay:
                 f"{self.loss} must get a tensor: the network returns {type(returned).__name__} in training mode. Say "
                 "with output= how to take the outputs from what it returns, there and in evaluation mode."
             )
+        if by_target and isinstance(self.loss, ClassLoss):
+            seen = data.forward.targets  # labels of several positions
+            y = y if seen is None else y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
+            return loss_of_targets(self.loss, value, y)
         is_as_recorded = data.forward.targets is None
         return per_sample_losses(self.loss, value, y) if is_as_recorded else seen_losses(self.loss, value, data)
 

@@ -196,12 +196,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
         raise ValueError("the loss must be stated to be computed: the run was recorded with loss=None.")
     y = cast_targets(targets, outputs)
     if isinstance(loss, ClassLoss):
-        z = classes_second(outputs, y)
-        options: dict[str, Any] = {"weight": _class_weights(loss, z), "ignore_index": ignored_class(loss)}
-        if isinstance(loss, CrossEntropy):
-            smoothing = loss.label_smoothing
-            return _over_positions(F.cross_entropy(z, y, reduction="none", label_smoothing=smoothing, **options), "sum")
-        return _over_positions(F.nll_loss(z, y, reduction="none", **options), "sum")
+        return _over_positions(loss_of_targets(loss, outputs, y), "sum")
     if isinstance(loss, MeanSquaredError):
         return _over_positions((outputs - fit_targets(y, outputs)).square(), loss.reduction)
     if isinstance(loss.function, ELEMENTWISE) and loss.counts is None:
@@ -222,6 +217,15 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
             f"loss, a scalar: got {got}.{_broadcast_hint(outputs, targets)}"
         )
     return values
+
+
+def loss_of_targets(loss: ClassLoss, outputs: Any, targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+    """Return the loss of each target of n samples, (n,), or of each position, (n, T), where there are several."""
+    z = classes_second(outputs, targets)
+    options: dict[str, Any] = {"weight": _class_weights(loss, z), "ignore_index": ignored_class(loss)}
+    if isinstance(loss, NegativeLogLikelihood):
+        return F.nll_loss(z, targets, reduction="none", **options)
+    return F.cross_entropy(z, targets, reduction="none", label_smoothing=loss.label_smoothing, **options)
 
 
 def _rows(outputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:

@@ -10,7 +10,7 @@ they are mapped to a temporary file.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.products import by_parameter
-from epk_gp.core.gradients import RunReplay
+from epk_gp.core.gradients import PassData, RunReplay
 from epk_gp.core.plans import rows_of_weights, rows_per_pass
 from epk_gp.core.step import BEFORE, Step
 from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
@@ -314,6 +314,7 @@ class AdjointTerms(AttributionWork):
             recorded.append(products.start(step, data, R, num_held))
             num_held += len(data.X)
         has_all = all(blocks is not None and all(rows.gradients for rows in blocks) for blocks in recorded)
+        has_all = has_all and not self.takes_whole(totals, passes)
         groups, G = self.parts.tolist(), int(self.parts.max()) + 1
         H_all = None if has_all else torch.empty_like(Phi)
         values = [Phi.new_zeros(R, len(data.X) if has_all else 0, G) for data in passes]
@@ -350,6 +351,7 @@ class AdjointTerms(AttributionWork):
                 del carried[name]
         for data, value, blocks in zip(passes, values, recorded, strict=True):
             if H_all is not None:
+                self.add_whole(totals, products, step, data, H_all)
                 value, rounding = products.of_whole(step, data, H_all, self.parts, blocks)
                 if rounding is not None:
                     sums["unexplained"] = sums["unexplained"] - rounding
@@ -359,6 +361,15 @@ class AdjointTerms(AttributionWork):
         for name, value in sums.items():
             totals.add(name, s, self._by_point(block, value))
         return change
+
+    def takes_whole(self, totals: TermSums, passes: Sequence[PassData]) -> bool:
+        """Return whether `add_whole` needs the adjoints of a step with these passes."""
+        return False
+
+    def add_whole(
+        self, totals: TermSums, products: LossProducts, step: Step, data: PassData, H: Float[Tensor, "R P"]
+    ) -> None:
+        """Add what else is wanted of a pass, given the adjoints of the gradient."""
 
     def _by_point(self, block: Predictions, values: Float[Tensor, "R *rest"]) -> Float[Tensor, "N K *rest"]:
         """Return values of all outputs of all points by their points."""

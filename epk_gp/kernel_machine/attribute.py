@@ -220,8 +220,13 @@ def attribute(
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
     groupings = ((by_sample(trajectory),),)
-    kernel = _kernel(trajectory, head, rule, path, function)
+    kernel = attribution_kernel(trajectory, head, rule, path, function)
     (parts,) = _attribute(kernel, X, groupings, (classes, function), parsed, path, splits_statistics=False)
+    return Attribution(**terms_by_sample(parts))
+
+
+def terms_by_sample(parts: GroupedAttribution) -> dict[str, Any]:
+    """Return what an `Attribution` consists of, given the same split along `by_sample`."""
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
     shared["sources"] = {name: term.squeeze(2) for name, term in parts.sources.items()}
     result = Attribution(
@@ -231,7 +236,7 @@ def attribute(
         unexplained=parts.unexplained.squeeze(2),
         **shared,
     )
-    return replace(result, max_error=_largest_error(result))
+    return vars(result) | {"max_error": _largest_error(result)}
 
 
 def attribute_by(
@@ -288,7 +293,7 @@ def attribute_many(
         TypeError, ValueError: As `attribute_by`.
     """
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    kernel = _kernel(trajectory, head, rule, path, function)
+    kernel = attribution_kernel(trajectory, head, rule, path, function)
     return _attribute(kernel, X, groupings, (classes, function), parsed, path)
 
 
@@ -315,7 +320,7 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
     return layerwise()
 
 
-def _kernel(
+def attribution_kernel(
     trajectory: Trajectory, head: Head | None, rule: Rule, path: WeightPath | None, function: Function | None
 ) -> PathKernel:
     """Return the kernel of a request.
@@ -374,18 +379,20 @@ def attribution_work(
     *,
     recorded_net: PlannedModel,
     splits_statistics: bool = True,
+    kind: Callable[..., AttributionWork] | None = None,
 ) -> AttributionWork:
-    """Return the pass over the run that adds up all terms; its arguments were checked."""
+    """Return the pass over the run that adds up all terms, of a kind if one is given; its arguments were checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
     whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget, recorded_net)
     K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
     is_asked = kernel.trajectory.asked_of is not None
-    if not is_asked and is_plain_descent(whole, groupings):
+    if kind is None and not is_asked and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
     rows_per_block = max(MAPPED_ADJOINTS // outputs_per_row, whole.memory.adjoint_points(outputs_per_row), 1)
     recorded_plan = recorded_net.plan if is_asked else None
-    return AdjointTerms(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
+    kind = AdjointTerms if kind is None else kind
+    return kind(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 
 
 def _attribute(
@@ -398,24 +405,46 @@ def _attribute(
     *,
     splits_statistics: bool = True,
 ) -> tuple[GroupedAttribution, ...]:
+    return split_predictions(kernel, X, groupings, explained, options, path, splits_statistics=splits_statistics)[0]
+
+
+def split_predictions(
+    kernel: PathKernel,
+    X: Inputs,
+    groupings: Sequence[Sequence[Axis]],
+    explained: Explained,
+    options: ComputeOptions,
+    path: WeightPath | None,
+    **asked: Any,
+) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
+    """Split predictions in several ways: return the results, and the sums that they were made of.
+
+    Args:
+        kernel: The run's path kernel.
+        X: Inputs.
+        groupings: Axes of each result.
+        explained: What is explained of each input.
+        options: How it is computed.
+        path: As it was asked for.
+        asked: Keywords of `attribution_work`.
+    """
     kernel, X, axes = parse_request(kernel, X, groupings, explained)
     kernel = kernel if path is not None else _changed(kernel, path=default_path(kernel.trajectory, X))
     run, request = kernel.trajectory, (kernel, X, axes, explained[0], options)
     while True:
         with planned(run.recorded, X) as recorded_net, planned(run, X) as net:
-            work = attribution_work(net, *request, recorded_net=recorded_net, splits_statistics=splits_statistics)
-            results = _split(work, options)
+            results, totals = _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
             if results:  # all are sums of the same terms
                 warn_unless_certified("the attribution", results[0].findings)
-            return results
+            return results, totals
 
 
-def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttribution, ...]:
+def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
     whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
     initial, network = (
         whole.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
     )
-    totals, rest = TermSums(whole.recorded, work.groupings, work.as_rows(initial)), Sums()
+    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     ways = ["progress=True shows how far it is"]
     if not whole.is_layerwise and whole.net.plan.supports_interpolation:
         ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
@@ -446,10 +475,11 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[GroupedAttri
     facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
     facts["states"] = described_states(trajectory)
-    return tuple(
+    results = tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped
     )
+    return results, totals
 
 
 def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping[str, Any]) -> GroupedAttribution:

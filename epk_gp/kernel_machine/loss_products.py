@@ -372,7 +372,29 @@ class LossProducts:
         )
         return primals, slopes
 
-    def _single(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def of_targets(
+        self, step: Step, data: PassData, direction: Float[Tensor, " P"], rows: Int64[Tensor, " b"]
+    ) -> Float[Tensor, "b T"]:
+        """Return c_i <H, grad loss_{i,t}> for the targets of some rows, in forward mode along one adjoint.
+
+        The other rows of the pass are computed with them where it draws random numbers, or rows depend on each other.
+
+        Raises:
+            ValueError: torch has no forward mode for the network.
+        """
+        is_alone = data.forward.is_deterministic
+        own = rows_of(data, rows) if is_alone else data
+        try:
+            _, slopes = self._single(self.block.trained_state(step.index), own, direction, by_target=True)
+        except RuntimeError as error:  # NotImplementedError among them
+            raise ValueError(
+                f"attribute_tokens needs a network with derivatives in forward mode: torch says {str(error)!r}."
+            ) from error
+        return (own.c.to(direction)[:, None] * slopes.to(direction))[slice(None) if is_alone else rows]
+
+    def _single(
+        self, state: Tensor, data: PassData, direction: Tensor, *, by_target: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
         replay = self.run.passes
         params = replay.params(state, data)
@@ -380,7 +402,7 @@ class LossProducts:
         tangents = {name: torch.empty_like(params[name]).copy_(named[name]) for name in replay.model.names}
         with torch.no_grad(), forward_mode():
             duals = {name: fwAD.make_dual(params[name], tangent) for name, tangent in tangents.items()}
-            primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data))
+            primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data, by_target=by_target))
         return primal, torch.zeros_like(primal) if slope is None else slope
 
     def _mapped(self, state: Tensor, data: PassData, directions: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
@@ -442,24 +464,28 @@ def add_products(
         values.add_(own.products(columns, rows), alpha=scale)
 
 
+def rows_of(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
+    """Return some rows of a pass that computes each by itself."""
+    forward, n = data.forward, len(data.X)
+    place = torch.full((n,), -1, device=rows.device).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
+    seen, cotangents = forward.targets, forward.cotangents
+    if seen is not None:  # which of these rows have targets of their own
+        index = place[seen.index.to(rows.device)]
+        seen = type(seen)(index[index >= 0], seen.values.to(rows.device)[index >= 0])
+    cotangents = None if cotangents is None else cotangents[rows.to(cotangents.device)]
+    own = replace(forward, num_rows=len(rows), inputs=None, targets=seen, cotangents=cotangents)
+    return PassData(own, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
+
+
 def _loss_cotangents(block: Predictions, data: PassData, rows: slice) -> Cotangents:
     """Return the one cotangent of each row's weighted loss, with the targets as seen."""
-    forward = data.forward
-    part, seen, c = torch.arange(len(data.X), device=data.X.device)[rows], forward.targets, data.c[rows]
-    if seen is not None:  # which of these rows, that follow each other, have targets of their own
-        index = seen.index.to(part.device) - part[0]
-        is_own = (index >= 0) & (index < len(part))
-        seen = type(seen)(index[is_own], seen.values.to(part.device)[is_own])
-    cotangents = None if forward.cotangents is None else forward.cotangents[part.to(forward.cotangents.device)]
-    own_pass = type(forward)(len(part), targets=seen, cotangents=cotangents)
-    own = PassData(own_pass, data.samples[part], data.X[part], data.y[part], c)
-    loss = block.recorded.loss
+    own, loss = rows_of(data, torch.arange(len(data.X), device=data.X.device)[rows]), block.recorded.loss
 
     def derivative(z: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             (slope,) = torch.autograd.grad(seen_losses(loss, leaf, own).sum(), leaf)
-        return (c.to(z)[:, None] * slope)[None]
+        return (own.c.to(z)[:, None] * slope)[None]
 
     return Cotangents(derivative)
 

@@ -11,22 +11,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.averages import HeldProducts
-from epk_gp.autodiff.dense import (
-    Cotangents,
-    PlannedModel,
-    WeightSegment,
-    all_outputs,
-    chosen_outputs,
-)
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import write_columns
-from epk_gp.autodiff.representations import (
-    ContractionCost,
-    DenseJacobian,
-    LayerJacobian,
-    LeftFactor,
-    NodeWeights,
-)
+from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, LeftFactor, NodeWeights
 from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
@@ -526,10 +514,14 @@ class AttributionWork(PathWork):
         """Bytes of the sums of a block."""
         return self.num_bytes(min(self.num_rows, self.rows_per_block))
 
+    def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TermSums:
+        """Return the sums of some rows, which are zero, on the device and in the dtype of a tensor."""
+        return TermSums(self.whole.recorded, self.groupings, reference)
+
     def num_bytes(self, num_rows: int) -> int:
         """Count the bytes of the sums of some rows."""
         like = self.whole.zeros(0).new_empty(num_rows, self.outputs_per_row, device="meta")
-        return sum(total.nbytes for total in TermSums(self.whole.recorded, self.groupings, like).named.values())
+        return sum(total.nbytes for total in self.totals(like, torch.arange(num_rows)).named.values())
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
@@ -548,7 +540,7 @@ class AttributionWork(PathWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Sum the terms of a range of steps at the points of a block."""
         block = self.block(place[0])
-        totals = TermSums(block.recorded, self.groupings, block.zeros(len(block.X), self.outputs_per_row))
+        totals = self.totals(block.zeros(len(block.X), self.outputs_per_row), self.blocks[place[0]])
         sums = Sums(totals.named, saved.largest, saved.carried, saved.steps)
         for name, value in saved.added.items():
             sums.added[name] = sums.added[name].copy_(value) if name in sums.added else value

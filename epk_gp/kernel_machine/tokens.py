@@ -1,0 +1,228 @@
+"""Contributions of loss terms: which targets of a training sequence made a prediction.
+
+The loss of a sequence is a sum of loss terms, one for each target: loss_i = sum_t loss_{i,t}. A contribution belongs to
+a loss term,
+
+    tokens[q, i, t] = -sum_s <H_{q,s}, c_{s,i} grad loss_{i,t}(w_s)>,
+
+and the terms of a sequence add up to the contribution of the sequence. One forward-mode pass along the adjoint of a
+question gives those of all rows of a pass; taken are the passes that hold the sequences that are asked about.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Unpack, cast
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from epk_gp.core.checks import ComputeSettings, parse_options
+from epk_gp.core.gradients import PassData
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import ClassLoss, Head
+from epk_gp.core.scalars import Function
+from epk_gp.core.show import Entry, Summary, number
+from epk_gp.core.step import Step, fingerprint
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.adjoint import AdjointTerms
+from epk_gp.kernel_machine.attribute import Attribution, attribution_kernel, split_predictions, terms_by_sample
+from epk_gp.kernel_machine.axes import PointsTable, by_sample
+from epk_gp.kernel_machine.certificate import warn_unless_certified
+from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.terms import Groupings, TermSums
+from epk_gp.optimizers.update_rules import relative_rounding
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class TokenAttribution(Attribution):
+    """The terms of a prediction, and those of the loss terms of chosen training sequences.
+
+    Attributes:
+        tokens: Contribution of each target of the chosen sequences, (n, C, R, T); 0 where targets are left out.
+        sequences: Numbers of the training sequences that were chosen for each output, (n, C, R).
+        tokens_error: Largest |sum of the terms of a sequence - its contribution|.
+        tokens_tolerance: What rounding explains of it.
+    """
+
+    tokens: Float[Tensor, "n C R T"]
+    sequences: Int64[Tensor, "n C R"]
+    tokens_error: float
+    tokens_tolerance: float
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, with numbers; empty if it is."""
+        if self.tokens_error <= self.tokens_tolerance:
+            return super().findings
+        return [
+            *super().findings,
+            f"the terms of a sequence miss its contribution by {self.tokens_error:.2e}, more than "
+            f"{self.tokens_tolerance:.2e}: forward mode follows something else than plain autograd",
+        ]
+
+    def _summary(self) -> Summary:
+        summary, table, T = super()._summary(), PointsTable(self.network), self.tokens.shape[3]
+        at_most = f"|sum of terms - sequence|; at most {number(self.tokens_tolerance)}"
+        terms = Entry("largest error of terms", number(self.tokens_error), at_most)
+        shape = Entry("shape of tokens", f"{tuple(self.tokens.shape)}", "of chosen sequences")
+        rows = table.largest("largest tokens", self.tokens, lambda k: f"chosen {k // T} [{k % T}]")
+        whole = table.table([*(summary.table.rows if summary.table is not None else ()), *rows])
+        return Summary(f"{summary.title}, and to their tokens", (*summary.entries, terms, shape), whole)
+
+
+class TokenSums(TermSums):
+    """Sums of terms with those of the loss terms of chosen sequences.
+
+    Args:
+        trajectory: The run.
+        groupings: The axes of each result.
+        reference: Has the shape, (n, K), dtype and device of the predictions.
+        sequences: The sequences, (n, K, R).
+    """
+
+    def __init__(
+        self, trajectory: Trajectory, groupings: Groupings, reference: Tensor, sequences: Int64[Tensor, "n K R"]
+    ) -> None:
+        super().__init__(trajectory, groupings, reference)
+        self.sequences = sequences
+        self.tokens = reference.new_zeros(*sequences.shape, trajectory.targets.shape[1])
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """What terms are added to, in a fixed order."""
+        return super().named | {"tokens": self.tokens}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenTerms(AdjointTerms):
+    """The terms of any linear update rule, with those of the loss terms of chosen sequences.
+
+    Attributes:
+        sequences: The sequences: the same for all, (R,); of each input, (n, R); or of each of its outputs, (n, K, R).
+    """
+
+    sequences: Int64[Tensor, "*nK R"]
+
+    @cached_property
+    def chosen(self) -> Int64[Tensor, "n K R"]:
+        """The sequences of each output of each input."""
+        n, K, own = len(self.X), self.whole.num_outputs, self.sequences.to(self.X.device)
+        own = own.unsqueeze(1) if own.ndim == 2 else own
+        if own.ndim == 3 and (len(own) != n or own.shape[1] not in (1, K)):
+            raise ValueError(
+                f"sequences must be numbers (R,), ({n}, R) or ({n}, {K}, R), for {n} inputs with {K} numbers each: got "
+                f"shape {tuple(self.sequences.shape)}."
+            )
+        return own.expand(n, K, -1)
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        return fingerprint(super().identity(), self.chosen)
+
+    def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TokenSums:
+        """Return the sums of some rows, which are zero, on the device and in the dtype of a tensor."""
+        of_rows = self.chosen.reshape(-1, self.outputs_per_row, self.chosen.shape[2])[rows.to(self.X.device)]
+        return TokenSums(self.whole.recorded, self.groupings, reference, of_rows)
+
+    def takes_whole(self, totals: TermSums, passes: Sequence[PassData]) -> bool:
+        """Return whether a pass holds one of the sequences."""
+        held = totals.sequences if isinstance(totals, TokenSums) else self.chosen
+        return any(bool(torch.isin(data.samples, held.to(data.samples.device)).any()) for data in passes)
+
+    def add_whole(
+        self, totals: TermSums, products: LossProducts, step: Step, data: PassData, H: Float[Tensor, "R P"]
+    ) -> None:
+        """Add what the targets of the sequences in a pass add, one output after another."""
+        if not isinstance(totals, TokenSums):
+            return
+        N = len(totals.sequences)
+        for number_of_row, direction in enumerate(H):
+            k, n = divmod(number_of_row, N)
+            is_chosen = data.samples[:, None] == totals.sequences[n, k].to(data.samples.device)
+            rows = is_chosen.any(dim=1).nonzero().squeeze(1)
+            if len(rows):
+                found = products.of_targets(step, data, direction, rows)
+                target = totals.tokens[n, k, :, _positions(products.block.recorded, data, found.shape[1])]
+                target -= is_chosen[rows].T.to(found) @ found
+
+
+def _positions(run: Trajectory, data: PassData, length: int) -> slice:
+    """Return which of the recorded targets those of a pass are: the first, or the last, of a shorter one."""
+    T = run.targets.shape[1]
+    if length > T:
+        raise ValueError(
+            f"sequences must not have more targets in a pass than recorded: got {length} positions, and {T} recorded."
+        )
+    recorded = run.targets[data.samples.clamp(min=0).to(run.targets.device)].to(data.y.device)
+    return slice(T - length, T) if not torch.equal(recorded[:, :length], data.y) else slice(0, length)
+
+
+def attribute_tokens(
+    trajectory: Trajectory,
+    X: Inputs,
+    *,
+    sequences: Int64[Tensor, "*nK R"],
+    head: Head | None = None,
+    rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath | None = None,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    **options: Unpack[ComputeSettings],
+) -> TokenAttribution:
+    """Split predictions into contributions of training sequences, and some of these into those of their loss terms.
+
+        tokens[n, k, i, t] = -sum_s <H_s, c_{s,i} grad loss_{i,t}(w_s)>,   loss_i = sum_t loss_{i,t}
+
+    A target's share is what training on it, given the words before it, added. The terms of a sequence add up to its
+    contribution, which is certified.
+
+    Args:
+        trajectory: Training run on M sequences, with a class loss of several positions: targets (M, T).
+        X: n inputs, as of `attribute`.
+        sequences: Numbers of the training sequences that are split: the same for all inputs, (R,); of each input,
+            (n, R); or of each of its K numbers, (n, K, R), as `attribute(...).top(20)` returns them. Each costs a
+            forward-mode pass of the rows of each step that sees it; of the whole batch where dropout is drawn for it.
+        head: As of `attribute`.
+        rule: As of `attribute`.
+        path: As of `attribute`.
+        classes: As of `attribute`.
+        function: As of `attribute`.
+        options: As `attribute`.
+
+    Raises:
+        TypeError, ValueError: As `attribute`; the loss is no sum over positions that is known, `sequences` are no
+            numbers of training sequences, or torch has no forward mode for the network.
+    """
+    parsed = parse_options("attribute_tokens", ("accumulate",), **options)
+    kernel = attribution_kernel(trajectory, head, rule, path, function)
+    _validate(trajectory, sequences)
+    groupings, explained = ((by_sample(trajectory),),), (classes, function)
+    kind: Callable[..., TokenTerms] = partial(TokenTerms, sequences=sequences)
+    (parts,), totals = split_predictions(
+        kernel, X, groupings, explained, parsed, path, splits_statistics=False, kind=kind
+    )
+    terms, shape, own = terms_by_sample(parts), parts.network.shape, cast(TokenSums, totals)
+    tokens, chosen = (value.reshape(*shape, *value.shape[2:]) for value in (own.tokens, own.sequences))
+    missed = (tokens.sum(dim=3) - terms["samples"].gather(2, chosen)).abs()
+    allowed = relative_rounding(tokens.dtype) * tokens.abs().sum(dim=3)
+    error, tolerance = (float(value.max()) if value.numel() else 0.0 for value in (missed, allowed))
+    result = TokenAttribution(**terms, tokens=tokens, sequences=chosen, tokens_error=error, tokens_tolerance=tolerance)
+    warn_unless_certified("the split of sequences", result.findings[len(parts.findings) :])
+    return result
+
+
+def _validate(run: Trajectory, sequences: Int64[Tensor, "*nK R"]) -> None:
+    """Raise if the loss has no terms that are known, or there are no such sequences."""
+    if not isinstance(run.loss, ClassLoss) or run.targets.ndim != 2 or run.targets.is_floating_point():
+        raise ValueError(
+            "attribute_tokens needs a loss that is a sum over the targets of a sequence, epk_gp.CrossEntropy or "
+            f"NegativeLogLikelihood with one class for each position, (M, T): got {run.loss} with targets of shape "
+            f"{tuple(run.targets.shape)}. A function of your own (PerSampleLoss) does not say what its terms are."
+        )
+    if not isinstance(sequences, Tensor) or sequences.dtype != torch.int64 or not 1 <= sequences.ndim <= 3:
+        raise TypeError(f"sequences must be an int64 tensor (R,), (n, R) or (n, K, R): got {sequences!r}.")
+    if sequences.numel() and not 0 <= int(sequences.min()) <= int(sequences.max()) < run.num_points:
+        raise ValueError(f"sequences must be numbers of training sequences, 0 to {run.num_points - 1}: got others.")
