@@ -27,9 +27,8 @@ import torch
 import typer
 from recorded_networks import GPT, Made, Training, minilm
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 
 import epk_gp as epk
 

@@ -270,10 +270,15 @@ def _lines(ax: Axes, result: Result) -> None:
     largest = max(abs(share) for line in result.lines for share in line["shares"])
     ax.set(xlim=(0, 100), ylim=(len(result.lines) + 0.2, -1.5))
     ax.axis("off")
-    ax.text(0, -0.9, f"Of {result.num_lines} lines, those that moved its log-probability most, and which of their words:", fontsize=SMALL)
+    ax.text(
+        0,
+        -0.9,
+        f"Of {result.num_lines} lines, those that moved its log-probability most, and which of their words:",
+        fontsize=SMALL,
+    )
     for y, line in enumerate(result.lines):
         colour = RAISED if line["share"] > 0 else LOWERED
-        ax.text(8, y, short(line["share"], sign=True), color=colour, ha="right", va="center")
+        ax.text(8, y, f"{line['share']:+.2f}".replace("-", "−"), color=colour, ha="right", va="center")
         x = 11.0
         for word, share in zip(line["words"], line["shares"], strict=True):
             shade = SIGNED(0.5 + 0.5 * share / largest)
