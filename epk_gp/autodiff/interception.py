@@ -59,7 +59,7 @@ LINEAR_MAPS = {
 }  # fmt: skip
 
 # Likewise, and their numbers are terms: zero along the direction too.
-SUMS = {*functions_named("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__")}
+SUMS = {*functions_named("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__")}
 
 # Linear in each of their tensors.
 PRODUCTS = {
@@ -364,7 +364,7 @@ Watch = Callable[[FunctionCall | None, Any], None]
 
 
 class ParameterInterception(TorchFunctionMode):
-    """See the calls that take given parameters, which are recognised by identity.
+    """See the calls that take given parameters, or what was made of them alone, which are recognised by identity.
 
     Args:
         params: The parameters by name, the very tensors that the network will be called with.
@@ -376,6 +376,7 @@ class ParameterInterception(TorchFunctionMode):
         self.name_of = {id(value): name for name, value in params.items()}
         self.watch = watch
         self.calls_fused_functions = False
+        self.followed: list[Tensor] = []  # what was made of parameters: its ids are in use as long as it is here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
@@ -397,11 +398,16 @@ class ParameterInterception(TorchFunctionMode):
             result = func(*args, **kwargs)
         if self.watch is not None:
             self.watch(call, result)
+        spread_mark(result, (*args, *kwargs.values()))
         return result
 
     def intercept(self, call: FunctionCall) -> Any:
-        """Make a call that takes parameters."""
-        return call.run()
+        """Make a call that takes parameters; what is made of these alone is seen as they are."""
+        result = call.run()
+        if not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
+            self.followed += tensors_in((result,))
+            self.name_of |= {id(value): call.params[0] for value in tensors_in((result,))}
+        return result
 
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
         """Return a parameter at every row, (E, ...); a tensor that does not move as it is."""
@@ -438,13 +444,6 @@ class InterpolatedWeights(ParameterInterception):
         self.t = t
         self.direction = {id(params[name]): value for name, value in direction.items()}
         self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
-        self.followed: list[Tensor] = []  # what was made of parameters: its ids are in use as long as it is here
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call, and carry on the mark of what has rows."""
-        result = super().__torch_function__(func, types, args, kwargs)
-        spread_mark(result, (args, kwargs or {}))
-        return result
 
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
         """Return w_e + t_e d for every row."""

@@ -70,7 +70,7 @@ from epk_gp.autodiff.representations import (
     windows_of,
 )
 from epk_gp.autodiff.secants import SecantDerivatives, end_of
-from epk_gp.autodiff.uses import LayerCall, MarkedInterception, ParameterUse, ParameterUses, UseBuilder
+from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
@@ -201,7 +201,7 @@ def _evaluate(
         mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
     else:
         observed = set[str]() if recorder is None else recorder.observed
-        mode = MarkedInterception({name: params[name] for name in observed}, watch)
+        mode = ParameterInterception({name: params[name] for name in observed}, watch)
     with mode if mode.name_of else nullcontext():
         return model(params, X), mode
 
@@ -320,7 +320,6 @@ class _RecordedPass:
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
         self.calls = list[LayerCall | ParameterUse]()
         self.params, self.statistics, own = net.leaves(at.w), None, None
-        self.uses = ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
         self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
         if at.secant_head is not None:
             self.statistics, own = _statistics_of_rows(net.model, replace(at, t=at.w.new_zeros(len(X))))
@@ -342,7 +341,12 @@ class _RecordedPass:
         is_constant = not self.create_graph and not x.requires_grad and not call.statistics
         kept = x if self.create_graph else x.detach()
         edge = get_gradient_edge(result)
-        self.calls.append(LayerCall(call, weight, kept, is_constant, result.shape, edge))
+        self.calls.append(LayerCall(call, (weight,), kept, is_constant, result.shape, edge))
+
+    @cached_property
+    def uses(self) -> ParameterUses:
+        """What follows the parameters that are used otherwise than by layers."""
+        return ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
 
     def jacobians(self, cost: ContractionCost) -> list[LayerJacobian]:
         """Compute the Jacobian of every layer."""
@@ -421,7 +425,7 @@ class _RecordedPass:
         is_one_point = self.at.t is None and self.at.stacked is None and not has_secants
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
-            W = self.params[last.weight].detach()
+            W = self.params[last.names[0]].detach()
             rows = W[:, None].expand(-1, self.num_rows, -1)
             values, known = rows - self.z.detach().softmax(dim=1) @ W if head == "log_softmax" else rows, [values]
             calls, outputs = calls[:-1], last.call.input

@@ -239,7 +239,6 @@ class SecantDerivatives(ParameterInterception):
         for name, rows in (statistics or {}).items():
             self.statistics[id(params[name])] = moves_to(rows, rows.detach() + direction[name])
             setattr(rows, BATCH_MARK, num_rows)
-        self.made: list[Tensor] = []  # of parameters alone: its ids are in use as long as it is here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call; where weights move any of its arguments, with secants in place of derivatives."""
@@ -303,7 +302,7 @@ class SecantDerivatives(ParameterInterception):
         is_layer = func is not F.embedding and call.in_slots and len(result) == self.num_rows
         if not is_layer and not any(map(has_rows, tensors)):
             for value in tensors_in((result,)):
-                self.made.append(value)
+                self.followed.append(value)
                 self.name_of.setdefault(id(value), names[0])
         if self.watch is not None:
             self.watch(call, result)

@@ -22,7 +22,6 @@ from epk_gp.autodiff.interception import (
     ParameterInterception,
     UnsupportedParameterUseError,
     has_rows,
-    spread_mark,
     substituted,
     tensors_in,
 )
@@ -35,27 +34,6 @@ from epk_gp.autodiff.representations import (
 )
 from epk_gp.autodiff.secants import is_in_place
 from epk_gp.core.model import BATCH_MARK
-
-
-@final
-class MarkedInterception(ParameterInterception):
-    """See the calls that take given parameters, or what was made of them, and carry on the mark of what has rows."""
-
-    made: Sequence[Tensor] = ()  # of parameters alone: its ids are in use as long as it is here
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call."""
-        result = super().__torch_function__(func, types, args, kwargs)
-        spread_mark(result, (args, kwargs or {}))
-        return result
-
-    def intercept(self, call: FunctionCall) -> Any:
-        """Make a call that takes parameters; what is made of these alone is seen as they are."""
-        result = call.run()
-        if not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
-            self.made = [*self.made, *tensors_in((result,))]
-            self.name_of |= {id(value): call.params[0] for value in tensors_in((result,))}
-        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +116,7 @@ class LayerCall:
 
     Attributes:
         call: The call.
-        weight: Name of its weight.
+        names: Its weight's name.
         input: What the layer saw, (E, ...), detached unless a graph is kept.
         input_is_constant: The input does not depend on the weights.
         shape: Shape of its output, (E, ...).
@@ -146,16 +124,11 @@ class LayerCall:
     """
 
     call: FunctionCall
-    weight: str
+    names: tuple[str]
     input: Tensor
     input_is_constant: bool
     shape: torch.Size
     edge: GradientEdge
-
-    @property
-    def names(self) -> tuple[str]:
-        """The weight's name."""
-        return (self.weight,)
 
     def as_use(self, weight: Tensor) -> ParameterUse:
         """Return the call as a use of its weight, which has others."""
