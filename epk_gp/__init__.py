@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.labels import label_errors as label_errors
     from epk_gp.analysis.labels import next_to_label as next_to_label
+    from epk_gp.autodiff.scalars import RowFunction as RowFunction
+    from epk_gp.autodiff.scalars import log_probability as log_probability
+    from epk_gp.autodiff.scalars import logit_difference as logit_difference
+    from epk_gp.autodiff.scalars import loss_value as loss_value
     from epk_gp.core.checks import ComputeOptions as ComputeOptions
     from epk_gp.core.graphs import Graph as Graph
     from epk_gp.core.graphs import Ragged as Ragged
@@ -15,10 +19,6 @@ if TYPE_CHECKING:
     from epk_gp.core.losses import MeanSquaredError as MeanSquaredError
     from epk_gp.core.losses import PerSampleLoss as PerSampleLoss
     from epk_gp.core.losses import next_words as next_words
-    from epk_gp.core.scalars import RowFunction as RowFunction
-    from epk_gp.core.scalars import log_probability as log_probability
-    from epk_gp.core.scalars import logit_difference as logit_difference
-    from epk_gp.core.scalars import loss_value as loss_value
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
@@ -62,7 +62,7 @@ else:
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
-        "core.scalars": "RowFunction log_probability logit_difference loss_value",
+        "autodiff.scalars": "RowFunction log_probability logit_difference loss_value",
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",

@@ -40,7 +40,10 @@ def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
 def functions_named(*names: str) -> tuple[Callable[..., Any], ...]:
     """List the functions and methods of torch that have these names."""
     return tuple(
-        getattr(where, name) for name in names for where in (torch, torch.Tensor) if getattr(where, name, None)
+        getattr(where, name)
+        for name in names
+        for where in (torch, torch.Tensor)
+        if callable(getattr(where, name, None))
     )
 
 

@@ -145,6 +145,7 @@ def secant_jacobians(
     cotangents: Cotangents,
     cost: ContractionCost,
     head: Head,
+    *,
     held: HeldProducts | None = None,
 ) -> tuple[Float[Tensor, "n 2 C"], list[LayerJacobian], Float[Tensor, "K n Q"]]:
     """Average the derivative of every operation, the head included, between two states (`autodiff.secants`).

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from epk_gp.autodiff.scalars import log_probability
 from epk_gp.cli.networks import read_manifest
 from epk_gp.core.checks import validate_finite, validate_labels
 from epk_gp.core.losses import Head, resolve_head
-from epk_gp.core.scalars import log_probability
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.files import checksum, verify_file

@@ -54,15 +54,12 @@ from epk_gp.core.trajectory import (
     step_coefficients,
 )
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, predict_step, relative_rounding
+from epk_gp.optimizers.update_rules import predict_step, relative_rounding
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
 # (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
 CANCELLATION_FACTOR = 32
-
-# Share of what rounding explains, up to which that of a step shortly before is taken: a choice.
-_CLEARLY = 0.25
 
 # Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
 # 32 MiB of float64 inputs.
@@ -492,83 +489,6 @@ def statistics_error(
     coarse = 0.0 if unexplained is None or dtype == torch.float64 else min(unexplained, 0.01)
     allowed = max(relative_rounding(dtype), coarse) * recorded.abs().max().double() + torch.finfo(dtype).tiny
     return float((replayed.double() - recorded.to(replayed.device).double()).abs().max() / allowed)
-
-
-def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
-    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
-
-    It is the rounding of the weights and a small share of the step, in the coarser dtype of run and computation.
-    """
-    eps = torch.finfo(dtype).eps
-    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
-    return float(4 * eps * largest_entry(replayed.w) + share * largest_entry(replayed.d))
-
-
-def mismatch_ratio(
-    run: Trajectory,
-    model: FunctionalModel,
-    replayed: ReplayedStep,
-    difference: Float[Tensor, " P"],
-    dtype: torch.dtype,
-    known: Float[Tensor, " L"] | None = None,
-) -> tuple[float, Float[Tensor, " L"] | None]:
-    """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
-
-    Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
-    gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
-    parameter: what a preconditioner amplifies in one explains nothing in the others.
-
-    Args:
-        run: The run.
-        model: Its network in the dtype of the computation.
-        replayed: The step.
-        difference: The recorded step less the replayed one.
-        dtype: The coarser of the dtypes of run and computation.
-        known: The rounding of a step shortly before, which is not measured again where it explains the difference
-            clearly.
-
-    Returns:
-        The ratio; and the rounding of each parameter, where it was measured.
-    """
-    w, d, step = replayed.w, replayed.d, replayed.step
-    differences, plain = largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
-
-    def ratio(rounding: Tensor) -> float:
-        # a small parameter can come out the same by chance
-        allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
-        return float(torch.where(differences == 0, 0.0, differences / allowed).max())
-
-    if differences.max() <= plain:
-        return ratio(torch.zeros_like(differences)), None
-    if known is not None and (found := ratio(known)) <= _CLEARLY:
-        return found, None
-    state = flat_state(run, step.index, w)
-    moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
-    g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
-    again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
-    rounding = largest_by_parameter(model, run.with_move(step, w, again) - d)
-    return ratio(rounding), rounding
-
-
-def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
-    """Move the weights that passes of a step saw, and their recorded gradients in the outputs, by their rounding.
-
-    Sums of the latter alone, as in the last bias, do not depend on the weights: their terms are moved by some eps, or
-    the sums may come out the same.
-    """
-
-    def moved(value: Tensor | None, eps: float) -> Tensor | None:
-        return None if value is None else move_by_rounding(value.flatten(), eps).view_as(value)
-
-    eps = torch.finfo(dtype).eps
-    passes = (replace(p, weights=moved(p.weights, eps), cotangents=moved(p.cotangents, 8 * eps)) for p in step.passes)
-    return replace(step, passes=tuple(passes))
-
-
-def largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
-    """Return the largest absolute value in each parameter that has weights."""
-    parts = values.split([size for size in model.sizes if size])
-    return torch.stack([largest_entry(part) for part in parts]) if parts else values.new_zeros(1)
 
 
 def batch_gradient(

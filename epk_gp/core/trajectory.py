@@ -144,7 +144,7 @@ class Trajectory(Displayed):
         recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
             that is no part.
         live: The user's network, as long as it lives; None for a run that was not recorded in this process.
-        asked_of: The recorded run, where this one has the network and inputs of a question (`core.scalars`).
+        asked_of: The recorded run, where this one has the network and inputs of a question (`autodiff.scalars`).
     """
 
     model: FunctionalModel

@@ -24,7 +24,7 @@ from epk_gp.core.plans import rows_of_weights, rows_per_pass
 from epk_gp.core.step import BEFORE, Step
 from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.kernel_machine.curvature import statistics_increments
-from epk_gp.kernel_machine.loss_products import LossProducts, add_products, parts_of
+from epk_gp.kernel_machine.loss_products import LossProducts, add_products, coefficients_of, parts_of
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
     Predictions,
@@ -208,8 +208,8 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
     change, size, num_layers = *w.new_zeros(2, len(X), block.num_outputs), 1
     few = block.memory_budget // (16 * net.itemsize * net.plan.activations_per_sample)
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2, min(few, _FEW_ROWS))):
-        shared = block.cotangents(points), block.cost, block.kernel.head, block.products(int(points[0]), steps)
-        z, layers, part = secant_jacobians(net, (w, d), X[points], *shared)
+        shared, held = (block.cotangents(points), block.cost, block.kernel.head), block.products(int(points[0]), steps)
+        z, layers, part = secant_jacobians(net, (w, d), X[points], *shared, held=held)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
         targets = (of_all.split(list(net.model.sizes), dim=-1) for of_all in (Phi[:, own], d[:P]))
@@ -322,7 +322,7 @@ class AdjointTerms(AttributionWork):
         held = self._before_the_run(block, w) if s == 0 and BEFORE in trajectory.sources else {}
         for part in parts_of(shapes, groups, self._width(Phi, num_held), {k for m in MATRICES for k in getattr(u, m)}):
             columns, sizes, g = part.columns, part.sizes, part.group
-            own = u.part(part.first, part.pieces, columns, len(shapes))
+            own = coefficients_of(u, part, len(shapes))
             tiles = {name: vectors[:, columns] for name, vectors in carried.items()}
             E, of_optimizer, H, scale, N = propagate_step(trajectory, s, own, sizes, Phi[:, columns], tiles)
             if change is None:

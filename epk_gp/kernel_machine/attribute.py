@@ -14,12 +14,12 @@ from torch import Tensor
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.scalars import Function, ask
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
-from epk_gp.core.scalars import Function, ask
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs

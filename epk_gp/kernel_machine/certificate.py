@@ -4,21 +4,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding, replayed_steps
+from epk_gp.core.gradients import CANCELLATION_FACTOR, ReplayedStep, RunReplay, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
-from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import largest_entry, relative_rounding
+from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, predict_step, relative_rounding
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule, straight
 from epk_gp.work.run import Sums
@@ -59,7 +60,85 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
     return Sums(added, {"integration": largest.double()})
 
 
+# Share of what rounding explains, up to which that of a step shortly before is taken: a choice.
+_CLEARLY = 0.25
 _MEASURED_EVERY = 16  # steps whose rounding a preconditioner amplifies: a choice
+
+
+def _replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
+    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
+
+    It is the rounding of the weights and a small share of the step, in the coarser dtype of run and computation.
+    """
+    eps = torch.finfo(dtype).eps
+    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
+    return float(4 * eps * largest_entry(replayed.w) + share * largest_entry(replayed.d))
+
+
+def _mismatch_ratio(
+    run: Trajectory,
+    model: FunctionalModel,
+    replayed: ReplayedStep,
+    difference: Float[Tensor, " P"],
+    dtype: torch.dtype,
+    known: Float[Tensor, " L"] | None = None,
+) -> tuple[float, Float[Tensor, " L"] | None]:
+    """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
+
+    Only if it is larger than `_replay_rounding`, the rounding of the step is measured: it is recomputed from the
+    gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
+    parameter: what a preconditioner amplifies in one explains nothing in the others.
+
+    Args:
+        run: The run.
+        model: Its network in the dtype of the computation.
+        replayed: The step.
+        difference: The recorded step less the replayed one.
+        dtype: The coarser of the dtypes of run and computation.
+        known: The rounding of a step shortly before, which is not measured again where it explains the difference
+            clearly.
+
+    Returns:
+        The ratio; and the rounding of each parameter, where it was measured.
+    """
+    w, d, step = replayed.w, replayed.d, replayed.step
+    differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
+
+    def ratio(rounding: Tensor) -> float:
+        # a small parameter can come out the same by chance
+        allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
+        return float(torch.where(differences == 0, 0.0, differences / allowed).max())
+
+    if differences.max() <= plain:
+        return ratio(torch.zeros_like(differences)), None
+    if known is not None and (found := ratio(known)) <= _CLEARLY:
+        return found, None
+    state = flat_state(run, step.index, w)
+    moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
+    g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
+    again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
+    rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
+    return ratio(rounding), rounding
+
+
+def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
+    """Move the weights that passes of a step saw, and their recorded gradients in the outputs, by their rounding.
+
+    Sums of the latter alone, as in the last bias, do not depend on the weights: their terms are moved by some eps, or
+    the sums may come out the same.
+    """
+
+    def moved(value: Tensor | None, eps: float) -> Tensor | None:
+        return None if value is None else move_by_rounding(value.flatten(), eps).view_as(value)
+
+    eps = torch.finfo(dtype).eps
+    passes = (replace(p, weights=moved(p.weights, eps), cotangents=moved(p.cotangents, 8 * eps)) for p in step.passes)
+    return replace(step, passes=tuple(passes))
+
+
+def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
+    parts = values.split([size for size in model.sizes if size])
+    return torch.stack([largest_entry(part) for part in parts]) if parts else values.new_zeros(1)
 
 
 @dataclass
@@ -100,7 +179,7 @@ class StepMismatches:
             if accepted is not None and difference.norm() <= accepted * change.norm():
                 return float(difference.norm() / (accepted * change.norm().double()).clamp(min=1e-300))
             known = self._rounding if index % _MEASURED_EVERY else None
-            ratio, rounding = mismatch_ratio(trajectory, model, replayed, difference, dtype, known)
+            ratio, rounding = _mismatch_ratio(trajectory, model, replayed, difference, dtype, known)
             self._rounding = self._rounding if rounding is None else rounding
             return ratio
 
@@ -120,7 +199,7 @@ class StepMismatches:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
         is_exact = recomputation is not None or replayed.as_trained is replayed.d
         left = mismatch if is_exact else float(largest_entry(change - replayed.d))
-        return ratio <= 1 and left > replay_rounding(replayed, dtype)
+        return ratio <= 1 and left > _replay_rounding(replayed, dtype)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -179,7 +258,7 @@ class StepResiduals:
             if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
                 if not is_kept:  # of the parameters whose rounding is amplified
-                    plain, parts = replay_rounding(replayed, dtype), enumerate(residual.to(like).split(self._sizes))
+                    plain, parts = _replay_rounding(replayed, dtype), enumerate(residual.to(like).split(self._sizes))
                     own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
                     self._amplified[index] = own
                     continue

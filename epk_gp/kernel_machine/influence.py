@@ -12,6 +12,7 @@ from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import all_outputs, chosen_outputs
+from epk_gp.autodiff.scalars import Function, RowFunction, ask, with_leaves
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import (
     ComputeOptions,
@@ -25,7 +26,6 @@ from epk_gp.core.checks import (
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
-from epk_gp.core.scalars import Function, RowFunction, ask, with_leaves
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live

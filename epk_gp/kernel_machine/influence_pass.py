@@ -201,7 +201,7 @@ class InfluenceWork(RunWork):
     """What is differentiated, and along what the result is split; in pieces of some inputs each.
 
     Attributes:
-        trajectory: The run; of one that is asked (`core.scalars`) the recorded one is gone through.
+        trajectory: The run; of one that is asked (`autodiff.scalars`) the recorded one is gone through.
         X: n inputs, (n, ...).
         cotangents: The derivatives of the K wanted numbers of each input in what its network gives, (n, K, C).
         is_joint: Whether the inputs share their numbers, such as a mean over inputs, which is then the one row of the

@@ -33,7 +33,7 @@ from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import step_coefficients
 from epk_gp.kernel_machine.terms import Predictions
-from epk_gp.optimizers.update_rules import broadcast_to_params
+from epk_gp.optimizers.update_rules import BY_PARAMETER, SECOND, UpdateCoefficients, broadcast_to_params
 
 # What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
 # floating-point operations: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
@@ -75,6 +75,18 @@ class Part:
     def sizes(self) -> tuple[int, ...]:
         """Number of columns of each parameter."""
         return tuple(piece.stop - piece.start for piece in self.pieces)
+
+
+def coefficients_of(u: UpdateCoefficients, part: Part, num_params: int) -> UpdateCoefficients:
+    """Return the coefficients of a step of all L parameters, of those of a part."""
+    first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
+    numbers = (v[first : first + len(own)] if len(v) == num_params else v[part.columns] for v in u)
+    others: dict[str, Any] = {
+        name: {k - first: Q for k, Q in getattr(u, name).items() if k in own} for name in BY_PARAMETER
+    }
+    for k, rows in others[SECOND].items():
+        others[SECOND][k] = rows if rows.shape[1] == 1 else rows[:, own[first + k]]
+    return UpdateCoefficients(*numbers, **others)
 
 
 def parts_of(shapes: Sequence[torch.Size], groups: Sequence[int], width: int, whole: Iterable[int] = ()) -> list[Part]:

@@ -10,11 +10,11 @@ from typing import Any, Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
+from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
-from epk_gp.core.scalars import Function
 from epk_gp.core.states import recomputation_of
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork

@@ -54,7 +54,7 @@ class Predictions:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The run; one that is asked for numbers has the network that gives them (`core.scalars`)."""
+        """The run; one that is asked for numbers has the network that gives them (`autodiff.scalars`)."""
         return self.kernel.trajectory
 
     @property

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.gradients import PassData
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head
-from epk_gp.core.scalars import Function
 from epk_gp.core.show import Entry, Summary, number
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory

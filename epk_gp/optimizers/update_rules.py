@@ -182,24 +182,6 @@ class UpdateCoefficients:
         }
         return UpdateCoefficients(*map(function, self), **others, places=self.places)
 
-    def part(self, first: int, pieces: Sequence[slice], columns: slice, num_params: int) -> "UpdateCoefficients":
-        """Return the coefficients of some parameters, or of some weights of one that has no matrices.
-
-        Args:
-            first: The first of the parameters.
-            pieces: Which weights of each.
-            columns: Which of all weights they are.
-            num_params: L.
-        """
-        own = {first + k: piece for k, piece in enumerate(pieces)}
-        numbers = (v[first : first + len(pieces)] if len(v) == num_params else v[columns] for v in self)
-        others: dict[str, Any] = {
-            name: {k - first: Q for k, Q in getattr(self, name).items() if k in own} for name in BY_PARAMETER
-        }
-        for k, rows in others[SECOND].items():
-            others[SECOND][k] = rows if rows.shape[1] == 1 else rows[:, own[first + k]]
-        return UpdateCoefficients(*numbers, **others)
-
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
     """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight.

@@ -89,11 +89,15 @@ class Terms:
 
 
 class Explained(NamedTuple):
-    """The content of each output by its point and index, the quantum of all numbers, and the certificate of all."""
+    """The content of each output by its point and index, the quantum of all numbers, and the certificate of all.
+
+    Findings are why they are not certified; empty if they are.
+    """
 
     outputs: dict[tuple[int, int], dict[str, Any]]
     quantum: float
     certificate: Certificate
+    findings: list[str]
 
 
 def explain(
@@ -136,7 +140,8 @@ def explain(
                 "amplification": significant(float(result.amplification[divmod(number, K)]), 3),
                 "views": all_views(terms, top, request.training_labels, trajectory.num_outputs, influence[k]),
             }
-    return Explained(outputs, quantum, reduce(Certificate.merged, certificates))
+    certificate = reduce(Certificate.merged, certificates)
+    return Explained(outputs, quantum, certificate, certificate.findings)
 
 
 def rounded_terms(result: GroupedAttribution, place: tuple[int, int], quantum: float) -> Terms:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.autodiff.scalars import Function, RowFunction, ask
 from epk_gp.core.checks import ComputeOptions, parse_indices, validate_count, validate_labels
 from epk_gp.core.graphs import Graph
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, apply_head, resolve_head
-from epk_gp.core.scalars import Function, RowFunction, ask
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs, validate_trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior

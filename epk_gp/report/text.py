@@ -6,6 +6,7 @@ A word is what one token adds to the text before it, so that the words of a text
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,11 +14,16 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from epk_gp.autodiff.scalars import ask, log_probabilities, logits_of
+from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.scalars import ask, log_probabilities, logits_of
-from epk_gp.core.show import number, shortened
+from epk_gp.core.show import CertificateWarning, number, shortened
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
 from epk_gp.kernel_machine.attribute import Attribution
+from epk_gp.kernel_machine.certificate import Certificate
+from epk_gp.kernel_machine.tokens import attribute_tokens
+from epk_gp.quadrature.rules import Rule, WeightPath
+from epk_gp.report.explanations import Explained, to_units
 from epk_gp.report.request import ReportRequest
 
 _BROKEN = "\ufffd"  # what bytes that are no whole character are decoded to
@@ -79,7 +85,14 @@ class Text:
         self.run, self.tokenizer = run, tokenizer
         padding = getattr(tokenizer, "padding", None)  # of `tokenizers`
         self._pad = padding["pad_id"] if isinstance(padding, Mapping) else getattr(tokenizer, "pad_token_id", None)
+        self._training: dict[int, Passage] = {}
         self._ids(run.inputs[:1])
+
+    def training(self, index: int) -> Passage:
+        """Return a training text, with the words that are its targets."""
+        if index not in self._training:
+            self._training[index] = self.passage(self.run.inputs[index], self.run.targets[index])
+        return self._training[index]
 
     def passage(self, row: Shaped[Tensor, "..."], targets: Shaped[Tensor, "..."] | None = None) -> Passage:
         """Return the text of one packed input.
@@ -170,6 +183,48 @@ def words_asked(request: ReportRequest) -> WordsAsked | None:
     return WordsAsked(F.pad(answers, (left_out, 0), value=-100), F.pad(operator.sub(*ends), (left_out, 0)))
 
 
+class WordShares(NamedTuple):
+    """Why shares of words are not certified, and why there are none; empty if they are, and there are."""
+
+    findings: Sequence[str] = ()
+    missing: str = ""
+
+
+def split_texts(
+    request: ReportRequest, found: Explained, text: Text, rule: Rule, path: WeightPath | None
+) -> WordShares:
+    """Add to the content of each explained output what each word of the training texts adds that it names."""
+    run, options = request.trajectory, request.options
+    contents = [found.outputs[place] for place in zip(request.rows.tolist(), request.classes.tolist(), strict=True)]
+    views = [content["views"]["*|*"] for content in contents]
+    named = [[(index, share) for index, share, _ in view["raised"] + view["lowered"]] for view in views]
+    longest = max(map(len, named))
+    if not longest or not any(term >= 0 for index, _ in max(named, key=len) for term in text.training(index).terms):
+        return WordShares(missing="the targets are no words of the texts")
+    sequences = torch.tensor([[row[min(k, len(row) - 1)][0] if row else 0 for k in range(longest)] for row in named])
+    rows = request.points if request.function is not None else request.points[request.rows]
+    chosen = sequences.reshape(len(rows), -1, longest)
+    what: dict[str, Any] = {"function": request.function_of(rows), "sequences": chosen}
+    if request.function is None:
+        what |= {"head": request.head, "classes": request.classes}
+    checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / "words"
+    try:
+        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it
+            result = attribute_tokens(
+                run, request.X[rows.to(request.X.device)], rule=rule, path=path, **what, checkpoint=checkpoint,
+                memory_budget=options.memory_budget, progress=options.progress, executor=options.executor,
+            )  # fmt: skip
+    except ValueError as error:  # its arguments were accepted before: the loss or the network has no such shares
+        return WordShares(missing=str(error))
+    for content, row, tokens in zip(contents, named, result.tokens.flatten(0, 1), strict=True):
+        units = [to_units(value, found.quantum).tolist() for value in tokens]
+        content["tokens"] = {
+            str(index): text.training(index).part(shares, share)
+            for (index, share), shares in zip(row, units, strict=False)
+        }
+    return WordShares(result.findings[len(Certificate.of(result).findings) :])
+
+
 def sentences(
     asked: Attribution, trajectory: Trajectory, X: Inputs, tokenizer: Tokenizer, *, top: int = 5, width: int = 80
 ) -> str:
@@ -201,6 +256,5 @@ def sentences(
             ends = (number(float(value[n, k])) for value in (asked.initial, asked.network))
             lines.append(f"  {asked.explained} {k}: {' before training, '.join(ends)} after")
             for i in indices:
-                passage = text.passage(trajectory.inputs[i], trajectory.targets[i])
-                lines.append(f"    {float(asked.samples[n, k, i]):+.4g}  #{i}  {shown(passage)}")
+                lines.append(f"    {float(asked.samples[n, k, i]):+.4g}  #{i}  {shown(text.training(i))}")
     return "\n".join(lines)

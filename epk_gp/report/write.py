@@ -18,10 +18,10 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.scalars import Function
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
@@ -32,7 +32,7 @@ from epk_gp.report.explanations import Explained, divide, explain, is_margin, sh
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
-from epk_gp.report.text import Tokenizer, WordsAsked, words_asked
+from epk_gp.report.text import Tokenizer, WordsAsked, WordShares, split_texts, words_asked
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -146,6 +146,8 @@ def write_report(
     require_room(request, axes, MAX_BYTES)
 
     found = explain(request, axes, rule, path, top)
+    of_words = WordShares() if look.text is None else split_texts(request, found, look.text, rule, path)
+    found = found._replace(findings=[*found.findings, *of_words.findings])
     missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
         ("network explained", trajectory.explained),
@@ -158,11 +160,12 @@ def write_report(
         ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
         ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
         *([] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]),
+        *([("shares of words", f"left out: {of_words.missing}")] if of_words.missing else []),
         *([] if cut is None else [("shown of an input", cut)]),
     ]
     content = _content(request, axes, found, look, how) | ({"title": title} if title else {})
     atomic_write(place, document(content, top, MAX_BYTES).encode())
-    warn_unless_certified("the report", found.certificate.findings)
+    warn_unless_certified("the report", found.findings)
     return place
 
 
@@ -224,8 +227,7 @@ def _content(
 
 def _describe_certificate(request: ReportRequest, found: Explained) -> dict[str, Any]:
     """Return what a report says of the certificate of all explained outputs, and of the influence beside them."""
-    (outputs, quantum, certificate), influence = found, request.influence
-    findings = certificate.findings
+    (outputs, quantum, certificate, findings), influence = found, request.influence
     explained = "the explained output" if len(outputs) == 1 else f"each of the {len(outputs)} explained outputs"
     if findings:
         sentences = [
@@ -313,7 +315,7 @@ def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
     """
     left = "the views of one layer and one range of steps are left out"
     if top < most:
-        left += f", and the views of one layer or one range name {top} samples of either sign"
+        left += f", and the views of one layer or one range name {top} samples of either sign, or split so many texts"
     *sections, report = content["card"]
     row = ["left out to keep the file small", f"{left}; the sums of the rest still add up"]
     less = content | {"card": [*sections, report | {"rows": [*report["rows"], row]}], "points": []}
@@ -323,6 +325,10 @@ def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
             views = {key: shorten(view, top) for key, view in explanation["views"].items() if is_margin(key)}
             views["*|*"] = explanation["views"]["*|*"]
             kept[output] = explanation | {"views": views}
+            if "tokens" in explanation:
+                largest = {str(row[0]) for side in ("raised", "lowered") for row in views["*|*"][side][:top]}
+                tokens = explanation["tokens"].items()
+                kept[output]["tokens"] = {index: part for index, part in tokens if index in largest}
         less["points"].append(point | {"explanations": kept})
     named, samples = _named(less), content["samples"]
     shown = {index: sample for index, sample in samples["shown"].items() if int(index) in named}

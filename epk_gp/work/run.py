@@ -329,7 +329,7 @@ class RunWork(ABC):
     Attributes:
         plan: How to differentiate the network: made once, by the owner of the job.
         recorded_plan: Likewise of the network that was trained, where the run is asked by another one
-            (`core.scalars`); None where it is the same.
+            (`autodiff.scalars`); None where it is the same.
     """
 
     plan: DifferentiationPlan

@@ -6,6 +6,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.report.text import Text
+from epk_gp.report.write import lessen
 from report_cases import ALPHABET, letters_run, report_case, written
 
 SENTENCE = "naïve café, 日本 🙂"
@@ -220,3 +221,39 @@ def test_sentences_are_those_that_moved_a_number_most():
             assert line == f"    {asked.samples[n, 0, i]:+.4g}  #{i}  {text!r}"
     with pytest.raises(ValueError, match="X must be the 3 texts that were asked: got 1"):
         epk.sentences(asked, run, X[:1], ALPHABET)
+
+
+@pytest.mark.parametrize("asked", ["function", "classes"])
+def test_the_words_of_the_named_training_texts_have_the_shares_of_their_loss_terms(asked, tmp_path):
+    run, X, y = letters_run()
+    what = {"function": two_numbers} if asked == "function" else {"head": "logits"}
+    given = what if asked == "function" else what | {"outputs": 2, "y": y[:, -1]}
+    content = written(tmp_path, run, X, tokenizer=ALPHABET, explained=2, top=3, **given)
+    every = torch.arange(run.num_points)
+    expected, quantum = epk.attribute_tokens(run, X[:2], sequences=every, **what).tokens, content["quantum"]
+    for n, point in enumerate(content["points"]):
+        for k, explanation in point["explanations"].items():
+            view = explanation["views"]["*|*"]
+            named = {str(index): share for index, share, _ in view["raised"] + view["lowered"]}
+            assert explanation["tokens"].keys() == named.keys()
+            for index, part in explanation["tokens"].items():
+                assert sum(filter(None, part["shares"])) + part["rest"] == named[index]
+                assert abs(part["rest"]) <= 30  # each layer and range of steps is rounded
+                shares = torch.tensor(part["shares"][1:], dtype=torch.float64) * quantum
+                assert part["shares"][0] is None
+                assert float((shares - expected[n, int(k), int(index)]).abs().max()) < 1e-10
+    less = lessen(content, 1, 3)["points"][0]["explanations"].values()
+    assert all(len(explanation["tokens"]) <= 2 for explanation in less)
+
+
+def test_shares_of_words_that_cannot_be_had_or_are_not_certified_are_said(tmp_path, monkeypatch):
+    run, X, y = report_case("words")
+    content = written(tmp_path, run, X, y, tokenizer="abcdefghi", explained=1)
+    said = dict(content["card"][-1]["rows"])["shares of words"]
+    assert said == "left out: the targets are no words of the texts"
+    monkeypatch.setattr("epk_gp.kernel_machine.tokens.relative_rounding", lambda dtype: 0.0)
+    run, X, y = letters_run()
+    with pytest.warns(epk.CertificateWarning, match="the report is not certified: the terms of a sequence miss its"):
+        content = written(tmp_path, run, X, tokenizer=ALPHABET, function=epk.log_probability(y), explained=1)
+    assert not content["certificate"]["certified"]
+    assert any("The terms of a sequence miss" in sentence for sentence in content["certificate"]["sentences"])

@@ -46,9 +46,10 @@ def test_texts_are_shown_with_their_words_shaded_by_their_shares(open_report, te
         (explanation,) = point["explanations"].values()
         shaded(page, ".text-card .passage", point["input"]["words"], explanation["words"]["shares"])
         view, rows = explanation["views"]["*|*"], page.locator(".passage-row")
-        for row, (index, _, _) in zip(rows.all(), view["lowered"] + view["raised"], strict=True):
-            words = [word.replace("\n", "↵\n") for word in texts["samples"]["shown"][str(index)]["words"]]
-            assert row.locator(".word").all_text_contents() == words
+        for k, (index, _, _) in enumerate(view["lowered"] + view["raised"]):
+            words, part = texts["samples"]["shown"][str(index)]["words"], explanation["tokens"][str(index)]
+            shaded(page, f".passage-row >> nth={k} >>", words, part["shares"])
+        assert rows.count() == k + 1
         page.locator("summary", has_text="What training changed, by words").click()
         page.locator(".text-card table").wait_for()
         sources = check_numbers(page, texts, (number, 0, "*", "*"))
@@ -56,12 +57,12 @@ def test_texts_are_shown_with_their_words_shaded_by_their_shares(open_report, te
         assert {f"points.{number}.explanations.0.words.shares.{k}" for k in words} <= sources
         assert "before training" in text(page, ".headline")
     go(page, "#view=run")
-    assert text(page, "#all-sums").startswith(f"✓ All {sum(2 + len(texts_views(point)) for point in texts['points'])} ")
+    assert text(page, "#all-sums").startswith(f"✓ All {sum(map(number_of_sums, texts['points']))} ")
 
 
-def texts_views(point):
+def number_of_sums(point):
     (explanation,) = point["explanations"].values()
-    return explanation["views"]
+    return 2 + len(explanation["views"]) + len(explanation["tokens"])
 
 
 def test_shares_of_words_that_are_wrong_by_one_unit_are_an_error(open_report, texts):
@@ -77,6 +78,9 @@ def test_shares_of_words_that_are_wrong_by_one_unit_are_an_error(open_report, te
         assert "The shares of the words do not add up." in text(page, ".text-card [role=alert]")
         go(page, "#view=run")
         assert text(page, "#all-sums").startswith("✗ 1 of ")
+    changed = copy.deepcopy(texts)
+    next(iter(changed["points"][0]["explanations"]["0"]["tokens"].values()))["rest"] -= 1
+    assert "The shares of the words do not add up." in text(open_report(changed), ".passage-row [role=alert]")
 
 
 ODD = ["", " ", "\t", "\u202eback", "<b>bold</b>", "&amp;", "x" * 300, "שלום ", "עולם", "é🙂", "\u0007", "\r"]
