@@ -2,12 +2,11 @@
 
 Usage: python benchmarks/language_models.py cost gpt-64 --questions 100 --steps 30
        python benchmarks/language_models.py cost lora --questions 200 --steps 10 --every 10
-       python benchmarks/language_models.py tokens
        python benchmarks/language_models.py float32
        python benchmarks/language_models.py retrained FOLDER     (half an hour; what `lds` compares with is kept there)
        python benchmarks/language_models.py lds FOLDER
-Each command puts its numbers into language_models.json, and writes the table anew. The texts are below EPK_GP_DATA;
-`recorded_networks.py` says where the MiniLM is from.
+Each command puts its numbers into language_models.json, from which `make pages` writes the tables of
+docs/language_models.md. The texts are below EPK_GP_DATA; `recorded_networks.py` says where the MiniLM is from.
 """
 
 import gzip
