@@ -31,6 +31,7 @@ def _module(file: Path) -> ModuleType:
 
 GALLERY = DOCS / "gallery"
 ATTRIBUTION = ROOT / "benchmarks" / "attribution"
+LANGUAGE_MODELS = ROOT / "benchmarks" / "language_models.json"
 METHODS = _module(DOCS / "method_tables.py")
 SCORES = _module(ATTRIBUTION / "report.py")
 
@@ -175,8 +176,8 @@ def _summary(node: ast.ClassDef | ast.FunctionDef) -> str:
 
 @cache
 def _saved(name: str) -> dict:
-    file = ATTRIBUTION / "results.json" if name == "attribution" else GALLERY / f"{name}.json"
-    return json.loads(file.read_text())
+    elsewhere = {"attribution": ATTRIBUTION / "results.json", "language_models": LANGUAGE_MODELS}
+    return json.loads(elsewhere.get(name, GALLERY / f"{name}.json").read_text())
 
 
 def _tables(page: Path, name: str, *tables: str) -> str:
@@ -257,6 +258,34 @@ def _versions(saved: dict) -> str:
     return ", ".join(f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch"))
 
 
+def _language_costs(saved: dict) -> str:
+    """Return what questions of language models cost, one attribution a line."""
+    rows = [
+        [
+            row["network"],
+            str(row["questions"]),
+            "each step" if row["every"] == 1 else f"{row['every']} steps",
+            f"{row['trainings']:.1f}",
+            f"{row['bytes_beside'] / row['bytes_of_adjoints']:.1f}",
+            f"{row['error']:.0e}",
+        ]
+        for row in saved["cost"].values()
+    ]
+    head = ["training", "questions", "stretch", "trainings", "memory", "sum against the network"]
+    return METHODS.markdown_table(head, rows)
+
+
+def _language_agreement(saved: dict) -> str:
+    """Return the LDS of contributions and of the derivative, with intervals over questions."""
+    left_out = {kind: saved["lds"][kind] for kind in ("tenth", "half") if kind in saved["lds"]}
+    rows = [
+        [name, *(f"{r[name]['mean']:.2f} ({_range(r[name]['interval'], 2)})" for r in left_out.values())]
+        for name in ("contributions", "derivative")
+    ]
+    head = [f"a {kind} left out, {r['trainings']} trainings" for kind, r in left_out.items()]
+    return METHODS.markdown_table(["", *head], rows)
+
+
 def _scored(setting: str) -> Callable[[dict], str]:
     return lambda saved: SCORES.setting_table(saved["results"]["table"], setting)
 
@@ -283,6 +312,8 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "scores_transformer": _scored("text, transformer"),
     "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
     "score_sizes": _score_sizes,
+    "language_costs": _language_costs,
+    "language_agreement": _language_agreement,
     **METHODS.TABLES,
     "rules": _rules,
     "scores": _scores,

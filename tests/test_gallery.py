@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
+from math import exp
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -205,6 +206,27 @@ def asymmetry(r: dict) -> list[str]:
     ]
 
 
+def planted(r: dict) -> list[str]:
+    lines, (whole, half, *_) = r["lines"], r["without"]
+    copies = len(r["rank_of_planted"])
+    own = lines[:copies]
+    assert (sorted(r["rank_of_planted"]), r["certified"]) == ([*range(1, copies + 1)], True)
+    assert all(line["words"] == [*r["prompt"], r["answer"]] for line in own)
+    assert r["error"] < 1e-12
+    p = {key: [exp(part[key]) for part in (whole, half)] for key in ("measured", "contributions", "derivative")}
+    return [
+        f"a GPT of {r['num_weights']:,} weights on words",
+        f"with probability {exp(r['log_probability']):.2f}, after {exp(r['before']):.5f} before training",
+        f"The first {copies} of {r['num_lines']} lines are the planted ones, with shares of "
+        f"{spans(column(own, 'share'), '+.2f')}",
+        f"the word “bob” has {own[0]['shares'][-1]:+.2f}",
+        f"add up to its share to {power(r['tokens_error'])}",
+        f"a probability of {power(p['measured'][0])}; without half of them, {p['measured'][1]:.2f}",
+        f"say {power(p['contributions'][0])} and {power(p['contributions'][1])}",
+        f"says {p['derivative'][0]:.2f} and {p['derivative'][1]:.2f}",
+    ]
+
+
 def finetuned(r: dict) -> list[str]:
     share, cost = r["precision"], r["seconds"]["attribution"] / r["seconds"]["training"]
     first, chance = (100 * part for part in (r["among_first"], share["chance"]))
@@ -224,7 +246,7 @@ CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "fig05_uncertainty": uncertainty, "fig06_kernel_values": kernel_values, "fig07_quadrature": quadrature,
     "fig08_path_geometry": path_geometry, "notebook_path_kernel": notebook, "signal_dimension": signal,
     "counterfactual": counterfactual, "resnet_contributions": contributions, "other_paths": other_paths,
-    "asymmetry": asymmetry, "finetuned_minilm": finetuned,
+    "asymmetry": asymmetry, "planted_sentence": planted, "finetuned_minilm": finetuned,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from epk_gp.core.losses import Head, loss_terms, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, parse_inputs
-from epk_gp.kernel_machine.attribute import vanilla_lr
+from epk_gp.kernel_machine.descent import vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 from quantities.alignment import output_gradients
 
