@@ -223,11 +223,12 @@ class MemoryPlan:
     def adjoint_samples(self) -> int:
         """Count the training samples whose loss gradients are held at a time.
 
-        An eighth of the budget holds 8 passes of each, and where gradients are not had layer by layer P numbers.
+        A quarter of the budget holds 2 passes of each, the layers' inputs and output gradients, and where gradients are
+        not had layer by layer P numbers.
         """
         is_dense = bool(self.plan.dense_params) or not self.plan.supports_interpolation
-        per_sample = 8 * self.plan.activations_per_sample + is_dense * self.num_weights
-        return max(1, self.budget // (8 * self.itemsize * per_sample))
+        per_sample = 2 * self.plan.activations_per_sample + is_dense * self.num_weights
+        return max(1, self.budget // (4 * self.itemsize * per_sample))
 
     def forward_mode_directions(self, num_rows: int) -> int:
         """Count the directions along which the losses of a batch are differentiated together.

@@ -85,6 +85,7 @@ class Predictions:
             num_contractions=self.kernel.rule.num_contractions,
             cotangents_are_constant=self.kernel.head == "logits",
             all_dense=not self.net.plan.supports_interpolation,
+            keeps_factors=self.is_layerwise,
         )
 
     @property
