@@ -407,7 +407,8 @@ class ParameterInterception(TorchFunctionMode):
     def intercept(self, call: FunctionCall) -> Any:
         """Make a call that takes parameters; what is made of these alone is seen as they are."""
         result = call.run()
-        if not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
+        is_layer = call.in_slots and call.function in LAYERS  # its input may be an initial state of every row
+        if not is_layer and not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
             self.followed += tensors_in((result,))
             self.name_of |= {id(value): call.params[0] for value in tensors_in((result,))}
         return result

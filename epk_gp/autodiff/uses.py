@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from epk_gp.autodiff.interception import (
+    LAYERS,
     LINEAR,
     FunctionCall,
     ParameterInterception,
@@ -174,9 +175,9 @@ class ParameterUses:
         tensors, results = list(tensors_in((call.args, call.kwargs))), list(tensors_in((result,)))
         values = [self.made[id(value)] for value in tensors if id(value) in self.made]
         names = tuple(dict.fromkeys(name for _, own in values for name in own))
-        # numbers of embeddings that no input carries, such as token types, may be there for every row
-        ids = call.input if call.function is F.embedding else None
-        are_of_rows = isinstance(ids, Tensor) and ids.ndim > 1 and len(ids) == self.num_rows
+        # numbers of embeddings that no input carries, such as token types, and initial states may be those of rows
+        x = call.input if call.function is F.embedding or call.function in LAYERS else None
+        are_of_rows = isinstance(x, Tensor) and x.ndim > 1 and len(x) == self.num_rows
         if not (are_of_rows or any(map(has_rows, tensors))):
             self.made |= {id(value): (value, names) for value in results if names}
             return []
