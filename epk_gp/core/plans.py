@@ -211,14 +211,14 @@ class MemoryPlan:
     def adjoint_points(self, num_outputs: int) -> int:
         """Count the points whose adjoints are carried at a time; 0 where those of one point do not fit.
 
-        Three quarters of the budget hold, for each point and output, 3 vectors of P numbers (averaged gradients, the
+        Half of the budget holds, for each point and output, 3 vectors of P numbers (averaged gradients, the
         adjoint of the momentum, and the adjoints of the gradient where forward mode takes them whole, or what a
         preconditioner or an average carries). What is computed of some points at a time has room in the rest.
 
         Args:
             num_outputs: K, outputs that are asked for.
         """
-        return 3 * self.budget // (4 * self.itemsize * 3 * num_outputs * self.num_weights)
+        return self.budget // (2 * self.itemsize * 3 * num_outputs * self.num_weights)
 
     def adjoint_samples(self) -> int:
         """Count the training samples whose loss gradients are held at a time.
