@@ -26,6 +26,7 @@ TEST = X[:2] + 0.3
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.baselines.single_machine",
+    "kernel_machine.tokens.attribute_tokens",
     "cli.gram.gram",
     "cli.attribute.attribute",
     "cli.attribute.influence",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Integer, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
@@ -294,7 +294,7 @@ def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " 
     return RowFunction(partial(_logit_difference, largest=largest), *words)
 
 
-def loss_value(targets: Shaped[Tensor, "n ..."], loss: Loss = CrossEntropy()) -> RowFunction:
+def loss_value(targets: Shaped[Tensor, "n ..."], loss: Loss | nn.Module = CrossEntropy()) -> RowFunction:
     """Ask for the loss of each input, of a text the sum over its positions.
 
     Args:

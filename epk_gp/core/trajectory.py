@@ -149,7 +149,7 @@ class Trajectory(Displayed):
 
     model: FunctionalModel
     inputs: Shaped[Tensor, "M ..."]
-    targets: Shaped[Tensor, "M ..."]
+    targets: Shaped[Tensor, "_ ..."]  # M rows, where the inputs are not questions that are asked of the run
     loss: Loss
     update_rule: str
     states: States

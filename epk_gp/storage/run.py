@@ -69,7 +69,7 @@ def recorded_model(
     for name, shape in zip(header["statistics"], header["statistic_shapes"], strict=True):
         _require_recorded(f"moving statistic {name}", shape, buffers.get(name))
     model = functionalize(net, tuple(header["names"]), tuple(header["statistics"]), signature)
-    base = model.base() if header["base"] is not None else {}
+    base = {} if header.get("base") is None else model.base()
     if base and fingerprint_data(*base.values()) != header["base"]:
         raise ValueError(
             "the network must have the frozen weights that it was trained with, of which the run holds the digest "

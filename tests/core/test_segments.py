@@ -29,7 +29,7 @@ class Counted(Segments):
         self.count += end - first
         held = sum(len(segment.states) for segment in self.made.values()) + end - first + 1
         self.most = max(self.most, held + len(self.starts._held))
-        return Segment([torch.tensor(float(s)) for s in range(first, end + 1)], [], end)
+        return Segment([torch.tensor([float(s)]) for s in range(first, end + 1)], [], end)
 
     def read(self, state):
         return state if state in self.kept else float(self.state(state))
