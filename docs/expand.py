@@ -274,12 +274,12 @@ def _language_costs(saved: dict) -> str:
     ]
     head = ["training", "questions", "steps", "stretch", "trainings", "memory", "sum against the network"]
     r = saved["float32"]
-    words = "certified" if r["certified"] else "not certified"
-    return (
-        f"{METHODS.markdown_table(head, rows)}\n\nIn float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of "
-        f"the GPT on 64 letters: {words}; in the states that are made again, {r['weights_that_differ']} of {r['weights']:,} weights "
-        "differ."
-    )
+    found = [
+        f"In float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of the GPT on 64 letters: "
+        f"{'certified' if r['certified'] else 'not certified'}; in the states that are made again,",
+        f"{r['weights_that_differ']} of {r['weights']:,} weights differ.",
+    ]
+    return f"{METHODS.markdown_table(head, rows)}\n\n{' '.join(found)}"
 
 
 def _language_agreement(saved: dict) -> str:
