@@ -264,15 +264,22 @@ def _language_costs(saved: dict) -> str:
         [
             row["network"],
             str(row["questions"]),
+            str(row["steps"]),
             "each step" if row["every"] == 1 else f"{row['every']} steps",
             f"{row['trainings']:.1f}",
             f"{row['bytes_beside'] / row['bytes_of_adjoints']:.1f}",
             f"{row['error']:.0e}",
         ]
-        for row in saved["cost"].values()
+        for _, row in sorted(saved["cost"].items())
     ]
-    head = ["training", "questions", "stretch", "trainings", "memory", "sum against the network"]
-    return METHODS.markdown_table(head, rows)
+    head = ["training", "questions", "steps", "stretch", "trainings", "memory", "sum against the network"]
+    r = saved["float32"]
+    found = [
+        f"In float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of the GPT on 64 letters: "
+        f"{'certified' if r['certified'] else 'not certified'}; in the states that are made again,",
+        f"{r['weights_that_differ']} of {r['weights']:,} weights differ.",
+    ]
+    return f"{METHODS.markdown_table(head, rows)}\n\n{' '.join(found)}"
 
 
 def _language_agreement(saved: dict) -> str:
