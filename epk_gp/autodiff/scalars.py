@@ -139,7 +139,10 @@ def ask(
             raise ValueError(
                 f"data of a function must have a row for each of the {n} inputs: got shape {tuple(value.shape)}."
             )
-    asked = RowFunction(asked.function, *(value.detach().to(X.device) for value in asked.data))
+    own = asked.function
+    if isinstance(own, partial) and own.func.__module__ == __name__ and X.ndim == 2:
+        own = partial(own, length=X.shape[1])  # by which positions are told from words
+    asked = RowFunction(own, *(value.detach().to(X.device) for value in asked.data))
     signature = AskedSignature(
         graph=recorded.graph, recorded=recorded, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked
     )
@@ -332,20 +335,30 @@ def _require_known(largest: int, num_words: int) -> None:
         raise ValueError(f"classes or words must lie in 0..{num_words - 1}, what the network knows: got {largest}.")
 
 
-def _at_end(z: Float[Tensor, "m ..."]) -> Float[Tensor, "m V"]:
+def _classes_second(z: Float[Tensor, "m ..."], answers: Tensor, length: int | None) -> Float[Tensor, "m ..."]:
+    """Return scores (m, V, T), also if they are (m, T, V): the length of the inputs tells, or that of the answers."""
+    if z.ndim == 3 and z.shape[1] != z.shape[2] and length in z.shape[1:]:
+        return z if z.shape[2] == length else z.mT
+    return classes_second(z, answers) if answers.ndim > 1 else z.mT
+
+
+def _at_end(z: Float[Tensor, "m ..."], words: Tensor, length: int | None) -> Float[Tensor, "m V"]:
     """Return the scores after the last position."""
-    return z if z.ndim == 2 else z[:, -1]
+    return z if z.ndim == 2 else _classes_second(z, words, length)[..., -1]
 
 
 def _log_probability(returned: Any, answers: Tensor, **options: int) -> Float[Tensor, " m"]:
     return _log_probabilities(returned, answers, **options).sum(dim=1)
 
 
-def _log_probabilities(returned: Any, answers: Tensor, *, ignore_index: int, largest: int) -> Float[Tensor, "m A"]:
+def _log_probabilities(
+    returned: Any, answers: Tensor, *, ignore_index: int, largest: int, length: int | None = None
+) -> Float[Tensor, "m A"]:
     z = logits_of(returned)
     if answers.ndim == 1:
-        z, answers = _at_end(z)[:, None], answers[:, None]
-    z = classes_second(z, answers)
+        z, answers = _at_end(z, answers, length)[:, :, None], answers[:, None]
+    else:
+        z = _classes_second(z, answers, length)
     if z.ndim != answers.ndim + 1 or answers.shape[1] > z.shape[2]:
         raise ValueError(f"answers {tuple(answers.shape)} must be those of positions: got scores {tuple(z.shape)}.")
     z = z[:, :, z.shape[2] - answers.shape[1] :]
@@ -355,18 +368,22 @@ def _log_probabilities(returned: Any, answers: Tensor, *, ignore_index: int, lar
     return chosen.masked_fill(is_ignored, 0.0)
 
 
-def _logit_difference(returned: Any, a: Tensor, b: Tensor, *, largest: int) -> Float[Tensor, " m"]:
-    z = _at_end(logits_of(returned))
+def _logit_difference(
+    returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None
+) -> Float[Tensor, " m"]:
+    z = _at_end(logits_of(returned), a, length)
     _require_known(largest, z.shape[1])
     one, other = (z.gather(1, word.long().expand(len(z))[:, None])[:, 0] for word in (a, b))
     return one - other
 
 
-def _loss_value(returned: Any, targets: Tensor, *, loss: Loss, largest: int) -> Float[Tensor, " m"]:
+def _loss_value(
+    returned: Any, targets: Tensor, *, loss: Loss, largest: int, length: int | None = None
+) -> Float[Tensor, " m"]:
     z = own_input(loss, returned, targets)
     if z is None:
         z = logits_of(returned)
-        z = own_input(loss, _at_end(z) if targets.ndim == 1 else z, targets)
+        z = own_input(loss, _at_end(z, targets, length) if targets.ndim == 1 else z, targets)
     if z is None:
         raise ValueError(f"targets {tuple(targets.shape)} must fit what the network returns, and the loss {loss}.")
     if isinstance(loss, ClassLoss):

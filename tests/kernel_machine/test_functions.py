@@ -337,3 +337,34 @@ def test_arguments_of_functions_are_checked():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.parametrize("answers", [torch.tensor([2, 0, 3]), torch.tensor([[1, 2], [3, 0], [0, 3]])])
+def test_scores_with_classes_second_give_what_those_with_classes_last_give(answers):
+    """The length of the inputs tells words from positions, of which there are more than words."""
+    torch.manual_seed(0)
+    X, Y = torch.randint(4, (2, 6, 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for swaps in (False, True):
+        torch.manual_seed(1)
+        layers = [nn.Embedding(4, 6), nn.Linear(6, 4)] + [Swapped()] * swaps
+        net = nn.Sequential(*layers).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        take = (lambda z: z[:, :, -1]) if swaps else (lambda z: z[:, -1])
+        with epk.Recorder(net, optimizer, X, Y, output=take) as recorder:
+            for _ in range(2):
+                optimizer.zero_grad()
+                z = net(X)
+                nn.functional.cross_entropy(z if swaps else z.mT, Y).backward()
+                recorder.batch(torch.arange(6))
+                optimizer.step()
+        asked = [epk.log_probability(answers), epk.loss_value(Y[:3])]
+        asked += [epk.logit_difference(answers, 1)] if answers.ndim == 1 else []
+        parts = [epk.attribute(recorder.trajectory, X[:3], function=function) for function in asked]
+        found.append(torch.cat([torch.cat([own.samples[:, 0], own.network], dim=1) for own in parts]))
+    assert torch.allclose(*found, rtol=0, atol=1e-12), found
+
+
+class Swapped(nn.Module):
+    def forward(self, z):
+        return z.mT
