@@ -402,7 +402,9 @@ class BitwiseReplay(Segments):
         """Make the optimizers of the loop on another network, in the state that they had."""
         named, groups, made = dict(module.named_parameters()), iter(self.run.optimizer_groups), list[Optimizer]()
         for state in recorded:
-            own = [next(groups) for _ in state["param_groups"]]
+            own = [group for _, group in zip(state["param_groups"], groups, strict=False)]
+            if len(own) < len(state["param_groups"]):
+                raise _MissedError("a group of parameters came later")
             kind: Any = getattr(optim, own[0].rule, None)
             if kind not in RULES:
                 raise _MissedError(f"its optimizer ({own[0].rule or 'with a rule of its own'}) is none of torch's")

@@ -219,8 +219,8 @@ def attribute(
             out of range; or the function mixes rows, cannot be differentiated, or returns another shape or NaN.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    groupings = ((by_sample(trajectory),),)
     kernel = attribution_kernel(trajectory, head, rule, path, function)
+    groupings = ((by_sample(trajectory),),)
     (parts,) = _attribute(kernel, X, groupings, (classes, function), parsed, path, splits_statistics=False)
     return Attribution(**terms_by_sample(parts))
 

@@ -8,7 +8,7 @@ from weighted_loops import record
 import epk_gp as epk
 import reference
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.kernel_machine import attribute
+from epk_gp.kernel_machine import descent
 from epk_gp.kernel_machine import terms as problem_module
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
@@ -84,8 +84,8 @@ def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples
 
 def test_the_data_of_a_step_is_read_once(monkeypatch):
     """However few samples are computed at a time: the data may be of another dtype, and be copied."""
-    case, read, steps = make_case("relu", batch_size=None), attribute.batch_of, []
-    monkeypatch.setattr(attribute, "batch_of", lambda run, s, like: steps.append(s.index) or read(run, s, like))
+    case, read, steps = make_case("relu", batch_size=None), descent.batch_of, []
+    monkeypatch.setattr(descent, "batch_of", lambda run, s, like: steps.append(s.index) or read(run, s, like))
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: 2)
     epk.attribute(case.trajectory, case.test)
     assert steps == list(range(case.trajectory.num_steps))
