@@ -102,14 +102,14 @@ def _posterior(run: Any, **options: Any) -> Any:
 
 def _many(run: Any, **options: Any) -> Any:
     groupings = [(by_sample(run), by_layer(run)), (by_label(run),), (by_step(run),)]
-    return attribute_many(run, inputs(12), groupings, rule=RULE, memory_budget=SMALL, **options)
+    return attribute_many(run, inputs(48), groupings, rule=RULE, memory_budget=SMALL, **options)
 
 
 def _trace(run: Any, **options: Any) -> Tensor:
     return epk.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), epk.ComputeOptions(**options))
 
 
-_ATTRIBUTE = _explained(epk.attribute, 12, rule=RULE)
+_ATTRIBUTE = _explained(epk.attribute, 48, rule=RULE)
 _ADAPTIVE = epk.adaptive(tol=1e-6)
 CALLS = {
     call.name: call
@@ -123,7 +123,7 @@ CALLS = {
         Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=17),
         Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
         Call("attribute", "plain", _ATTRIBUTE, steps=3),
-        Call("classes", "momentum", _explained(epk.attribute, 24, rule=RULE, classes=torch.arange(24) % 3), steps=3),
+        Call("classes", "momentum", _explained(epk.attribute, 150, rule=RULE, classes=torch.arange(150) % 3), steps=3),
         Call("momentum", "momentum", _ATTRIBUTE, steps=3),
         Call("adam", "adam", _ATTRIBUTE, steps=3),
         Call("dropout", "dropout", _ATTRIBUTE, steps=3),
