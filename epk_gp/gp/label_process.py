@@ -104,9 +104,9 @@ class LabelKernel:
         b = a if X is Y else Points(Y, is_train=False)
         products, *squares = self.combined.products(a, b, self.options)
         for square in squares:
-            require_direction(square[:, 0] > 0)
-        of_a, of_b = (square[:, 0].to(torch.float64).sqrt() for square in squares)
-        K = products[0].to(torch.float64).div_(of_a[:, None]).div_(of_b)
+            require_direction(square > 0)
+        of_a, of_b = (square.to(torch.float64).sqrt() for square in squares)
+        K = products.to(torch.float64).div_(of_a[:, None]).div_(of_b)
         if self.lengthscale is not None:
             size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
             for values, rows in zip(K.split(size), X.split(size), strict=True):
@@ -187,7 +187,7 @@ class InputFeatures:
         """
         X = parse_inputs(self.nodes, float_inputs(X, torch.float32))
         sketch = trace_sketch(self.nodes, self.num_features, nodes=None, seed=self.seed, head="logits")
-        z = sketch.features(Points(X, is_train=False), self.options)[:, 0]
+        z = sketch.features(Points(X, is_train=False), self.options)
         require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
