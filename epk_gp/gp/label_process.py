@@ -14,14 +14,14 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
-from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
+from epk_gp.core.checks import ComputeOptions, validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gp.data import float_inputs, label_values
 from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.path_features import trace_sketch
-from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, validate_path_of_nodes
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory
 from epk_gp.quadrature.rules import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
@@ -415,16 +415,12 @@ class LabelSettings:
     path: WeightPath = straight()
 
     def __post_init__(self) -> None:
-        """Raise if a setting cannot be used.
+        """Raise if a setting cannot be used; nodes, path and seed are checked where they are.
 
         Raises:
             TypeError: A number is of the wrong kind.
             ValueError: A number is out of range, or a name is not known.
         """
-        if self.nodes is not None:
-            validate_count(self.nodes, "nodes")
-        validate_path_of_nodes(self.path)
-        validate_integer(self.seed, "seed")
         if self.power is not None:
             validate_count(self.power, "power")
         if isinstance(self.features, str) and self.features != "exact":
@@ -436,7 +432,7 @@ class LabelSettings:
 
     def num_nodes(self, num_outputs: int) -> int:
         """Return the number of nodes for a network with C outputs."""
-        return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else int(self.nodes)
+        return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else self.nodes
 
     def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
         """Return the number of features of each of N conditioning points; None for the kernel matrix itself."""

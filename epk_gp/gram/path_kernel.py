@@ -1,6 +1,6 @@
 """The exact path kernel of a training run, its Gram blocks and its diagonal."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.inputs import Points, validate_same_layout
+from epk_gp.core.inputs import Inputs, Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory, warn_unless_live
@@ -21,7 +21,7 @@ from epk_gp.quadrature import rules
 from epk_gp.work.run import Sums, run
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class PathKernel:
     """The exact path kernel of a training run (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
@@ -46,20 +46,26 @@ class PathKernel:
     """
 
     trajectory: Trajectory
-    head: Head = None  # type: ignore[assignment]  # never None once it is made
-    rule: rules.Rule = rules.gauss_legendre(4)
-    _: KW_ONLY
-    step_weights: Float[Tensor, " S"] | None = None
-    path: rules.WeightPath = rules.straight()
+    head: Head
+    rule: rules.Rule
+    step_weights: Float[Tensor, " S"] | None
+    path: rules.WeightPath
 
-    def __post_init__(self) -> None:
-        """Check the arguments, and choose a head where none is given."""
-        validate_trajectory(self.trajectory)
-        rules.validate_rule(self.rule)
-        rules.validate_path(self.path)
-        head = resolve_head(self.head, self.trajectory.loss, self.trajectory.num_outputs)
-        object.__setattr__(self, "head", head)
-        warn_unless_live(self.trajectory)
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        head: Head | None = None,
+        rule: rules.Rule = rules.gauss_legendre(4),
+        *,
+        step_weights: Float[Tensor, " S"] | None = None,
+        path: rules.WeightPath = rules.straight(),
+    ) -> None:
+        validate_trajectory(trajectory)
+        rules.validate_rule(rule)
+        rules.validate_path(path)
+        head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+        warn_unless_live(trajectory)
+        vars(self).update(trajectory=trajectory, head=head, rule=rule, step_weights=step_weights, path=path)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
@@ -166,6 +172,10 @@ class PathKernel:
             self.trajectory, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced
         )
 
+    def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
+        """Return inputs as one tensor, after checking that the network can be evaluated at them (`core.trajectory`)."""
+        return parse_inputs(self.trajectory, X, name)
+
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
         """Raise if the kernel cannot be evaluated between two sets of points.
 
@@ -177,7 +187,7 @@ class PathKernel:
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(self.trajectory, points, name)
-            parse_inputs(self.trajectory, points.X, f"{name}.X")
+            self.parse_inputs(points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(
                 "both sets of points must share dtype and device: "

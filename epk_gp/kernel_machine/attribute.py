@@ -22,7 +22,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.states import described_states
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
@@ -356,8 +356,7 @@ def parse_request(
         TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input; or there is a
             function beside them, or one that cannot be explained.
     """
-    X = parse_inputs(kernel.trajectory, X).detach()
-    axes, (classes, function) = tuple(map(tuple, groupings)), explained
+    X, axes, (classes, function) = kernel.parse_inputs(X).detach(), tuple(map(tuple, groupings)), explained
     for by in axes:
         validate_axes(kernel.trajectory, by)
     if function is not None:
