@@ -111,10 +111,6 @@ class BlockCache:
     Args:
         max_bytes: Upper limit for the sum of all stored blocks; 0 stores nothing.
 
-    Attributes:
-        hits: Number of look-ups that returned a block.
-        misses: Number of look-ups that did not.
-
     Raises:
         TypeError: `max_bytes` is not a whole number.
         ValueError: `max_bytes` is negative.
@@ -123,8 +119,6 @@ class BlockCache:
     def __init__(self, max_bytes: int) -> None:
         validate_count(max_bytes, "cache_bytes", minimum=0)
         self.max_bytes = max_bytes
-        self.hits = 0
-        self.misses = 0
         self._blocks: OrderedDict[Hashable, Tensor] = OrderedDict()
         self._lock = RLock()
 
@@ -142,9 +136,7 @@ class BlockCache:
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
-                self.misses += 1
                 return None
-            self.hits += 1
             self._blocks.move_to_end(key)
         return block.clone()  # outside the lock: a stored block never changes
 

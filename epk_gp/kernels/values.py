@@ -270,7 +270,8 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
         if same_points(*points):  # they stay the same
             dims = [[dim for dim in dims[0] if dim in dims[1]]] * 2
         once = [first_of(z, own) for z, own in zip(points, dims, strict=True)]
-        found = _gradients(*ctx.of, once, weights, (wanted[0], wanted[1]))
+        config, matrices = ctx.of
+        found = _gradients(config, matrices, once, weights, (wanted[0], wanted[1]))
     gradients = list[Tensor | None]()
     for (is_asked, _, z), gradient in zip(sides, found, strict=True):
         total = torch.full_like(z, torch.nan) if is_asked else None
@@ -282,16 +283,12 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
 
 
 def _gradients(
-    config: blocks.KernelConfig,
-    matrices: Tensor,
-    points: Sequence[Tensor],
-    weights: Tensor,
-    wanted: tuple[bool, bool],
+    config: blocks.KernelConfig, matrices: Tensor, points: Sequence[Tensor], weights: Tensor, wanted: tuple[bool, bool]
 ) -> list[Tensor | None]:
     """Differentiate sum(weights * values) with respect to the wanted sides."""
     R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
     of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
-    pairs = blocks.set_pairs(config, *points, matrices)
+    pairs = blocks.set_pairs(config, points[0], points[1], matrices)
     found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
     return [
         None if gradient is None else torch.nn.functional.pad(gradient.flatten(2), (0, 1)).reshape(z.shape).to(z.dtype)
