@@ -12,9 +12,11 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import Function, ask
+from epk_gp.autodiff.secants import UnsupportedAverageError
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
@@ -315,7 +317,7 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
         try:
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
-        except (ValueError, RuntimeError):  # something in it has no average
+        except (UnsupportedAverageError, UnsupportedParameterUseError):
             return straight()
     return layerwise()
 
