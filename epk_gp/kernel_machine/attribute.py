@@ -30,6 +30,7 @@ from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
     Certificate,
+    described_precision,
     integral_facts,
     run_findings,
     sum_tolerance,
@@ -466,7 +467,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     numbers = integral_facts(rest, work.num_rows * steps) | mismatches.numbers
 
     def tolerance(own: GroupedSums) -> float:
-        return sum_tolerance(kernel.rule, trajectory, initial.dtype, own.size_of_terms(*ends))
+        return sum_tolerance(kernel.rule, trajectory, whole.net.coarsest_dtype, own.size_of_terms(*ends))
 
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])
@@ -476,7 +477,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
     facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
-    facts["states"] = described_states(trajectory)
+    facts |= {"states": described_states(trajectory), "precision": described_precision(whole.net)}
     results = tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped
