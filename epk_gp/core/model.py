@@ -463,12 +463,18 @@ def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: F
         setattr(parts[k], name, kind(value) if value == int(value) else value)
 
 
-def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
-    """Write weights and statistics into a network, and return its weights, which require gradients."""
+def write_state(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
+    """Write weights, or weights and statistics, into a network, and return all of its tensors by name."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, value in model.unflatten(state).items():
             tensors[name].copy_(value)
+    return tensors
+
+
+def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
+    """Write weights and statistics into a network, and return its weights, which require gradients."""
+    tensors = write_state(module, model, state)
     leaves = [tensors[name].requires_grad_(True) for name in model.names]
     for leaf in leaves:
         leaf.grad = None
