@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,10 @@ from zlib import crc32
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn, optim
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay
-from epk_gp.core.graphs import tensors_of
-from epk_gp.core.losses import (
-    ClassLoss,
-    CrossEntropy,
-    Loss,
-    MeanSquaredError,
-    PerSampleLoss,
-    cast_targets,
-    classes_second,
-    fit_targets,
-    ignored_class,
-    loss_input,
-    sample_weights,
-)
+from epk_gp.core.losses import ClassLoss, loop_losses, loss_input
 from epk_gp.core.model import write_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import Step, tensor_bytes
@@ -101,7 +87,8 @@ class Segments(ABC):
         self.kept, self.spec, self.step_bytes, numbers = kept, spec, step_bytes, kept.numbers
         longest = max((end - first for first, end in pairwise(numbers)), default=1)
         most = max(HELD_BYTES // max(1, step_bytes), math.isqrt(longest - 1) + 1)
-        self.bounds = [s for first, end in pairwise(numbers) for s in range(first, end, most)] + [numbers[-1]]
+        begun = [s for first, end in pairwise(numbers) for s in range(first, end, most)]
+        self.bounds: list[int] = [*begun, numbers[-1]]
         self.numbers, self.made = {*numbers}, dict[int, Segment]()  # the one used last stands last
         self.starts = dict[int, Path | None]()  # files with what segments begin with; None of what is stored
 
@@ -196,64 +183,6 @@ def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
                 loaded[name] = value.to(loaded[name].device, copy=True)
 
 
-def loop_losses(loss: Loss, returned: Any, value: Any, data: PassData) -> list[tuple[float, Callable[[], Tensor]]]:
-    """Return ways in which a loop may have computed the loss of a pass from what the network returned.
-
-    Each is a factor of what a function gives. They are equal but for rounding: a loss that the network returned itself;
-    torch's function on all positions in one dimension, or on classes second; the mean or the sum of the rows' losses.
-
-    Args:
-        loss: The stated loss.
-        returned: What the network returned.
-        value: What the loss takes of it.
-        data: The pass.
-    """
-    y, seen = data.y.to(value.device if isinstance(value, Tensor) else data.y.device), data.forward.targets
-    if data.forward.cotangents is not None:
-        return []
-    if seen is not None:
-        if seen.values.is_floating_point() and isinstance(loss, ClassLoss):
-            return []  # mixed labels
-        y = y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
-    y, ways, number = cast_targets(y, value), list[tuple[float, Any]](), torch.ones(len(y), dtype=torch.float64)
-    own = [z for z in tensors_of(returned) if z.ndim == 0 and z.requires_grad]
-    for reduction, expected in {loss.reduction: sample_weights(loss, y), "sum": number}.items():
-        if (factor := _common_factor(data.c, expected.to(data.c))) is None:
-            continue  # weights of rows
-        functions: list[Any] = [lambda: own[0]] * bool(own and reduction == loss.reduction)
-        if isinstance(loss, ClassLoss):
-            weights = None if loss.class_weights is None else value.new_tensor(loss.class_weights)
-            options: dict[str, Any] = {"weight": weights, "ignore_index": ignored_class(loss), "reduction": reduction}
-            options |= {"label_smoothing": loss.label_smoothing} if isinstance(loss, CrossEntropy) else {}
-            call: Any = F.cross_entropy if isinstance(loss, CrossEntropy) else F.nll_loss
-            z = classes_second(value, y)
-            if z.ndim > 2 and not y.is_floating_point():
-                functions.append(partial(call, z.movedim(1, -1).reshape(-1, z.shape[1]), y.reshape(-1), **options))
-            functions.append(partial(call, z, y, **options))
-        elif isinstance(loss, MeanSquaredError):
-            functions.append(partial(F.mse_loss, value, fit_targets(y, value), reduction=reduction))
-        elif isinstance(loss, PerSampleLoss):
-            fitted = fit_targets(y, value) if isinstance(value, Tensor) else y
-            functions.append(partial(_reduced, loss, value, fitted, reduction))
-        ways += [(factor, function) for function in functions]
-    return ways
-
-
-def _reduced(loss: PerSampleLoss, value: Any, y: Tensor, reduction: str) -> Tensor:
-    result: Tensor = getattr(loss.function(value, y), reduction)()
-    return result
-
-
-def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> float | None:
-    """Return the number by which expected weights become c, up to the rounding of one that was read 1/k."""
-    factors = (c / expected)[expected != 0]
-    if not len(factors) or bool((factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()):
-        return None
-    factor = float(factors[0])
-    count = round(1 / factor) if factor else 0
-    return 1 / count if count and abs(factor * count - 1) < 1e-6 else factor
-
-
 class _MissedError(Exception):
     """Says why a step cannot be made again bit by bit."""
 
@@ -277,15 +206,24 @@ class _LoopPasses(TrainingReplay):
         with torch.enable_grad(), kernels():
             with self._conditions(module, data, exact=False):
                 returned = self._call(module, data, False)
-                value = loss_input(self.model.signature, self.loss, returned, data.y)
-                sum_of_rows: Any = partial(self._sum_of_rows, returned, data)
-                factor, function = [*loop_losses(self.loss, returned, value, data), (1.0, sum_of_rows)][number]
+                factor, function = self._losses(returned, data)[number]
                 loss = factor * function()
             loss.backward()
 
-    def _sum_of_rows(self, returned: Any, data: PassData) -> Tensor:
-        values = self.losses_of(returned, data)
-        return data.c.to(values) @ values
+    def _losses(self, returned: Any, data: PassData) -> list[tuple[float, Callable[[], Tensor]]]:
+        """Return ways in which the loop may have computed its loss, by factors and functions."""
+
+        def sum_of_rows() -> Tensor:
+            values = self.losses_of(returned, data)
+            return data.c.to(values) @ values
+
+        seen, y = data.forward.targets, data.y.to(self.spec.device)
+        is_mixed = isinstance(self.loss, ClassLoss) and seen is not None and seen.values.is_floating_point()
+        if is_mixed or data.forward.cotangents is not None:
+            return [(1.0, sum_of_rows)]
+        y = y if seen is None else y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
+        value = loss_input(self.model.signature, self.loss, returned, data.y)
+        return [*loop_losses(self.loss, returned, value, y, data.c), (1.0, sum_of_rows)]
 
 
 class BitwiseReplay(Segments):

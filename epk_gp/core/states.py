@@ -24,7 +24,7 @@ computed once, from the first stretch to the last, and held at the beginning of 
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any
@@ -462,12 +462,11 @@ class Recomputation:
         known = [reason for replay in self._replays.values() for reason in replay.known.values()]
         return next((reason for reason in known if reason is not None), None)
 
-    def jumps(self, spec: TensorSpec) -> Iterator[tuple[int, float, float]]:
-        """Yield each kept state but the first: its number, the jump's norm, and the way from the kept state before."""
-        for first, last in zip(self.kept.numbers, self.kept.numbers[1:], strict=False):
-            end = self.at(last, spec)
-            computed = self.stretch(last - 1, spec)[0].states[-1].to(end)
-            yield last, float((end - computed).norm()), float((end - self.at(first, spec)).norm())
+    def jump(self, state: int, spec: TensorSpec) -> float:
+        """Return the norm by which a kept state but the first misses the computed one."""
+        made, place = self.stretch(state - 1, spec)
+        end = self.at(state, spec)
+        return float((end - made.states[place + 1].to(end)).norm())
 
     def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"]) -> float:
         """Return the norm that the jump at the end of a step may have, for the results to be certified.
