@@ -235,9 +235,9 @@ SMOOTH_DECAY = 1e-2
 
 # An integral has settled if so many higher orders in a row let its residual fall like that or, as the last one must,
 # change it by at most _CONVERGED_CHANGE of the residual. What is left is taken for rounding inside the network if it is
-# at most _SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
+# at most SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
 # fraction of the integral: a kink that all of these orders miss lies so near to an end of the interval.
-_RAISES, _SETTLED, _SMALL_PART = 2, 4, 1e-6
+_RAISES, SETTLED, _SMALL_PART = 2, 4, 1e-6
 
 OPEN = -1  # the interval is to be refined
 
@@ -287,10 +287,10 @@ class Parents:
     is_raised: Bool[Tensor, " F"]
 
 
-def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
-    """Return the residual that is taken for rounding of each point's outputs."""
+def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """Return the residual that is taken for rounding of each point's outputs, in a dtype."""
     size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=1.0)
-    return _ROUNDING * torch.finfo(size.dtype).eps * size
+    return _ROUNDING * torch.finfo(dtype).eps * size
 
 
 def fixed_status(error: Float[Tensor, " E"]) -> Int64[Tensor, " E"]:
@@ -342,7 +342,7 @@ def may_be_rounding(found: "Integrated") -> Bool[Tensor, " E"]:
     """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
     error, rounding = found.error, found.rounding
     is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * found.integral.abs().amax(dim=1))
-    return (error <= _SETTLED * rounding) | is_small_part
+    return (error <= SETTLED * rounding) | is_small_part
 
 
 def limit_status(found: "Integrated", lineage: Lineage) -> Int64[Tensor, " E"]:
