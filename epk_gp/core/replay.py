@@ -285,8 +285,8 @@ class _LoopPasses(TrainingReplay):
             for name, value in self.model.unflatten(self.state(state, data, exact=False)).items():
                 named[name].copy_(value)
         with torch.enable_grad(), kernels():
-            with self._conditions(module, data, exact=False):
-                returned = self._call(module, data, False)
+            with self.conditions(module, data, exact=False):
+                returned = self.call(module, data, exact=False)
                 loss = self._ways(returned, data)[number]()
             loss.backward()
 

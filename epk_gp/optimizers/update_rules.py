@@ -382,10 +382,7 @@ def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple
     expected = [Q is None or Q.shape == (side, side) for Q, side in ((left, rows), (right, columns))]
     if rows * columns != size or not all(expected):
         got = ", ".join(str(tuple(Q.shape)) for Q in (left, right) if Q is not None)
-        raise ValueError(
-            "the matrices of a step must be square, with sides that fit the parameter's number of weights: got "
-            f"{got} for {size} weights."
-        )
+        raise ValueError(f"the matrices of a step must be square and fit the parameter: got {got} for {size} weights.")
     return rows, columns
 
 

@@ -330,10 +330,10 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
                 cause = f"the network draws random numbers {source}: draw them with torch"
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
-                f"{expected} of {setup.loss} on the given batch: it differs by "
-                f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
-                f"gradient by {float((made.gradient - clipped).abs().max()):.2e} (largest entry "
-                f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
+                f"{expected} of {setup.loss} on the given batch: it differs by {largest_entry(residual):.2e} (largest "
+                f"predicted change {largest_entry(predicted):.2e}), the gradient by "
+                f"{largest_entry(made.gradient - clipped):.2e} (largest entry {largest_entry(clipped):.2e}). Likely "
+                f"cause: {cause}.{limit}"
             )
     update = scale_gradient(made.update, check.clip_factor if check.factors is None else check.factors, sizes)
     return penalty.added_to(update)

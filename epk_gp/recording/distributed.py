@@ -230,13 +230,12 @@ class Ranks:
         if loaded is None:
             return list(steps)
         if not self.is_writer:
-            for name, value in on_cpu.items():
-                values[name].copy_(value)
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
-        if not self.is_writer and loaded:
-            own.load_state_dict(loaded[self.rank]["state"], f"rank {self.rank}")
-            for name, value in loaded[self.rank]["buffers"].items():
+            if loaded:
+                own.load_state_dict(loaded[self.rank]["state"], f"rank {self.rank}")
+                on_cpu |= loaded[self.rank]["buffers"]
+            for name, value in on_cpu.items():
                 values[name].copy_(value)
         if self._twin is not None:
             self._twin.push()

@@ -351,8 +351,7 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
     if forward.stray is not None:
         raise StepMismatchError(
             "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
-            f"one of shape {forward.stray} that the network returned. Compute the loss outside of the network, or "
-            "state it."
+            f"one of shape {forward.stray} that it returned. Compute the loss outside of the network, or state it."
         )
     if forward.output_gradient is None:
         raise StepMismatchError(
@@ -449,8 +448,7 @@ def _used_targets(
         if cuts[0].shape != y.shape:
             raise StepMismatchError(
                 f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
-                f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and "
-                "its weight, or none with loss=None."
+                f"{tuple(y.shape)}: the outputs' gradient is not {loss}'s there. State loss and weight, or loss=None."
             )
     unknown = (None, c, True)
     if is_read or z.ndim > 2:

@@ -45,8 +45,6 @@ from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
 from epk_gp.optimizers.update_rules import (
     Clip,
-    ClipNorm,
-    ClipValue,
     UpdateRule,
     move_by_rounding,
     relative_rounding,
@@ -55,8 +53,6 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.storage.rows import Rows, Stream, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
-
-__all__ = ["Clip", "ClipNorm", "ClipValue"]
 
 # Outputs of two networks are the same function's if they differ by at most so many times what the rounding of the
 # weights alone changes: in float32, at perturbed weights, a ResNet-18 turns another order of operations into more than
@@ -310,7 +306,7 @@ def make_setup(
     validate_unexplained(rule, unexplained)
     learning_rate(optimizer)
     if clip is not None and not isinstance(clip, Clip):
-        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
+        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.optimizers.update_rules, or None: got {clip!r}.")
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
@@ -403,8 +399,7 @@ def _parse_data(
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
         advice = " Points of one number each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
         raise ValueError(
-            "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
-            f"{tuple(inputs.shape)}.{advice}"
+            f"X must have shape (M, ...), (M,) for integers alone, and a point: got {tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
     inputs, y = (value.detach().to(device, copy=rows is None) for value in (inputs, y))
@@ -473,8 +468,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
         if graph is not None and graph.num_nodes not in counts:
             raise ValueError(
                 f"the network must return one row per node, as y holds one per node, {graph.num_nodes}: got "
-                f"{' and '.join(map(str, counts)) or 'no'} rows. Nodes without a label need a row of y too, which no "
-                "batch holds."
+                f"{' and '.join(map(str, counts)) or 'no'} rows. Nodes without a label need a row of y too."
             )
         if model.signature.output is not None:
             try:
@@ -539,8 +533,7 @@ def validate_batch_statistics(net: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
                 f"an output must depend on its own input alone: module {name!r} ({type(module).__name__}) uses the "
-                "statistics of the batch, in evaluation mode too. Let it keep running statistics "
-                "(track_running_stats=True), or use another normalisation."
+                "statistics of the batch, in evaluation mode too. Let it keep some, track_running_stats=True."
             )
 
 
