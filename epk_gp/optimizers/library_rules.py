@@ -346,7 +346,8 @@ TEMPLATE = """
         scale = 1 / (after["exp_avg_sq"].sqrt() + group["eps"])  # or 1.0
         return LinearStep(momentum_lr=group["lr"] * scale, beta=group["beta"], one_minus_dampening=1 - group["beta"])
 
-    recorder = epk.Recorder(net, optimizer, X, y, update_rule=UpdateRule("mine", coefficients))
+    rule = UpdateRule("mine", coefficients)
+    recorder = epk.Recorder(net, optimizer, X, y, update_rule=rule)
 """
 
 

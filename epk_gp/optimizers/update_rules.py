@@ -246,9 +246,7 @@ def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor
         elif c != 0:
             first = vector if c == 1 or total is not None else torch.mul(vector, c, out=memory)
             total = first if total is None else torch.add(total, vector, alpha=c, out=memory)
-    if total is not None:
-        return total
-    return torch.zeros_like(terms[0][1]) if memory is None else memory.zero_()
+    return torch.zeros_like(terms[0][1]) if total is None else total
 
 
 def second_coefficients(
@@ -297,8 +295,8 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
     weight) beside the relative rounding of the gradient.
     """
-    weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
-    return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+    eps = torch.finfo(start.dtype).eps
+    return float(relative_rounding(start.dtype) * largest_entry(predicted) + 4 * eps * largest_entry(start))
 
 
 def rounding_of_terms(
@@ -382,7 +380,10 @@ def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple
     expected = [Q is None or Q.shape == (side, side) for Q, side in ((left, rows), (right, columns))]
     if rows * columns != size or not all(expected):
         got = ", ".join(str(tuple(Q.shape)) for Q in (left, right) if Q is not None)
-        raise ValueError(f"the matrices of a step must be square and fit the parameter: got {got} for {size} weights.")
+        raise ValueError(
+            "the matrices of a step must be square, with sides that fit the parameter's number of weights: got "
+            f"{got} for {size} weights."
+        )
     return rows, columns
 
 
