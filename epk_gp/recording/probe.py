@@ -63,23 +63,17 @@ class _Segment:
 
     def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
         with torch.no_grad():
-            return self.model(self.params(self.weights(t)), self.X if rows is None else rows)
+            return self.at(self.weights(t), rows)
 
     def on_grid(self) -> Float[Tensor, "k n C"]:
         return torch.stack([self.outputs(t) for t in _GRID])
 
-    def with_graph(self, w: Float[Tensor, " P"]) -> tuple[Float[Tensor, "n C"], list[Tensor]]:
-        """Return outputs that can be differentiated, and the weights by which they are."""
-        params = {name: value.detach() for name, value in self.params(w).items()}
-        leaves = [params[name].requires_grad_() for name in self.model.names]
-        with torch.enable_grad():
-            return self.model(params, self.X), leaves
-
     def weights(self, t: float) -> Float[Tensor, " P"]:
         return torch.add(self.middle, self.d, alpha=t) if t else self.middle
 
-    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
+    def at(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+        state = torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w
+        return self.model(self.model.unflatten(state), self.X if rows is None else rows)
 
 
 class DerivativeProbe:
@@ -180,17 +174,13 @@ class _Look:
     @classmethod
     def at(cls, segment: _Segment, t: float, rows: Int64[Tensor, " n"], combinations: int) -> "_Look":
         segment, generator = replace(segment, X=segment.X[rows]), torch.Generator().manual_seed(0)
-        f, leaves = segment.with_graph(segment.weights(t))
+        s = torch.zeros_like(segment.d[:1], requires_grad=True)  # along the step
         with torch.enable_grad():
-            V = torch.randn(combinations, *f.shape, generator=generator, dtype=torch.float64).to(f)
-            slopes = torch.zeros_like(V[:, 0, 0])
-            for number in range(combinations if f.requires_grad else 0):
-                pulled = torch.autograd.grad(
-                    f, leaves, V[number], retain_graph=number + 1 < combinations, allow_unused=True
-                )
-                along = segment.model.unflatten(segment.d)
-                pairs = zip(along.values(), pulled, strict=True)
-                slopes[number] = sum(torch.vdot(d.reshape(-1), g.reshape(-1)) for d, g in pairs if g is not None)
+            f = segment.at(segment.weights(t) + s * segment.d)
+        V = torch.randn(combinations, *f.shape, generator=generator, dtype=torch.float64).to(f)
+        slopes = torch.zeros_like(V[:, 0, 0])
+        for number in range(combinations if f.requires_grad else 0):
+            (slopes[number],) = torch.autograd.grad(f, s, V[number], retain_graph=number + 1 < combinations)[0]
         return cls(segment, t, V, f.detach(), slopes)
 
     @cached_property
@@ -201,7 +191,9 @@ class _Look:
         much outputs change where weights are moved by one eps, in units of eps.
         """
         eps = torch.finfo(self.V.dtype).eps
-        moved, _ = self.segment.with_graph(move_by_rounding(self.segment.weights(self.t), eps))  # by the same kernels
+        w = move_by_rounding(self.segment.weights(self.t), eps)
+        with torch.enable_grad():
+            moved = self.segment.at(w.requires_grad_())  # by the same kernels
         return float(self.f.abs().max() + (moved.detach() - self.f).abs().max() / eps)
 
     def error(self, change: float, *, allowed: float = 64.0) -> float:

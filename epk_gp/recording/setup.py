@@ -399,7 +399,8 @@ def _parse_data(
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
         advice = " Points of one number each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
         raise ValueError(
-            f"X must have shape (M, ...), (M,) for integers alone, and a point: got {tuple(inputs.shape)}.{advice}"
+            "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
+            f"{tuple(inputs.shape)}.{advice}"
         )
     validate_finite(inputs, "X")
     inputs, y = (value.detach().to(device, copy=rows is None) for value in (inputs, y))
@@ -546,7 +547,14 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
     params = model.unflatten(moved)
     n, signature = NUM_FINGERPRINT_POINTS, model.signature
     if isinstance(loss, UnstatedLoss):
-        _validate_returned_rows(model, params, X[:n])
+        with torch.no_grad():
+            together = rows_of(model.returned(params, X[:n]), len(X[:n]))
+            each = [rows_of(model.returned(params, x), 1) for x in X[:n].split(1)]
+        if any(z.shape != together[:1].shape for z in each) or not allclose(torch.cat(each), together):
+            raise ValueError(
+                "with loss=None, all floating-point tensors that the network returns must have one row per input, "
+                "which depends on this input alone: they do not. Leave out others in forward(), or state the loss."
+            )
         return
     with torch.no_grad():
         returned = model.returned(params, X[:n])
@@ -569,20 +577,3 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
                     f"fails on one sample, with {type(error).__name__}: {error}"
                 ) from error
         validate_loss_row_independence(loss, value, y[:n], alone)
-
-
-def _validate_returned_rows(model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
-    """Raise if anything that the network returns has a first dimension that is not that of its inputs.
-
-    Raises:
-        ValueError: The rows of what it returns, evaluated together, are not those of each input alone.
-    """
-    with torch.no_grad():
-        together = rows_of(model.returned(params, X), len(X))
-        alone = [rows_of(model.returned(params, x), 1) for x in X.split(1)]
-    is_same = all(z.shape == together[:1].shape for z in alone)
-    if not is_same or not allclose(torch.cat(alone), together):
-        raise ValueError(
-            "with loss=None, all floating-point tensors that the network returns must have one row per input, which "
-            "depends on this input alone: they do not. Leave others out of what forward() returns, or state the loss."
-        )
