@@ -251,7 +251,8 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
     """Compute the gradients that a backward pass asks for; those that it throws away are NaN."""
     asked, nodes = ctx.needs_input_grad[:2], [node for node, _ in ctx.next_functions[:2]]
     sides = list(zip(asked, nodes, points, strict=True))
-    wanted = [is_asked and not is_gradient_dropped(node, z) for is_asked, node, z in sides]
+    # a gradient is thrown away if nothing arrives of NaN, which every sum and product keeps
+    wanted = [is_asked and not _vanishes(node, torch.full_like(z, torch.nan)) for is_asked, node, z in sides]
     found: Sequence[Tensor | None] = (None, None)
     if any(wanted):
         # Batch dimensions whose sets are computed once: equal sets without gradients of their own. A set that nobody
@@ -298,24 +299,11 @@ def _gradients(
     ]
 
 
-def is_gradient_dropped(node: Any, x: Shaped[Tensor, "..."]) -> bool:
-    """Return whether a gradient is thrown away by the operations that made x out of other tensors.
-
-    NaN is sent through the backward functions of these operations, as long as they only move numbers. If none arrives
-    anywhere, nothing depends on the gradient. To be called in a backward pass.
-
-    Args:
-        node: The backward function that takes the gradient of x.
-        x: Points that require a gradient.
-    """
-    return _vanishes(node, torch.full_like(x, torch.nan))
-
-
 def is_gradient_summed(node: Any, x: Shaped[Tensor, "..."], dim: int) -> bool:
     """Return whether only the sum of a gradient over one dimension is used, as where the same points were expanded.
 
     Random whole numbers whose sum over the dimension is 0 are sent through the backward functions of the operations
-    that made x, as in `is_gradient_dropped`. If nothing but 0 arrives anywhere, nothing depends on more than the sum.
+    that made x. If nothing but 0 arrives anywhere, nothing depends on more than the sum.
 
     Args:
         node: The backward function that takes the gradient of x.

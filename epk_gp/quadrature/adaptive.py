@@ -21,6 +21,7 @@ from epk_gp.core.checks import validate_finite
 from epk_gp.quadrature.intervals import (
     NOISE_LEVELS,
     OPEN,
+    SETTLED,
     SMOOTH_DECAY,
     Integrated,
     Intervals,
@@ -262,8 +263,9 @@ class Integral:
         orders: How many nodes they have, (A,).
         num_intervals: How many of them belong to each point, (n,).
         status: Most severe reason for which a point's intervals were accepted, a `QuadratureStatus`, (n,).
-        rounding: Of what is no integral (a layerwise average), the residual that the rounding of a sum explains whose
-            terms may be larger than the outputs, (n,).
+        rounding: The residual of an interval that rounding explains, (n,): that of the outputs, in the coarsest dtype
+            inside of the network; of what is no integral (a layerwise average), also that of a sum whose terms may be
+            larger than the outputs.
     """
 
     total: Float[Tensor, "n C"]
@@ -279,7 +281,7 @@ class Integral:
     orders: Int64[Tensor, " A"]
     num_intervals: Int64[Tensor, " n"]
     status: Int64[Tensor, " n"]
-    rounding: Float[Tensor, " n"] | None = None
+    rounding: Float[Tensor, " n"]
 
 
 def integrate(
@@ -320,7 +322,7 @@ def integrate(
         refinement = _Refinement(segment, X, rule, num_steps, table)
         intervals, evaluations = refinement.cut_at_kinks(intervals, switches), refinement.evaluations
     parents = Parents(torch.zeros_like(start), Lineage(every * 0, no, every * 0, zeros), no, no)
-    rounding = rounding_of(start, end)
+    rounding = rounding_of(start, end, segment.net.coarsest_dtype)
     level = 0
     while len(intervals):
         owner, number, t, weight = nodes_of(intervals, table)
@@ -353,10 +355,9 @@ def integrate(
         kept = (reason != OPEN)[owner].nonzero().squeeze(1)
         accepted.append((point[kept], t[kept], weight[kept], finished.a, finished.b, table.size[finished.stage]))
         level += 1
-    point, t, weight, breakpoints, ends, orders = (torch.cat(columns) for columns in zip(*accepted, strict=True))
-    return Integral(
-        total, start, end, residual, evaluations, point, t, weight, breakpoints, ends, orders, num_intervals, status
-    )
+    nodes = [torch.cat(columns) for columns in zip(*accepted, strict=True)]
+    certificate = {"num_intervals": num_intervals, "status": status, "rounding": SETTLED * rounding}
+    return Integral(total, start, end, residual, evaluations, *nodes, **certificate)
 
 
 def union_mesh(integral: Integral, rule: AdaptiveRule) -> list[tuple[float, float]]:

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from checked_networks import FAULTY
+from checked_networks import FAULTY, Base, SingleNorm
+from language_models import LENGTH, WORDS, llama_like
 from torch import nn
 from torch.nn import functional as F
 from weighted_loops import cross_entropy, record
@@ -52,6 +53,37 @@ FAULTS = {
     "another_learning_rate": another_learning_rate,
     "other_targets": lambda run: replace(run, targets=run.targets.roll(1)),
 }
+
+
+class SingleData(Base):
+    """Rounds its inputs to float32, and nothing that depends on weights."""
+
+    def forward(self, x):
+        return super().forward(x.float().to(x.dtype))
+
+
+def in_float64(name):
+    torch.manual_seed(0)
+    if name == "Llama":
+        words = torch.randint(WORDS, (8, LENGTH))
+        net = llama_like("Llama", "eager").double()
+        return epk.train(net, words, torch.arange(8) % 3, optimizer=OPTIMIZERS["sgd"](net.parameters()), steps=STEPS)
+    return trained({"single norm": SingleNorm, "single data": SingleData}[name])
+
+
+@pytest.mark.filterwarnings("ignore:step 0. the network computes in float32:epk_gp.core.show.CertificateWarning")
+@pytest.mark.parametrize("name", ["Llama", "single norm", "single data"])
+def test_a_network_that_casts_to_float32_inside_ends_and_is_certified_to_its_rounding(name):
+    """Refinement below that rounding would not end."""
+    run = in_float64(name)
+    straight, layerwise = (epk.attribute(run, run.inputs[:2], path=path) for path in (None, epk.layerwise()))
+    whole, is_exact = epk.reconstruct(run, run.inputs[:2]), name == "single data"
+    for parts in (straight, layerwise, whole):
+        assert parts.certified
+        assert parts.evaluations <= 24
+        assert ("precision" in repr(parts), "float32" in parts.precision) == (not is_exact, not is_exact)
+        assert parts.max_error <= (1e-12 if is_exact else 1e-5)
+        assert (parts.error_tolerance < 1e-9) == is_exact
 
 
 @pytest.mark.mostly_slow
