@@ -391,30 +391,25 @@ def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[T
 
 
 def _gradient_of(
-    setup: TrainingSetup,
-    observed: ObservedStep,
-    state: Float[Tensor, " PQ"] | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    reverse: bool = False,
+    setup: TrainingSetup, observed: ObservedStep, other: Float[Tensor, " PQ"] | None = None
 ) -> tuple[Float[Tensor, " P"], float]:
-    """Return the gradient of a step's loss before it, or at another state, and the error of its moving statistics.
+    """Return the gradient of a step's loss before it, and the error of its moving statistics.
 
-    It is zero for parameters that have none. Steps without recorded passes may be computed in another dtype, and with
-    their rows in reverse order.
+    It is zero for parameters that have none. At another state, or in its dtype, rows without recorded passes come in
+    reverse order.
     """
     model, error, step = setup.model, 0.0, observed.step
-    state = torch.cat([observed.start, observed.start_statistics]) if state is None else state
-    spec, passes = TensorSpec(dtype or state.dtype, state.device), passes_of(step, setup.X, setup.y, setup.loss)
+    state = torch.cat([observed.start, observed.start_statistics]) if other is None else other
+    spec, passes = TensorSpec(state.dtype, state.device), passes_of(step, setup.X, setup.y, setup.loss)
     if step.passes:
         replay = TrainingReplay(model, setup.loss, spec)
         gradient, error = replay.step_gradient(state, passes, observed.end_statistics, setup.unexplained)
     else:
         (data,) = passes
-        X, y, c = ((v.flip(0) if reverse else v) for v in (data.X, data.y, data.c))
+        X, y, c = (v if other is None else v.flip(0) for v in (data.X, data.y, data.c))
         with disable_fused_attention():
             wide = model if spec == model.spec else model.converted(spec)
-            gradient = batch_gradient(wide, state.to(spec.dtype), spec.cast(X), y, setup.loss, c)
+            gradient = batch_gradient(wide, state, spec.cast(X), y, setup.loss, c)
     parts = model.unflatten(gradient)
     for name in observed.made.without_gradient:
         parts[name].zero_()
@@ -435,10 +430,10 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     if not _is_repeatable(setup, check):
         return False
     if state.dtype != torch.float64 and not observed.step.passes:
-        other, _ = _gradient_of(setup, observed, dtype=torch.float64)
+        other, _ = _gradient_of(setup, observed, check.state.double())
     else:
         moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
-        other, _ = _gradient_of(setup, observed, moved, reverse=True)
+        other, _ = _gradient_of(setup, observed, moved)
     return bool(difference <= CANCELLATION_FACTOR * largest_entry(check.gradient - other))
 
 

@@ -66,9 +66,9 @@ class _Segment:
     X: Shaped[Tensor, "n ..."]
     statistics: Float[Tensor, " Q"]
 
-    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+    def outputs(self, t: float) -> Float[Tensor, "n C"]:
         with torch.no_grad():
-            return self.at(self.weights(t), rows)
+            return self.at(self.weights(t))
 
     def on_grid(self) -> Float[Tensor, "k n C"]:
         return torch.stack([self.outputs(t) for t in _GRID])
@@ -76,9 +76,9 @@ class _Segment:
     def weights(self, t: float) -> Float[Tensor, " P"]:
         return torch.add(self.middle, self.d, alpha=t) if t else self.middle
 
-    def at(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+    def at(self, w: Float[Tensor, " P"]) -> Float[Tensor, "n C"]:
         state = torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w
-        return self.model(self.model.unflatten(state), self.X if rows is None else rows)
+        return self.model(self.model.unflatten(state), self.X)
 
 
 class DerivativeProbe:
@@ -154,7 +154,7 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
             "their size (autocast, or a cast in forward)"
         )
     jump = _largest_jump(segment, F, 64 * torch.finfo(own_dtype).eps * look.size)
-    if jump is not None:
+    if jump:
         return (
             f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
             "rounding, or a training that diverges)"
@@ -243,47 +243,42 @@ def _derivative_fault(first: _Look, segment: _Segment, few: Int64[Tensor, " n"],
     )
 
 
-def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float) -> float | None:
-    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
+def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float) -> float:
+    """Return the size of the largest jump of the outputs along the step; 0 if they are continuous up to rounding.
 
     Args:
         segment: The step.
         F: The outputs on the grid.
         rounding: That of the outputs.
     """
-    change = F.diff(dim=0)
+    change, largest = F.diff(dim=0), 0.0
     smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
     smooth[0], smooth[-1] = change[1], change[-2]
     distance = (change - smooth).abs().amax(dim=2)
     distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # else a polynomial is as near as that
-    largest = 0.0
     for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
         k, row = divmod(suspect, distance.shape[1])
-        if float(distance[k, row]) <= rounding / 2:
-            break
-        slope = smooth[k, row] * _NUM_INTERVALS
-        largest = max(largest, _jump(segment, row, _GRID[k : k + 2], slope, F[k : k + 2, row], rounding))
-    return largest if largest > rounding else None
+        if float(distance[k, row]) > rounding / 2:
+            own = replace(segment, X=segment.X[row : row + 1])
+            largest = max(largest, _jump(own, _GRID[k], smooth[k, row] * _NUM_INTERVALS, rounding))
+    return largest
 
 
-def _jump(
-    segment: _Segment,
-    row: int,
-    interval: list[float],
-    slope: Float[Tensor, " C"],
-    ends: Float[Tensor, "2 C"],
-    rounding: float,
-) -> float:
-    """Return the size of a jump of one row's outputs in an interval; 0 if they are continuous up to rounding.
+def _jump(segment: _Segment, a: float, slope: Float[Tensor, " C"], rounding: float) -> float:
+    """Return the size of a jump of one row's outputs in the interval from a on; 0 if they are continuous there.
 
     The interval is halved: at a kink the distance from the line falls with its length, at a jump it does not.
     """
-    a, b = interval
-    f_a, f_b = ends[0] - a * slope, ends[1] - b * slope
+
+    def from_line(t: float) -> Float[Tensor, "1 C"]:
+        return segment.outputs(t) - t * slope
+
+    b = a + 1 / _NUM_INTERVALS
+    f_a, f_b = from_line(a), from_line(b)
     jumps = [float((f_b - f_a).abs().max())]
-    for _ in range(_HALVINGS[ends.dtype]):
+    for _ in range(_HALVINGS[slope.dtype]):
         middle = (a + b) / 2
-        f = segment.outputs(middle, segment.X[row : row + 1])[0] - middle * slope
+        f = from_line(middle)
         left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
         a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
         jumps.append(max(left, right))
