@@ -386,11 +386,10 @@ def _parse_data(
     validate_output(output)
     if isinstance(X, Graph):
         validate_tensor(y, "y")
-        labels = torch.as_tensor(y)
-        if labels.ndim == 0 or len(labels) == 0:
-            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
-        nodes, signature = parse_graph(X, len(labels), output)
-        return nodes, labels.detach().to(device, copy=True), signature
+        if y.ndim == 0 or len(y) == 0:
+            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
+        nodes, signature = parse_graph(X, len(y), output)
+        return nodes, y.detach().to(device, copy=True), signature
     inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
