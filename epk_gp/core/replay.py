@@ -203,8 +203,8 @@ class _LoopPasses(TrainingReplay):
         module, (kernels, number) = self.module_in_modes(data), way
         write_state(module, self.model, self.state(state, data))
         with torch.enable_grad(), kernels():
-            with self._conditions(module, data, exact=False):
-                returned = self._call(module, data, False)
+            with self.conditions(module, data, exact=False):
+                returned = self.call(module, data, exact=False)
                 factor, function = self._losses(returned, data)[number]
                 loss = factor * function()
             loss.backward()

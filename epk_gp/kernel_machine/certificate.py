@@ -93,11 +93,11 @@ def _mismatch_ratio(
         replayed: The step.
         difference: The recorded step less the replayed one.
         dtype: The coarser of the dtypes of run and computation.
-        known: The rounding of a step shortly before, which is not measured again where it explains the difference
-            clearly.
+        known: The rounding of the gradients of a step shortly before, which is not measured again where this step's
+            amplification of it explains the difference clearly.
 
     Returns:
-        The ratio; and the rounding of each parameter, where it was measured.
+        The ratio; and the rounding of each parameter's gradient, where it was measured.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
     differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
@@ -109,14 +109,17 @@ def _mismatch_ratio(
 
     if differences.max() <= plain:
         return ratio(torch.zeros_like(differences)), None
-    if known is not None and (found := ratio(known)) <= _CLEARLY:
+    coefficients = step_coefficients(run, step.index, w)
+    ends = (predict_step(coefficients, model.sizes, w, torch.full_like(w, c), replayed.momentum)[0] for c in (0, 1))
+    amplification = _largest_by_parameter(model, torch.sub(*ends)).clamp(min=torch.finfo(w.dtype).tiny)
+    if known is not None and (found := ratio(known * amplification)) <= _CLEARLY:
         return found, None
     state = flat_state(run, step.index, w)
     moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
     g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
-    again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
+    again, _ = predict_step(coefficients, model.sizes, w, g, replayed.momentum)
     rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
-    return ratio(rounding), rounding
+    return ratio(rounding), rounding / amplification
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
@@ -155,7 +158,7 @@ class StepMismatches:
     ratio: float = 0.0
     worst_step: int = -1
     options_step: int = -1
-    _rounding: Float[Tensor, " L"] | None = None  # of each parameter, of a step shortly before
+    _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
@@ -446,8 +449,7 @@ class Certificate:
             certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
             Entry("explains", self.explains),
             *([] if self.path == str(straight()) else [Entry("path", self.path)]),
-            *([Entry("states", self.states)] if self.states else []),
-            *([Entry("precision", self.precision)] if self.precision else []),
+            *(Entry(name, text) for name in ("states", "precision") if (text := getattr(self, name))),
             Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
             Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),

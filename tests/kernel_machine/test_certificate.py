@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from weighted_loops import cross_entropy, record
 
 import epk_gp as epk
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.model import functionalize
-from epk_gp.kernel_machine.certificate import larger
+from epk_gp.kernel_machine import certificate
+from epk_gp.kernel_machine.certificate import StepMismatches, larger
 from loops import data, mlp
 
 STEPS = 5
@@ -231,6 +233,49 @@ def test_rounding_of_one_parameter_explains_no_other():
     for call in (epk.attribute, epk.reconstruct):
         with pytest.warns(epk.CertificateWarning, match="step 2 differs from the step"):
             assert not call(replace(run, steps=tuple(steps)), run.inputs[:2]).certified
+
+
+class Shifted(nn.Module):
+    """A shift of all logits, whose gradient is rounding; of rows with a mark, of one logit."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.shift = mlp(), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        shift = (x[:, 1:] * self.shift).sum(dim=1, keepdim=True)
+        return self.body(x) + shift * torch.where(x[:, :1] > 0, torch.eye(3)[0], torch.ones(3)).to(x)
+
+
+def twice(net, X, y):
+    """Two passes, which the replay makes in one: gradients are rounded otherwise."""
+    return 0.37 * F.cross_entropy(net(X), y) + 0.63 * F.cross_entropy(net(X.flip(0)), y.flip(0))
+
+
+def mismatches_of(run):
+    model, mismatches = run.model_for(run.inputs), StepMismatches()
+    for replayed in replayed_steps(run, model, run.inputs):
+        mismatches.add(run, model, replayed)
+    return mismatches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_that_was_amplified_in_earlier_steps_explains_no_fault_of_a_later_one(dtype, monkeypatch):
+    """Step 5 is half as large again as its gradient makes it, which is as much as rounding made of the steps before."""
+    X, y = data(24, dtype)
+    X[:, 0] = torch.where(torch.arange(24) < 20, -1.0, 1.0)
+    net = Shifted().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-30)
+    run, measured = record(net, optimizer, X, y, torch.arange(24).split(4), loss=twice), []
+    measure = certificate._moved_passes
+    monkeypatch.setattr(certificate, "_moved_passes", lambda step, dtype: measured.append(step) or measure(step, dtype))
+    assert mismatches_of(run).ratio <= 1
+    assert len(measured) <= 2  # of 6 steps: it stands for the later ones
+    end = run.states[-1].clone()
+    end[:3] += 0.5 * (end[:3] - run.states[-2][:3])
+    mismatches = mismatches_of(replace(run, states=(*run.states[:-1], end), live=None))
+    assert mismatches.ratio > 100
+    assert mismatches.worst_step == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
