@@ -63,7 +63,7 @@ def nodes_trajectory(
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
-    require_integrable(path, "nodes_trajectory")
+    require_integrable(path, "a kernel by nodes")
     require_recorded(trajectory)
     if trajectory.update_rule == _RULE.format(nodes):
         if path_identity(path):
