@@ -141,28 +141,24 @@ class PassRecords:
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
-            weight = 1.0 if batch.weight is None else batch.weight
+            weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             if self._setup.model.signature.graph is not None:
                 forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             used = list(stated.split(sizes))
-            for number, rows in enumerate(samples.split(sizes)):
-                record = ForwardPass(len(rows))
-                if forwards:
-                    record, used[number], is_doubtful = self._record(
-                        forwards[number], rows, used[number], statistics, batch.weight is None
-                    )
-                    made.is_doubtful |= is_doubtful
+            passes += [] if forwards else [ForwardPass(len(samples))]
+            for number, (forward, rows) in enumerate(zip(forwards, samples.split(sizes), strict=False)):
+                record, used[number], is_doubtful = self._record(forward, rows, used[number], statistics, is_read)
+                made.is_doubtful |= is_doubtful
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
         needed = () if all(forward.is_plain for forward in passes) else tuple(passes)
         if is_stated:
             return Step(index, made.lr, announced[0].indices, None, needed)
-        return Step(
-            index, made.lr, torch.cat([b.samples for b in announced]), torch.cat(weights).cpu().double(), needed
-        )
+        rows = torch.cat([batch.samples for batch in announced])
+        return Step(index, made.lr, rows, torch.cat(weights).cpu().double(), needed)
 
     def _record(
         self,
