@@ -44,7 +44,6 @@ from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
     broadcast_to_params,
-    is_clipped,
     stack_coefficients,
     step_clip,
 )
@@ -360,10 +359,7 @@ class BitwiseReplay(Segments):
     def _clip(self, module: nn.Module, update: UpdateCoefficients) -> None:
         """Clip the gradients as the loop did: as stated, or as the factors of the step show it."""
         model = self.passes.model
-        clip = self.run.clip
-        if clip is None and is_clipped(update):
-            parts = {name: p if p.grad is None else p.grad for name, p in module.named_parameters()}
-            g = model.flatten(parts)
-            clip = step_clip(None, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
+        g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
+        clip = step_clip(self.run.clip, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
         if clip is not None:
             clip.clip_gradients(module)
