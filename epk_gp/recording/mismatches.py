@@ -218,8 +218,7 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     seen = seen_passes(setup, made, observed.step)
-    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
-    cause = _kernel_cause(replay, check, seen) or _network_cause(setup.net, replay, check, seen)
+    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
     cause = cause or _loss_cause(setup, made, seen, check)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
@@ -250,8 +249,9 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
 
 
-def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say what the kernels that torch chose in the loop do otherwise than those of a replay; None if nothing."""
+    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
     with kernels_of_the_loop():
         gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
     again = gradient * check.clip_factor
@@ -267,9 +267,10 @@ def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: Sequence[SeenP
     )
 
 
-def _network_cause(net: nn.Module, replay: TrainingReplay, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say why the outputs of a pass are not those of the recorded network; None where they are."""
-    model, loss = replay.model, replay.loss
+    model, net, loss = setup.model, setup.net, setup.loss
+    replay = TrainingReplay(model, loss, TensorSpec(check.state.dtype, check.state.device))
     for p in seen:
         returned, draws_otherwise = _replayed(replay, check.state, p)
         is_unstated = isinstance(loss, UnstatedLoss)
