@@ -12,7 +12,7 @@ from torch import Tensor
 
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
-_Held = tuple[Tensor | None, int]  # a result, and its version when it was made
+_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version when it was made
 
 
 class _Pulled(torch.autograd.Function):
@@ -73,23 +73,26 @@ class HeldProducts:
     """
 
     def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
-        self._held: list[_Held] = []
+        self._held: list[_Held | None] = []
         self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
 
-    def end(self) -> Tensor | None:
-        """Return the next product with the weights at the end; None where it is not known."""
-        value, version = self._ends.pop() if self._ends else (None, 0)
-        return None if value is None or value._version != version else value
+    def end(self, func: Callable[..., Any], shape: torch.Size) -> Tensor | None:
+        """Return the next product, of a function, with the weights at the end; None where it is not known."""
+        held = self._ends.pop() if self._ends else None
+        if held is None or held[0] is not func or held[1].shape != shape or held[1]._version != held[2]:
+            return None
+        return held[1]
 
-    def hold(self, value: Tensor) -> None:
-        """Hold the next product with the weights at the start."""
-        self._room -= value.nbytes
-        self._held.append((value.detach() if self._room >= 0 else None, value._version))
+    def hold(self, func: Callable[..., Any], value: Tensor) -> None:
+        """Hold the next product with the weights at the start, where it has room."""
+        has_room = value.nbytes <= self._room
+        self._room -= has_room * value.nbytes
+        self._held.append((func, value.detach(), value._version) if has_room else None)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(value.nbytes for value, _ in self._held if value is not None)
+        return sum(held[1].nbytes for held in self._held if held is not None)
 
 
 def identity(grad: Tensor) -> Tensor:

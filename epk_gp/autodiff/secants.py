@@ -1,8 +1,8 @@
 """Derivatives averaged operation by operation: every operation's inputs move along a straight segment of their own.
 
 The network is called once, with the weights of the start of a stretch. Every tensor that moves carries what it is with
-the weights of the end. Each function has multipliers m with `y_end - y_start = <m, x_end - x_start>`, whatever it
-computes, which take the place of its derivative; see docs/theory.md, section 11.
+the weights of the end. Each function's multipliers m, `y_end - y_start = <m, x_end - x_start>`, replace its derivative
+(docs/theory.md, section 11).
 
 Between two states of the weights a network's output changes by `<m, change of the weights>` exactly if every operation
 in it propagates multipliers m with that property: no integral along a path of the weights is needed.
@@ -47,6 +47,7 @@ from epk_gp.autodiff.functions import (
 )
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
+    CONVOLUTIONS,
     JOINTLY_LINEAR,
     PRODUCTS,
     QUOTIENTS,
@@ -67,6 +68,9 @@ Outputs = tuple[Tensor, ...]
 
 # Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
+
+# What takes most of a pass: results are held for the stretch before.
+_MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
 
 # A remainder below so many eps of the outputs' size is rounding, and is not distributed.
 _ROUNDING = 64
@@ -279,13 +283,12 @@ class SecantDerivatives(ParameterInterception):
             return x
         if func is F.embedding:
             args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
-        if all(value.is_floating_point() or value.is_complex() for value in moving):
-            if func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
-                result = self._product(func, args, kwargs, moving)
-            elif func in LINEAR or name == "__get__":
-                result = self._linear(func, args, kwargs)
-            else:
-                result = self._secant(func, args, kwargs, moving)
+        if any(not (value.is_floating_point() or value.is_complex()) for value in moving):
+            result = self._secant(func, args, kwargs, moving)
+        elif func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
+            result = self._product(func, args, kwargs, moving)
+        elif func in LINEAR or name == "__get__":
+            result = self._linear(func, args, kwargs)
         else:
             result = self._secant(func, args, kwargs, moving)
         self._tell(func, args, kwargs, result)
@@ -314,6 +317,8 @@ class SecantDerivatives(ParameterInterception):
         result = func(*args, **kwargs)
         if func not in LINEAR and not any(True for _ in tensors_in((result,))):
             return result  # a shape or a dtype
+        if func in _MATRIX_PRODUCTS:
+            return self._carry(result, self._end_of_product(func, args, kwargs, result))
         return self._carry(result, _at_end(func, args, kwargs))
 
     def _carry(self, result: Any, end: Any) -> Any:
@@ -346,11 +351,15 @@ class SecantDerivatives(ParameterInterception):
         else:
             sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
             result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
-        held = self.held
-        end = None if held is None else held.end()
-        if held is not None:
-            held.hold(result)
-        return moves_to(result, _at_end(func, args, kwargs) if end is None else end)
+        return moves_to(result, self._end_of_product(func, args, kwargs, result))
+
+    def _end_of_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
+        """Return what a product is at the end, where the stretch after began."""
+        end = None
+        if self.held is not None:
+            end = self.held.end(func, result.shape)
+            self.held.hold(func, result)
+        return _at_end(func, args, kwargs) if end is None else end
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""
@@ -450,9 +459,7 @@ class SecantDerivatives(ParameterInterception):
         if copies is not inputs and any(value is copies[0] for value in results):  # in place
             end_of(inputs[0]).copy_(ends[0])
             return moves_to(inputs[0].copy_(found[0]), end_of(inputs[0]))
-        if isinstance(result, Tensor):
-            return found[0]
-        return type(result)(found)
+        return found[0] if isinstance(result, Tensor) else type(result)(found)
 
     def _averaged(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Any, results: list[Ends]
@@ -477,11 +484,8 @@ class SecantDerivatives(ParameterInterception):
 
         def function(node: float, *values: Tensor) -> Outputs:
             by_id = {id(value): end_of(value) if node > 0.5 else value for value in places}
-            again = call_all(substituted(args, by_id), substituted(kwargs, by_id), *values)
-            return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
-
-        def call_all(args: Any, kwargs: Any, *values: Tensor) -> list[Tensor]:
-            return list(tensors_in((_call_with(func, args, kwargs, inputs, *values),)))
+            again = _call_with(func, substituted(args, by_id), substituted(kwargs, by_id), inputs, *values)
+            return tuple(value for value, is_float in zip(tensors_in((again,)), floats, strict=True) if is_float)
 
         kept = [both for both, is_float in zip(results, floats, strict=True) if is_float]
         apply_segment: Any = SegmentSecant.apply
