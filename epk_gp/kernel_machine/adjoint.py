@@ -337,14 +337,18 @@ class StepBack:
         u, w, d, g = coefficients_of(self.u, part, len(trajectory.model.names)), self.w[columns], self.d, part.group
         tiles = {name: carried[name] for name in self.carried}
         E, of_optimizer, H, scale, N = propagate_step(trajectory, self.step.index, u, sizes, Phi, tiles)
-        if not knows_change:
-            sums["change"][:, g] += Phi @ d[columns]
+        terms = [] if knows_change else [("change", Phi, d[columns])]
         of_second = [] if N is None else [(N, second_coefficients(u, sizes, self.w)[-1])]
         for adjoint, factor in ((H, scale * u.weight_decay), (of_optimizer, u.decoupled_decay), *of_second):
             if factor.any():
-                sums["decay"][:, g] -= adjoint @ (broadcast_to_params(factor, sizes, w) * w)
+                terms.append(("decay", adjoint, -broadcast_to_params(factor, sizes, w) * w))
         if self.residual is not None:
-            sums["unexplained"][:, g] += E @ self.residual[columns].to(E)
+            terms.append(("unexplained", E, self.residual[columns].to(E)))
+        for adjoint in {id(adjoint): adjoint for _, adjoint, _ in terms}.values():  # each is read once
+            own = [(name, vector) for name, other, vector in terms if other is adjoint]
+            products = adjoint @ torch.stack([vector for _, vector in own], dim=1)
+            for (name, _), values in zip(own, products.T, strict=True):
+                sums[name][:, g] += values
         of_gradient = broadcast_to_params(u.grad_scale, sizes, H)
         if of_gradient.stride() == (0,):
             scale *= float(of_gradient[0])
@@ -389,8 +393,9 @@ class AdjointTerms(AttributionWork):
             self._go_back(block, together, Phi, carried, stretch)
             for own in together:
                 self._add(block, own, products, totals, stretch)
-            s -= len(together)
-            yield uncounted, len(together), carried
+            s, count = s - len(together), len(together)
+            together.clear()  # before others are prepared
+            yield uncounted, count, carried
 
     def _buffer(self, block: Predictions) -> Float[Tensor, "R P"]:
         """Return a vector of weights for each number that is asked for, in memory or in a temporary file."""
