@@ -1,9 +1,10 @@
-"""Results with their provenance: JSON files with configuration, versions and seconds, and files of arrays."""
+"""Results with their provenance: JSON with configuration, versions and seconds; files of arrays; and tables."""
 
+import csv
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -19,17 +20,9 @@ from epk_gp.storage.files import tensor_file
 
 @dataclass
 class Stopwatch:
-    """A timer: seconds since its creation, and between laps."""
+    """A timer: seconds since its creation."""
 
     start: float = field(default_factory=time.perf_counter)
-    laps: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, name: str) -> float:
-        """Store the seconds since the last lap under a name, and return them."""
-        now = time.perf_counter()
-        self.laps[name], self.last = round(now - self.last, 3), now
-        return self.laps[name]
 
     @property
     def total(self) -> float:
@@ -68,7 +61,7 @@ def provenance(timer: Stopwatch) -> dict[str, object]:
     return {
         "versions": versions(),
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
-        "seconds": {"total": timer.total, **timer.laps},
+        "seconds": {"total": timer.total},
     }
 
 
@@ -76,6 +69,12 @@ def write_arrays(file: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str
     """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same."""
     with file.open("wb") as stream:
         stream.writelines(tensor_file(arrays, metadata))
+
+
+def write_table(file: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write rows with a head as CSV."""
+    with file.open("w", newline="") as stream:
+        csv.writer(stream).writerows([columns, *rows])
 
 
 def write_npz(file: Path, arrays: Mapping[str, Tensor]) -> None:

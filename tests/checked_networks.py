@@ -85,6 +85,14 @@ class SingleInside(Base):
         return self.c(self.activation(h).to(x.dtype))
 
 
+class SingleNorm(Base):
+    """Normalises in float32 whatever its weights are, as language models of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x).float()
+        return self.c(self.activation(self.b((h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype))))
+
+
 class Attentive(nn.Module):
     """Attention, layer normalisation and a residual connection."""
 

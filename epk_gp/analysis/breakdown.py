@@ -1,9 +1,7 @@
-"""The contributions behind each predicted output: selected, ranked, summarised and written as a table."""
+"""The contributions behind each predicted output: selected, ranked, summarised and as the rows of a table."""
 
-import csv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +9,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribute import GroupedAttribution
+from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution, terms_by_sample
 from epk_gp.kernel_machine.axes import Axis, by_step
 
 _MAX_RANGES = 100  # ranges of steps that the curve of an output over training is drawn with
+COLUMNS = ("point", "output", "network", "initial", "rank", "training_point", "label", "contribution")  # of the table
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,20 +49,14 @@ def prediction_breakdown(
     by_sample: GroupedAttribution, by_range: GroupedAttribution, predicted: Int64[Tensor, " n"]
 ) -> PredictionBreakdown:
     """Select the predicted output of each point from its contributions by sample and by range of steps."""
-    column = torch.zeros_like(predicted) if by_sample.network.shape[1] == 1 else predicted
-    rows = torch.arange(len(predicted))
-    statistics = by_sample.statistics.sum(dim=2) + by_sample.statistics_of_no_sample.squeeze(2)
-    steps = by_range.values + by_range.decay + by_range.statistics + by_range.statistics_of_no_sample
+    place = torch.arange(len(predicted)), torch.zeros_like(predicted) if by_sample.network.shape[1] == 1 else predicted
+    whole = Attribution(**terms_by_sample(by_sample))
+    names = ("initial", "network", "samples", "decay", "statistics", "unexplained")
     return PredictionBreakdown(
         output=predicted,
-        initial=by_sample.initial[rows, column],
-        network=by_sample.network[rows, column],
-        samples=by_sample.values[rows, column],
-        decay=by_sample.decay.squeeze(2)[rows, column],
-        statistics=statistics[rows, column],
-        unexplained=by_sample.unexplained.squeeze(2)[rows, column],
-        sources={name: term.squeeze(2)[rows, column] for name, term in by_sample.sources.items()},
-        steps=sum(by_range.sources.values(), steps + by_range.unexplained)[rows, column],
+        **{name: getattr(whole, name)[place] for name in names},
+        sources={name: term[place] for name, term in whole.sources.items()},
+        steps=sum(by_range._terms.values(), torch.zeros(()))[place],
         range_ends=tuple(torch.bincount(by_range.axes[0].group).cumsum(0).tolist()),
     )
 
@@ -74,18 +67,14 @@ def step_ranges(trajectory: Trajectory) -> Axis:
     return by_step(trajectory, edges[1:-1].tolist())
 
 
-def write_table(file: Path, breakdown: PredictionBreakdown, targets: Tensor, top: int) -> None:
-    """Write the training points that raised and lowered each predicted output most, one line each, as CSV."""
-    with file.open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["point", "output", "network", "initial", "rank", "training_point", "label", "contribution"])
-        for n, samples in enumerate(breakdown.samples):
-            raised, lowered = extremes(samples, targets, top)
-            point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
-            ranked = [*enumerate(raised, start=1), *reversed([(-k, entry) for k, entry in enumerate(lowered, start=1)])]
-            for rank, entry in ranked:
-                own = (entry["training_point"], entry.get("label", ""), entry["contribution"])
-                table.writerow([*point, rank, *own])
+def table_rows(breakdown: PredictionBreakdown, targets: Tensor, top: int) -> Iterator[list[Any]]:
+    """Give the training points that raised and lowered each predicted output most, one row each."""
+    for n, samples in enumerate(breakdown.samples):
+        raised, lowered = extremes(samples, targets, top)
+        point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
+        ranked = [*enumerate(raised, start=1), *zip(range(-len(lowered), 0), lowered[::-1], strict=True)]
+        for rank, entry in ranked:
+            yield [*point, rank, entry["training_point"], entry.get("label", ""), entry["contribution"]]
 
 
 def summarise(

@@ -102,6 +102,11 @@ class PlannedModel:
         """Bytes of a number."""
         return self.model.spec.dtype.itemsize
 
+    @property
+    def coarsest_dtype(self) -> torch.dtype:
+        """The dtype whose rounding the outputs have."""
+        return torch.float32 if self.plan.casts_to_float32 else self.model.spec.dtype
+
     def leaves(self, w: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
         """Return flat weights by name, with gradients."""
         return {name: value.detach().requires_grad_() for name, value in self.model.unflatten(w).items()}

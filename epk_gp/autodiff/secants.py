@@ -594,7 +594,11 @@ def _call_with(
     return func(*substituted(args, by_id), **substituted(dict(kwargs), by_id))
 
 
-def _unsupported(func: Any, why: str) -> ValueError:
-    return ValueError(
+class UnsupportedAverageError(ValueError):
+    """The derivative of an operation cannot be averaged between two states."""
+
+
+def _unsupported(func: Any, why: str) -> UnsupportedAverageError:
+    return UnsupportedAverageError(
         f"layerwise() cannot average {getattr(func, '__name__', repr(func))}: it {why}. Take chords(every=k)."
     )

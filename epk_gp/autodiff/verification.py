@@ -109,11 +109,12 @@ def build_plan(
         ValueError: A sample's output depends on the other samples of the batch.
     """
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    calls, num_activations = list[FunctionCall](), 0
+    calls, num_activations, dtypes = list[FunctionCall](), 0, set[torch.dtype]()
 
     def watch(call: FunctionCall | None, result: Any) -> None:
         nonlocal num_activations
         num_activations += sum(value.numel() for value in tensors_in((result,)))
+        dtypes.update(value.dtype for value in tensors_in((result,)) if value.requires_grad)
         if call is not None and has_tensors(result):  # a shape or a dtype does not depend on a parameter's value
             calls.append(call)
 
@@ -146,6 +147,7 @@ def build_plan(
         num_outputs=z.shape[1],
         calls_fused_functions=mode.calls_fused_functions,
         shares_pass=graph is not None,
+        casts_to_float32=model.spec.dtype == torch.float64 and torch.float32 in dtypes,
     )
     calls.clear()  # they hold activations
     trial = _make_trial(model, w, X, plan)

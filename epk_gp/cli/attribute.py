@@ -1,17 +1,13 @@
 """`epk-gp attribute` and `influence`: what training points contributed to predictions, and what their weights do."""
 
-import csv
 import shutil
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from jaxtyping import Float, Int64
-from torch import Tensor
 
-from epk_gp.analysis.breakdown import extremes, prediction_breakdown, step_ranges, summarise, write_table
+from epk_gp.analysis.breakdown import COLUMNS, extremes, prediction_breakdown, step_ranges, summarise, table_rows
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.gram import show_plan
@@ -19,18 +15,19 @@ from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.attribute import attribute_many, default_path
+from epk_gp.kernel_machine.attribute import Attribution, attribute_many, default_path, terms_by_sample
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.plots.contributions import attribution_figure, influence_figure
 from epk_gp.plots.style import save_figure
-from epk_gp.provenance import Stopwatch, write_arrays, write_json
+from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_table
 from epk_gp.quadrature.rules import AdaptiveRule
 
 _ANSWER = "log-probability of the answer"
 _MAX_DRAWN = 6  # points that are drawn
+_INFLUENCE_COLUMNS = ("point", "output", "network", "training_point", "label", "influence", "predicted_without")
 
 
 def attribute(
@@ -76,12 +73,9 @@ def attribute(
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(trajectory, X, groupings, rule=quadrature, path=along, **explained, **settings)
-    breakdown = prediction_breakdown(parts, by_range, predicted)
-    arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
-    arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
-    statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
-    arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
-    arrays |= {name: term.squeeze(2) for name, term in parts.sources.items()}
+    breakdown, terms = prediction_breakdown(parts, by_range, predicted), Attribution(**terms_by_sample(parts))._terms
+    arrays = {"initial": parts.initial, "network": parts.network, "total": parts.total, **terms}
+    arrays |= {"steps": by_range.values, "predicted": predicted, "inputs": X}
     metadata = {"head": str(resolved), "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(partial)
@@ -91,7 +85,7 @@ def attribute(
     is_gray = X.ndim != 4 or X.shape[1] == 1  # images in colour need more colours
     save_figure(figure, folder / "attribution.png", palette=is_gray)
     results = summarise(parts, breakdown, trajectory.targets, top)
-    write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
+    write_table(folder / "attribution.csv", COLUMNS, table_rows(breakdown, trajectory.targets, top))
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs == "all" else 1
@@ -115,13 +109,7 @@ def influence(
     head: opt.HeadOption = None,
     outputs: opt.Explained = "predicted",
     smoothing: Annotated[
-        int,
-        opt.count(
-            "Average the derivative over so many runs with random weights of the points, trained again: for "
-            "ReLUs and long runs. 0 for the derivative itself.",
-            0,
-            10_000,
-        ),
+        int, opt.count("Average over so many runs, trained again with random weights; for ReLUs.", 0, 10_000)
     ] = 0,
     memory: opt.Memory = 1.0,
     points: opt.PointsFile = None,
@@ -154,11 +142,17 @@ def influence(
     metadata = {"head": str(resolved), "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
     write_arrays(folder / "influence.safetensors", arrays, metadata)
     shutil.rmtree(partial, ignore_errors=True)
-    n = torch.arange(len(X))
-    column = predicted if outputs == "all" else torch.zeros_like(predicted)
-    values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
-    listed = [raised + lowered[::-1] for raised, lowered in (extremes(v, trajectory.targets, top) for v in values)]
-    _write_table(folder / "influence.csv", listed, predicted, of_network)
+    summaries, rows = list[dict[str, Any]](), list[list[Any]]()
+    for n, output in enumerate(predicted.tolist()):
+        column = output if outputs == "all" else 0
+        values, of_network = effect.values[n, column], float(effect.outputs[n, column])
+        raised, lowered = extremes(values, trajectory.targets, top)
+        largest = [(e["training_point"], e.get("label", ""), e["contribution"]) for e in raised + lowered[::-1]]
+        rows += [[n, output, of_network, *entry, of_network - entry[-1]] for entry in largest]
+        point = {"point": n, "output": output, "network": of_network, "std": float(values.square().sum().sqrt())}
+        named = [{"training_point": index, "influence": value} for index, _, value in largest]
+        summaries.append(point | {"largest": named})
+    write_table(folder / "influence.csv", _INFLUENCE_COLUMNS, rows)
     drawn, growth = range(min(_MAX_DRAWN, len(X))), float(effect.growth.max())
     shown: dict[str, Any] = {"head": resolved, "number": _ANSWER if outputs == "answers" else None}
     figure = influence_figure(effect, predicted, drawn, top, trajectory, **shown)
@@ -169,19 +163,7 @@ def influence(
         "findings": list(effect.findings),
         "max_step_mismatch": effect.max_step_mismatch,
         "growth": growth,
-        "points": [
-            {
-                "point": i,
-                "output": int(predicted[i]),
-                "network": float(of_network[i]),
-                "std": float(values[i].square().sum().sqrt()),
-                "largest": [
-                    {"training_point": entry["training_point"], "influence": entry["contribution"]}
-                    for entry in listed[i]
-                ],
-            }
-            for i in range(len(X))
-        ],
+        "points": summaries,
     }
     write_json(folder / "influence.json", "influence", config, results, timer)
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
@@ -191,16 +173,3 @@ def influence(
     typer.echo(f"written to {folder}: influence.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if not effect.certified:
         raise ValueError(f"the derivative must be certified: {'; '.join(effect.findings)}. Do not use it.")
-
-
-def _write_table(
-    path: Path, listed: list[list[dict[str, Any]]], predicted: Int64[Tensor, " n"], of_network: Float[Tensor, " n"]
-) -> None:
-    """Write the training points on whose weights each predicted output depends most, one line each, as CSV."""
-    with path.open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["point", "output", "network", "training_point", "label", "influence", "predicted_without"])
-        for n, (entries, output) in enumerate(zip(listed, of_network.tolist(), strict=True)):
-            for entry in entries:
-                index, label, value = entry["training_point"], entry.get("label", ""), entry["contribution"]
-                table.writerow([n, int(predicted[n]), output, index, label, value, output - value])

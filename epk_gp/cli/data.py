@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.scalars import log_probability
 from epk_gp.cli.networks import read_manifest
-from epk_gp.core.checks import validate_finite, validate_labels
+from epk_gp.core.checks import as_tensor, validate_finite, validate_labels
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
@@ -137,25 +137,34 @@ class ChosenPoints:
             ValueError: The log-probability of answers is wanted, and the points have none; or a head is named too.
         """
         if outputs == "answers":
-            if self.answers is None or head is not None:
-                raise ValueError(
-                    "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
-                    f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
-                )
-            return {"function": log_probability(self.answers)}, torch.zeros(len(self.X), dtype=torch.int64)
+            return self.answered(head), torch.zeros(len(self.X), dtype=torch.int64)
         predicted = network_outputs(trajectory, self.X).argmax(dim=1)
         resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
+    def answered(self, head: Head | None) -> dict[str, Any]:
+        """Return the options of `attribute`, `influence` and `write_report` for --outputs answers.
+
+        Raises:
+            ValueError: The points have no answers; or a head is named too.
+        """
+        if self.answers is None or head is not None:
+            raise ValueError(
+                "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
+                f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
+            )
+        return {"function": log_probability(self.answers)}
+
     def halves(self, seed: int) -> tuple["ChosenPoints", "ChosenPoints"]:
         """Divide the points in two at random; each half is a source of its own."""
         order = torch.randperm(len(self.X), generator=torch.Generator().manual_seed(seed))
-        first, second = (self._taken(half.sort().values) for half in order.tensor_split(2))
+        first, second = (self.taken(half.sort().values) for half in order.tensor_split(2))
         return first, second
 
-    def _taken(self, rows: Int64[Tensor, " m"]) -> "ChosenPoints":
-        labels = None if self.labels is None else self.labels[rows]
-        return replace(self, X=self.X[rows], labels=labels, rows=self.rows[rows], available=len(rows))
+    def taken(self, rows: Int64[Tensor, " m"]) -> "ChosenPoints":
+        """Return some of the points, as a source of their own."""
+        labels, answers = (None if values is None else values[rows] for values in (self.labels, self.answers))
+        return replace(self, X=self.X[rows], labels=labels, answers=answers, rows=self.rows[rows], available=len(rows))
 
 
 def read_points(
@@ -286,13 +295,9 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
             arrays = np.load(stream, allow_pickle=False)
             if not isinstance(arrays, NpzFile):
                 raise ValueError("it holds a single array, as an .npy file does")
-            return {name: _as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
+            return {name: as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
     except (SafetensorError, BadZipFile, zlib.error, ValueError, EOFError, TypeError, MemoryError) as error:
         raise ValueError(f"{file} must be a whole {file.suffix} file of numbers: {error}.") from error
-
-
-def _as_tensor(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
 
 
 def _split_of_file(

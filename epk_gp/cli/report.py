@@ -3,7 +3,7 @@
 import shutil
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,7 +25,6 @@ from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
 from epk_gp.report.points import Appearance
-from epk_gp.report.request import ExplainedOutputs
 from epk_gp.report.text import Tokenizer
 from epk_gp.report.write import write_report
 
@@ -39,7 +38,10 @@ def report(
     top: Annotated[int, opt.count("Training points named of either sign, at most 50.", 1, 50)] = 10,
     outputs: Annotated[
         str,
-        typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
+        typer.Option(
+            help="predicted (and the true class where it is another), all, or a number: the most probable; or answers: "
+            "the log-probability of the classes or words that the file of --points holds as `answers`."
+        ),
     ] = "predicted",
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
     class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
@@ -89,12 +91,17 @@ def report(
         training_labels(trajectory, "report --label-errors" if label_errors else "report --validation")
     if validation is None:
         fitted, chosen = None, read_points(trajectory, run, points, dtype=opt.DTYPES.get(dtype))
-        X = chosen.X
     else:
         fitted, chosen = read_validation(validation, points, run, trajectory, seed=seed or 0)
-        X = cast_points(chosen.X, trajectory, opt.DTYPES.get(dtype))
-    unlike = None if outside is None else read_labelled(outside, run, trajectory).X
+    asked: dict[str, Any] = {"head": head}
+    shown: dict[str, Any] = {"y": chosen.labels, "outputs": explained_outputs}
+    if outputs == "answers":
+        chosen = chosen.taken(draw_rows(len(chosen.X), num_points, seed))
+        asked, shown = chosen.answered(head), {}
+    X = cast_points(chosen.X, trajectory, opt.DTYPES.get(dtype))
     explained = draw_rows(len(X), num_points, seed)
+    if outside is not None:
+        shown["outside"] = read_labelled(outside, run, trajectory).X
     classes, features = _parse_names(class_names), _parse_names(feature_names)
     words = None if tokenizer is None else _read_tokenizer(tokenizer)
     Appearance(trajectory, features, tokenizer=words)  # refuses names and words before anything is computed
@@ -102,14 +109,16 @@ def report(
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
         del settings["checkpoint"]  # each call has its own
-        effect, model, suspects = None, None, None
         if influence:
-            effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **settings)
+            resumed = settings | {"checkpoint": partial / "influence"}
+            shown["influence"] = influence_of(trajectory, X[explained], **asked, **resumed)
         if fitted is not None:
-            model = UncertainClassifier(trajectory, seed=seed or 0, **settings).fit(fitted.X, fitted.labels)
+            process = UncertainClassifier(trajectory, seed=seed or 0, **settings)
+            shown["posterior"] = process.fit(fitted.X, fitted.labels)
         if label_errors:
-            suspects = errors_of_labels(trajectory, seed=seed or 0, **settings)
-        surface = _map(trajectory, seed or 0, quiet) if map else None
+            shown["suspects"] = errors_of_labels(trajectory, seed=seed or 0, **settings)
+        if map:
+            shown["uncertainty_map"] = _map(trajectory, seed or 0, quiet)
         finding = ""
         try:
             with filter_own_warnings("error" if isinstance(quadrature, AdaptiveRule) else "ignore", CertificateWarning):
@@ -117,24 +126,18 @@ def report(
                     out,
                     trajectory,
                     X,
-                    chosen.labels,
                     title=title,
-                    head=head,
                     rule=quadrature,
                     path=along,
-                    outputs=explained_outputs,
                     explained=explained.tolist(),
                     class_names=classes,
                     names=features,
                     tokenizer=words,
                     top=top,
-                    influence=effect,
-                    posterior=model,
-                    outside=unlike,
-                    suspects=suspects,
-                    uncertainty_map=surface,
                     kernel_points=kernel_points,
                     checkpoint=partial,
+                    **asked,
+                    **shown,
                     **settings,
                 )
         except CertificateWarning as warning:  # once the report is written
@@ -168,14 +171,12 @@ def _map(trajectory: Trajectory, seed: int, quiet: bool) -> UncertaintyMap:
     return uncertainty_on_plane(gp, principal_plane(trajectory.inputs), generator=generator, progress=not quiet)
 
 
-def _parse_outputs(text: str) -> ExplainedOutputs:
-    if text == "predicted":
-        return "predicted"
-    if text == "all":
-        return "all"
+def _parse_outputs(text: str) -> int | str:
+    if text in ("predicted", "all", "answers"):
+        return text
     if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
         return int(text)
-    raise ValueError(f"--outputs must be predicted, all, or a number of classes from 1: got {text[:40]!r}.")
+    raise ValueError(f"--outputs must be predicted, all, or a number of classes from 1, or answers: got {text[:40]!r}.")
 
 
 def _parse_names(text: str | None) -> list[str] | None:

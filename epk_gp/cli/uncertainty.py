@@ -1,6 +1,5 @@
 """`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.labels import LabelErrors, label_errors
+from epk_gp.analysis.labels import label_errors
 from epk_gp.analysis.maps import coordinate_plane, principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
@@ -26,7 +25,7 @@ from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClass
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import scores_figure, suspicious_labels_figure
 from epk_gp.plots.style import save_figure
-from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
+from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz, write_table
 from epk_gp.quadrature.rules import QuadratureRule
 
 _OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
@@ -53,12 +52,7 @@ Features = Annotated[
 
 Nodes = Annotated[
     int | None,
-    opt.count(
-        "Nodes of the path that stand for all its steps. Scores and labels: 20 by default, or as many as outputs up to "
-        "256. Map: all steps by default; 20 nodes take a fraction of the time.",
-        1,
-        10**6,
-    ),
+    opt.count("Nodes in place of all steps: 20 by default, or one an output up to 256; of a map no fewer.", 1, 10**6),
 ]
 
 
@@ -120,12 +114,10 @@ def uncertainty(
         with computing(memory, workers, scheduler, quiet) as settings:
             model = UncertainClassifier(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
             model.fit(fitted.X, fitted.labels)
-            timer.lap("fit")
             if save_model is not None:
                 model.save(save_model)
-            numbers = _describe_model(model) | _write_scores(
-                folder, model, scored, fitted, timer, num_samples=num_samples, alpha=alpha, dtype=opt.DTYPES[dtype]
-            )
+            numbers = _describe_model(model)
+            numbers |= _write_scores(folder, model, scored, fitted, num_samples, alpha, opt.DTYPES[dtype])
         config = options | {"validation": str(fitted), "points": str(scored)}
         write_json(folder / "uncertainty.json", "uncertainty", config, numbers, timer)
         for line in _score_lines(numbers, alpha):
@@ -193,15 +185,12 @@ def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def describe_plane(name: Plane, num_entries: int) -> str:
     """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
+    where = f"principal directions of the training inputs ({num_entries} coordinates) through their mean.\n"
     if name == "coordinates":
-        shown = (
-            "Shown is the plane of the first two coordinates; the others are 0. Training points are projected onto it."
-        )
-        return "" if num_entries == 2 else shown
-    return (
-        f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
-        "through their mean.\nTraining points are projected onto it."
-    )
+        if num_entries == 2:
+            return ""
+        where = "coordinates; the others are 0. "
+    return f"Shown is the plane of the first two {where}Training points are projected onto it."
 
 
 def read_validation(
@@ -252,8 +241,6 @@ def _write_scores(
     model: UncertainClassifier,
     points: ChosenPoints,
     validation: ChosenPoints,
-    timer: Stopwatch,
-    *,
     num_samples: int,
     alpha: float,
     dtype: torch.dtype,
@@ -266,7 +253,6 @@ def _write_scores(
     p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha))
     error, far = torch.as_tensor(u.error), torch.as_tensor(u.out_of_distribution)
     ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
-    timer.lap("score")
     names = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
     arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
     arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
@@ -355,32 +341,18 @@ def audit(
     folder = opt.make_folder(out)
     with computing(memory, workers, scheduler, quiet) as settings:
         found = label_errors(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
-    rows = _audit_rows(found, labels)
-    with (folder / "labels.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, _AUDIT_COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    order = found.scores.argsort(descending=True, stable=True)
+    judged = (found.points, labels[found.points], found.predicted, found.scores, found.margin, found.own_label)
+    columns = [values[order].tolist() for values in (*judged, found.log_probability, found.aum)]
+    rows = list(zip(range(1, len(order) + 1), *columns, strict=True))
+    write_table(folder / "labels.csv", _AUDIT_COLUMNS, rows)
     save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
     others = int((found.predicted != labels[found.points]).sum())
-    results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
+    first = [dict(zip(_AUDIT_COLUMNS, row, strict=True)) for row in rows[:top]]
+    results = {"num_points": len(rows), "another_class_expected": others, "first": first}
     write_json(folder / "audit.json", "audit", options, results, timer)
-    typer.echo(
-        f"{'rank':>5}{'index':>8}{'label':>7}{'expected':>10}{'score':>8}{'margin':>9}{'own label':>11}{'AUM':>9}"
-    )
-    for r in rows[:top]:
-        typer.echo(
-            f"{r['rank']:>5}{r['index']:>8}{r['label']:>7}{r['expected']:>10}{r['score']:>8.3f}{r['margin']:>9.2f}"
-            f"{r['own_label']:>11.2f}{r['aum']:>9.2f}"
-        )
+    typer.echo(" rank   index  label  expected   score   margin  own label      AUM")
+    for rank, index, label, expected, score, margin, own, _, aum in rows[:top]:
+        typer.echo(f"{rank:>5}{index:>8}{label:>7}{expected:>10}{score:>8.3f}{margin:>9.2f}{own:>11.2f}{aum:>9.2f}")
     typer.echo(f"another class than the label is expected at {others} of {len(rows)} training points")
     typer.echo(f"written to {folder}: labels.csv, audit.json, audit.png ({timer.total:.1f} s)")
-
-
-def _audit_rows(found: LabelErrors, labels: Tensor) -> list[dict[str, object]]:
-    """Return one row per training point, the most suspicious label first."""
-    rows, place = [], {point: row for row, point in enumerate(found.points.tolist())}
-    values = (found.predicted, found.scores, found.margin, found.own_label, found.log_probability, found.aum)
-    for rank, i in enumerate(found.indices.tolist(), start=1):
-        own = (rank, i, int(labels[i]), *(value[place[i]].item() for value in values))
-        rows.append(dict(zip(_AUDIT_COLUMNS, own, strict=True)))
-    return rows

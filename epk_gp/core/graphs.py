@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from epk_gp.core.checks import validate_has_values
+from epk_gp.core.checks import validate_has_values, validate_tensor
 from epk_gp.core.plans import TensorSpec
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -114,7 +114,7 @@ class Graph:
             raise ValueError("a graph must have at least one tensor, such as its nodes' features: got none.")
         for key, value in self.tensors.items():
             label = f"tensor {key!r} of the graph"
-            validate_dense(value, label)
+            validate_tensor(value, label)
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise ValueError(f"{label} must be finite: it holds NaN or infinity.")
             if value.is_floating_point() and not value.is_contiguous():
@@ -214,13 +214,6 @@ def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
-
-
-def validate_dense(value: object, label: str) -> None:
-    """Raise if a value is no tensor with values, one by one."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{label} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
-    validate_has_values(value, label)
 
 
 def graph_from_json(entries: object, data: Mapping[str, Tensor]) -> RecordedGraph:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_finite
+from epk_gp.core.checks import validate_finite, validate_tensor
 from epk_gp.core.graphs import (
     DTYPES,
     Graph,
@@ -26,7 +26,6 @@ from epk_gp.core.graphs import (
     as_ragged,
     call_ragged,
     graph_from_json,
-    validate_dense,
 )
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 
@@ -143,7 +142,7 @@ def pack_inputs(X: Inputs, name: str = "X") -> tuple[Tensor, InputLayout]:
         return packed, replace(layout, ragged=ragged.call)
     items = _items(X, name)
     for label, value in items:
-        validate_dense(value, label)
+        validate_tensor(value, label)
         if str(value.dtype) not in DTYPES:
             raise TypeError(f"{label} must hold real numbers: got {value.dtype}. Convert it first.")
         if value.ndim == 0:

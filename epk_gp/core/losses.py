@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -521,6 +522,60 @@ def _loss_together(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
             f"the loss must accept the network's outputs and the targets: it fails on shapes {shapes} and "
             f"{tuple(targets.shape)} of {targets.dtype}: {error}"
         ) from error
+
+
+def loop_losses(
+    loss: Loss, returned: Any, value: Any, targets: Shaped[Tensor, "n ..."], c: Float[Tensor, " n"]
+) -> list[tuple[float, Callable[[], Tensor]]]:
+    """Return ways in which a loop may have computed the loss of a pass from what the network returned.
+
+    Each is a factor of what a function gives. They are equal but for rounding: a loss that the network returned itself;
+    torch's function on all positions in one dimension, or on classes second; the mean or the sum of the rows' losses.
+
+    Args:
+        loss: The stated loss.
+        returned: What the network returned.
+        value: What the loss takes of it.
+        targets: The targets.
+        c: The weight of each row's loss.
+    """
+    y, ways, number = cast_targets(targets, value), list[tuple[float, Any]](), torch.ones(len(c), dtype=torch.float64)
+    own = [z for z in tensors_of(returned) if z.ndim == 0 and z.requires_grad]
+    for reduction, expected in {loss.reduction: sample_weights(loss, y), "sum": number}.items():
+        if (factor := _common_factor(c, expected.to(c))) is None:
+            continue  # weights of rows
+        functions: list[Any] = [lambda: own[0]] * bool(own and reduction == loss.reduction)
+        if isinstance(loss, ClassLoss):
+            weights = None if loss.class_weights is None else value.new_tensor(loss.class_weights)
+            options: dict[str, Any] = {"weight": weights, "ignore_index": ignored_class(loss), "reduction": reduction}
+            options |= {"label_smoothing": loss.label_smoothing} if isinstance(loss, CrossEntropy) else {}
+            call: Any = F.cross_entropy if isinstance(loss, CrossEntropy) else F.nll_loss
+            z = classes_second(value, y)
+            if z.ndim > 2 and not y.is_floating_point():
+                functions.append(partial(call, z.movedim(1, -1).reshape(-1, z.shape[1]), y.reshape(-1), **options))
+            functions.append(partial(call, z, y, **options))
+        elif isinstance(loss, MeanSquaredError):
+            functions.append(partial(F.mse_loss, value, fit_targets(y, value), reduction=reduction))
+        elif isinstance(loss, PerSampleLoss):
+            fitted = fit_targets(y, value) if isinstance(value, Tensor) else y
+            functions.append(partial(_reduced, loss, value, fitted, reduction))
+        ways += [(factor, function) for function in functions]
+    return ways
+
+
+def _reduced(loss: PerSampleLoss, value: Any, y: Tensor, reduction: str) -> Tensor:
+    result: Tensor = getattr(loss.function(value, y), reduction)()
+    return result
+
+
+def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> float | None:
+    """Return the number by which expected weights become c, up to the rounding of one that was read 1/k."""
+    factors = (c / expected)[expected != 0]
+    if not len(factors) or bool((factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()):
+        return None
+    factor = float(factors[0])
+    count = round(1 / factor) if factor else 0
+    return 1 / count if count and abs(factor * count - 1) < 1e-6 else factor
 
 
 def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:

@@ -27,7 +27,6 @@ from epk_gp.core.torch_overrides import (
 # can be told from parameters and constants, whatever their sizes (`autodiff.interception`).
 BATCH_MARK = "_epk_gp_batch"
 
-
 # Frozen weights, as of a pretrained network under adapters, from which on a run is stored without them.
 LARGE_BASE = 1 << 20
 
@@ -235,9 +234,7 @@ class FunctionalModel:
         nothing of them, would not replace.
         """
         module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
-        if module is not None:
-            return module
-        return copied_module(self.module)
+        return copied_module(self.module) if module is None else module
 
 
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:
@@ -374,10 +371,7 @@ def functionalize(
 
 
 def functionalize_like(model: FunctionalModel, net: nn.Module) -> FunctionalModel:
-    """Copy a network of the same architecture as a function of the same weights.
-
-    Arguments, errors: as `functionalize`.
-    """
+    """Copy a network of the same architecture as a function of the same weights; errors as of `functionalize`."""
     return functionalize(net, model.names, model.statistics, model.signature, recomputes=model.recomputes)
 
 
@@ -463,12 +457,18 @@ def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: F
         setattr(parts[k], name, kind(value) if value == int(value) else value)
 
 
-def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
-    """Write weights and statistics into a network, and return its weights, which require gradients."""
+def write_state(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
+    """Write weights, or weights and statistics, into a network, and return all of its tensors by name."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, value in model.unflatten(state).items():
             tensors[name].copy_(value)
+    return tensors
+
+
+def leaves_of(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> list[Tensor]:
+    """Write weights and statistics into a network, and return its weights, which require gradients."""
+    tensors = write_state(module, model, state)
     leaves = [tensors[name].requires_grad_(True) for name in model.names]
     for leaf in leaves:
         leaf.grad = None

@@ -62,6 +62,8 @@ class DifferentiationPlan:
             where rows are at few points of a segment, one pass for each point costs less.
         shares_pass: A forward pass computes the rows of all points, whichever are asked for (nodes of a graph). Rows
             are grouped by their weights then, and no layer is taken for one that sees the rows.
+        casts_to_float32: What depends on weights is cast to float32, in a computation in float64: in normalisations of
+            `transformers`. The outputs' rounding is that of float32.
     """
 
     bias_of: dict[str, str | None]
@@ -78,6 +80,7 @@ class DifferentiationPlan:
     num_outputs: int
     calls_fused_functions: bool = False
     shares_pass: bool = False
+    casts_to_float32: bool = False
 
 
 @dataclass(eq=False)

@@ -16,10 +16,10 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,41 +28,27 @@ from zlib import crc32
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn, optim
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay
-from epk_gp.core.graphs import tensors_of
-from epk_gp.core.losses import (
-    ClassLoss,
-    CrossEntropy,
-    Loss,
-    MeanSquaredError,
-    PerSampleLoss,
-    cast_targets,
-    classes_second,
-    fit_targets,
-    ignored_class,
-    loss_input,
-    sample_weights,
-)
+from epk_gp.core.losses import ClassLoss, loop_losses, loss_input
+from epk_gp.core.model import write_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
 from epk_gp.core.trajectory import Trajectory, aligned
+from epk_gp.core.update_law import STILL, still_weights
 from epk_gp.optimizers.torch_rules import RULES, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
     LinearStep,
     UpdateCoefficients,
     broadcast_to_params,
-    is_clipped,
     stack_coefficients,
     step_clip,
 )
 
-# Bytes of computed states that are held for the next reader, beside the segment that is read; and bytes of what
-# segments begin with, from which on it lies in temporary files. A choice.
+# Bytes of computed states that are held for the next reader, beside the segment that is read. A choice.
 HELD_BYTES = 256 << 20
 
 
@@ -87,51 +73,23 @@ class Segment:
         return sum(value.nbytes for value in tensors)
 
 
-class _Starts:
-    """What segments begin with, by their number: in memory, or in temporary files."""
-
-    def __init__(self) -> None:
-        self._held, self._bytes, self._folder = dict[int, Any](), 0, ""
-
-    def clear(self) -> None:
-        self._held, self._bytes = {}, 0
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._held
-
-    def __getitem__(self, number: int) -> Any:
-        start = self._held[number]
-        return torch.load(start, weights_only=False) if isinstance(start, Path) else start
-
-    def put(self, number: int, start: Any, num_bytes: int) -> None:
-        if self._bytes + num_bytes > HELD_BYTES:
-            if not self._folder:
-                self._folder = tempfile.mkdtemp(prefix="epk_gp-states-")
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            file = Path(self._folder) / f"{number - min(self._held, default=number)}.pt"  # again after clear()
-            torch.save(start, file)
-            start = file
-        else:
-            self._bytes += num_bytes
-        self._held[number] = start
-
-
 class Segments(ABC):
     """The steps of a run, made again when they are read; to be used by one thread at a time.
 
     Args:
-        numbers: Which states are kept, in ascending order: the first, the last, and others.
+        kept: The kept states, [s], which `numbers` names in ascending order: the first, the last, and others.
+        spec: Dtype and device in which states are made.
         step_bytes: Bytes that a step takes in a segment.
-        start_bytes: Bytes of what a segment begins with.
-        is_whole: Whether a stretch is made as a whole before anything of it is used.
     """
 
-    def __init__(self, numbers: Sequence[int], step_bytes: int, start_bytes: int, *, is_whole: bool = False) -> None:
-        self._start_bytes, self._is_whole, self.step_bytes = start_bytes, is_whole, step_bytes
+    def __init__(self, kept: Any, spec: TensorSpec, step_bytes: int) -> None:
+        self.kept, self.spec, self.step_bytes, numbers = kept, spec, step_bytes, kept.numbers
         longest = max((end - first for first, end in pairwise(numbers)), default=1)
         most = max(HELD_BYTES // max(1, step_bytes), math.isqrt(longest - 1) + 1)
-        self.bounds = [s for first, end in pairwise(numbers) for s in range(first, end, most)] + [numbers[-1]]
-        self.kept, self.starts, self.made = {*numbers}, _Starts(), dict[int, Segment]()  # the one used last stands last
+        begun = [s for first, end in pairwise(numbers) for s in range(first, end, most)]
+        self.bounds: list[int] = [*begun, numbers[-1]]
+        self.numbers, self.made = {*numbers}, dict[int, Segment]()  # the one used last stands last
+        self.starts = dict[int, Path | None]()  # files with what segments begin with; None of what is stored
 
     @abstractmethod
     def make(self, first: int, end: int, start: Any) -> Segment:
@@ -148,7 +106,7 @@ class Segments(ABC):
     @property
     def is_divided(self) -> bool:
         """Whether a stretch is made twice, for not all of it is held."""
-        return len(self.bounds) > len(self.kept)
+        return len(self.bounds) > len(self.numbers)
 
     def segment(self, step: int) -> tuple[Segment, int]:
         """Return the segment of a step, and the step's place in it."""
@@ -161,30 +119,53 @@ class Segments(ABC):
         return made, step - self.bounds[place]
 
     def state(self, state: int) -> Float[Tensor, " P"]:
-        """Return a state that is not kept; one between two segments is the end of the one before too."""
+        """Return a state: kept, or made; one between two segments is the end of the one before too."""
+        if state in self.numbers:
+            return kept_state(self.kept, state, self.spec)
         for place in reversed(self.made):
             if self.bounds[place] <= state <= self.bounds[place + 1]:
                 return self.made[place].states[state - self.bounds[place]]
         made, place = self.segment(state)
         return made.states[place]
 
+    def after_move(self, w: Float[Tensor, " P"], step: Step, states: Sequence[Tensor]) -> Float[Tensor, " P"]:
+        """Return the weights w, which the optimizer's step left, after the step's move, given the states before."""
+        if step.move is None:
+            return w
+        place = step.move.anchor - step.index - 1  # from the end
+        return torch.lerp(w, states[place] if -place <= len(states) else self.state(step.move.anchor), step.move.share)
+
     def _make(self, place: int) -> None:
+        """Make a segment, and those before it from where steps can begin; the first time all of the stretch."""
         first = last = place
         while first not in self.starts and not self.is_stored(self.bounds[first]):
             first -= 1
         if first not in self.starts:
-            self.starts.clear()  # of another stretch
-            self.starts.put(first, self.stored(self.bounds[first]), self._start_bytes)
-            while self._is_whole and self.bounds[last + 1] not in self.kept:
+            self.starts = {first: None}
+            while self.bounds[last + 1] not in self.numbers:
                 last += 1
-        start = self.starts[first]
+        file = self.starts[first]
+        start = self.stored(self.bounds[first]) if file is None else torch.load(file, weights_only=False)
         for number in range(first, last + 1):
             made = self.make(self.bounds[number], self.bounds[number + 1], start)
             start = made.after
             if number + 2 < len(self.bounds) and not self.is_stored(self.bounds[number + 1]):
-                self.starts.put(number + 1, start, self._start_bytes)
+                self.starts[number + 1] = file = self._folder / f"{number - min(self.starts)}.pt"  # written over
+                torch.save(start, file)
             if number == place:
                 self.made[place] = made
+
+    @cached_property
+    def _folder(self) -> Path:
+        folder = tempfile.mkdtemp(prefix="epk_gp-states-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
+
+
+def kept_state(kept: Any, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+    """Read a kept state for a computation."""
+    w: Tensor = kept[state]
+    return aligned(w.to(dtype=spec.dtype, device=spec.device))
 
 
 def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
@@ -199,66 +180,6 @@ def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
                 loaded[name] = value.to(loaded[name].device, copy=True)
-
-
-def loop_losses(loss: Loss, returned: Any, value: Any, data: PassData) -> list[Callable[[], Tensor]]:
-    """Return ways in which a loop may have computed the loss of a pass from what the network returned.
-
-    They are equal but for rounding: a loss that the network returned itself; torch's function on all positions in one
-    dimension, or on classes second; the mean or the sum of the rows' losses.
-
-    Args:
-        loss: The stated loss.
-        returned: What the network returned.
-        value: What the loss takes of it.
-        data: The pass.
-    """
-    y, seen = data.y.to(value.device if isinstance(value, Tensor) else data.y.device), data.forward.targets
-    if seen is not None:
-        if seen.values.is_floating_point() and isinstance(loss, ClassLoss):
-            return []  # mixed labels
-        y = y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
-    y, ways, number = cast_targets(y, value), list[Callable[[], Tensor]](), torch.ones(len(y), dtype=torch.float64)
-    own = [z for z in tensors_of(returned) if z.ndim == 0 and z.requires_grad]
-    for reduction, expected in {loss.reduction: sample_weights(loss, y), "sum": number}.items():
-        if (factor := _common_factor(data.c, expected.to(data.c))) is None:
-            continue  # weights of rows
-        functions: list[Any] = [lambda: own[0]] * bool(own and reduction == loss.reduction)
-        if isinstance(loss, ClassLoss):
-            weights = None if loss.class_weights is None else value.new_tensor(loss.class_weights)
-            options: dict[str, Any] = {"weight": weights, "ignore_index": ignored_class(loss), "reduction": reduction}
-            options |= {"label_smoothing": loss.label_smoothing} if isinstance(loss, CrossEntropy) else {}
-            call: Any = F.cross_entropy if isinstance(loss, CrossEntropy) else F.nll_loss
-            z = classes_second(value, y)
-            if z.ndim > 2 and not y.is_floating_point():
-                functions.append(partial(call, z.movedim(1, -1).reshape(-1, z.shape[1]), y.reshape(-1), **options))
-            functions.append(partial(call, z, y, **options))
-        elif isinstance(loss, MeanSquaredError):
-            functions.append(partial(F.mse_loss, value, fit_targets(y, value), reduction=reduction))
-        elif isinstance(loss, PerSampleLoss):
-            fitted = fit_targets(y, value) if isinstance(value, Tensor) else y
-            functions.append(partial(_reduced, loss, value, fitted, reduction))
-        ways += [partial(_scaled, factor, function) for function in functions]
-    return ways
-
-
-def _reduced(loss: PerSampleLoss, value: Any, y: Tensor, reduction: str) -> Tensor:
-    result: Tensor = getattr(loss.function(value, y), reduction)()
-    return result
-
-
-def _scaled(factor: float, function: Callable[[], Tensor]) -> Tensor:
-    return factor * function()
-
-
-def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> float | None:
-    """Return the number by which expected weights become c, up to the rounding of one that was read 1/k."""
-    factors = (c / expected)[expected != 0]
-    if not len(factors) or bool((factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()):
-        return None
-    factor = float(factors[0])
-    count = round(1 / factor) if factor else 0
-    return 1 / count if count and abs(factor * count - 1) < 1e-6 else factor
 
 
 class _MissedError(Exception):
@@ -279,31 +200,29 @@ class _LoopPasses(TrainingReplay):
 
     def backward(self, state: Float[Tensor, " PQ"], data: PassData, way: tuple[_Kernels, int]) -> None:
         """Make a pass from the state before its step; gradients are added to those of the network."""
-        module, (kernels, number) = self._module(data, exact=False), way
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        with torch.no_grad():
-            for name, value in self.model.unflatten(self.state(state, data, exact=False)).items():
-                named[name].copy_(value)
+        module, (kernels, number) = self.module_in_modes(data), way
+        write_state(module, self.model, self.state(state, data))
         with torch.enable_grad(), kernels():
-            with self._conditions(module, data, exact=False):
-                returned = self._call(module, data, False)
-                loss = self._ways(returned, data)[number]()
+            with self.conditions(module, data, exact=False):
+                returned = self.call(module, data, exact=False)
+                factor, function = self._losses(returned, data)[number]
+                loss = factor * function()
             loss.backward()
 
-    def _ways(self, returned: Any, data: PassData) -> list[Callable[[], Tensor]]:
-        sum_of_rows = partial(self._sum_of_rows, returned, data)
-        if data.forward.cotangents is not None:
-            return [sum_of_rows]
+    def _losses(self, returned: Any, data: PassData) -> list[tuple[float, Callable[[], Tensor]]]:
+        """Return ways in which the loop may have computed its loss, by factors and functions."""
+
+        def sum_of_rows() -> Tensor:
+            values = self.losses_of(returned, data)
+            return data.c.to(values) @ values
+
+        seen, y = data.forward.targets, data.y.to(self.spec.device)
+        is_mixed = isinstance(self.loss, ClassLoss) and seen is not None and seen.values.is_floating_point()
+        if is_mixed or data.forward.cotangents is not None:
+            return [(1.0, sum_of_rows)]
+        y = y if seen is None else y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
         value = loss_input(self.model.signature, self.loss, returned, data.y)
-        return [*loop_losses(self.loss, returned, value, data), sum_of_rows]
-
-    def _sum_of_rows(self, returned: Any, data: PassData) -> Tensor:
-        values = self.losses_of(returned, data)
-        return data.c.to(values) @ values
-
-    def network(self, data: PassData) -> nn.Module:
-        """Return the network that makes a pass."""
-        return self._module(data, exact=False)
+        return [*loop_losses(self.loss, returned, value, y, data.c), (1.0, sum_of_rows)]
 
 
 class BitwiseReplay(Segments):
@@ -320,18 +239,16 @@ class BitwiseReplay(Segments):
     """
 
     def __init__(self, run: Trajectory, kept: Any, updates: Any, device: torch.device) -> None:
-        self.run, self.states, self.updates = run, kept, updates
         model = run.model.variant(TensorSpec(run.dtype, device))
-        self.passes = _LoopPasses(model, run.loss, model.spec)
+        super().__init__(kept, model.spec, 2 * model.num_weights * run.dtype.itemsize)
+        self.run, self.updates, self.passes = run, updates, _LoopPasses(model, run.loss, model.spec)
         self.data = RunReplay(run, model, torch.empty(0, dtype=run.dtype, device=device)).data
-        num_bytes = model.num_weights * run.dtype.itemsize
-        super().__init__(kept.numbers, 2 * num_bytes, 3 * num_bytes, is_whole=True)
         self.way: tuple[_Kernels, int] | None = None  # in which all steps so far were made
         self.known = dict[int, str | None]()
 
     def has(self, step: int) -> bool:
         """Whether the stretch of a step can be made again; the first time that it is asked for it is tried."""
-        stretch = bisect_right(self.states.numbers, step) - 1
+        stretch = bisect_right(self.kept.numbers, step) - 1
         if stretch in self.known:
             return self.known[stretch] is None
         ways, reasons = _WAYS if self.way is None else [self.way], dict[str, None]()
@@ -346,22 +263,20 @@ class BitwiseReplay(Segments):
             else:
                 self.way, self.known[stretch] = self._trial, None
                 return True
-        others = range(len(self.states.numbers)) if self.way is None else [stretch]  # nothing fits this run
+        others = range(len(self.kept.numbers)) if self.way is None else [stretch]  # nothing fits this run
         self.known |= dict.fromkeys(others, next(iter(reasons)))
         return False
 
     def is_stored(self, state: int) -> bool:
         """Whether a state is kept."""
-        return state in self.kept
+        return state in self.numbers
 
     def stored(self, state: int) -> Any:
         """Return the kept weights, and the state of the optimizers."""
-        row = self.states.replay_row(state) if hasattr(self.states, "replay_row") else {}
+        row = self.kept.replay_row(state) if hasattr(self.kept, "replay_row") else {}
         if "optimizers" not in row:
             raise _MissedError("the optimizer's state was not stored with it")
-        if (threads := row["threads"]) != torch.get_num_threads():
-            self._hint = f": the run was made with {threads} threads, here are {torch.get_num_threads()}"
-        return self._kept(state), row["optimizers"]
+        return self.state(state), row["optimizers"]
 
     def make(self, first: int, end: int, start: Any) -> Segment:
         """Make steps, and compare each state with the recorded one.
@@ -370,35 +285,25 @@ class BitwiseReplay(Segments):
             _MissedError: A state is another one, or the optimizer is not known.
         """
         (w, recorded), run = start, self.run
-        module = self.passes.network(self.data(run.steps[first])[0])
+        module = self.passes.module_in_modes(self.data(run.steps[first])[0])
         optimizers = self._optimizers(module, recorded)
         states, updates = [w], list[UpdateCoefficients]()
         for index in range(first, end):
-            row, update = self.states.replay_row(index + 1), self.updates[index]
+            row, update = self.kept.replay_row(index + 1), self.updates[index]
             groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
             for group, options in zip(groups, row["options"], strict=True):
                 group.update(options)
             scaled = replace(update, places=self.updates.places(index))
             w, update = self._step(run.steps[index], w, module, optimizers, scaled)
-            if (move := run.steps[index].move) is not None:
-                near = range(first, index + 1)
-                w = torch.lerp(
-                    w, states[move.anchor - first] if move.anchor in near else self._kept(move.anchor), move.share
-                )
+            w = self.after_move(w, run.steps[index], states)
             is_same = crc32(tensor_bytes(w)) == row["checksum"]
-            if not is_same or (index + 1 in self.kept and not torch.equal(w, self._kept(index + 1))):
-                raise _MissedError(f"step {index}, made again, ends at other bits{self._hint}")
+            if not is_same or (index + 1 in self.numbers and not torch.equal(w, self.state(index + 1))):
+                threads, own = row["threads"], torch.get_num_threads()
+                hint = "" if threads == own else f": the run was made with {threads} threads, here are {own}"
+                raise _MissedError(f"step {index}, made again, ends at other bits{hint}")
             states.append(w)
             updates += [update] * bool(scaled.places)
         return Segment(states, updates, (w, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]))
-
-    _hint = ""  # why bits may be others
-
-    def _kept(self, state: int) -> Tensor:
-        if state not in self.kept:
-            raise _MissedError(f"it needs state {state}, which is not kept")
-        spec = self.passes.model.spec
-        return aligned(self.states[state].to(dtype=spec.dtype, device=spec.device))
 
     def _optimizers(self, module: nn.Module, recorded: Sequence[Mapping[str, Any]]) -> list[Optimizer]:
         """Make the optimizers of the loop on another network, in the state that they had."""
@@ -427,12 +332,11 @@ class BitwiseReplay(Segments):
             named[name].requires_grad_(True)
         for data in self.data(step):
             self.passes.backward(state, data, self._trial)
-        with torch.no_grad():
-            for name, value in model.unflatten(w).items():  # a pass may have seen others
-                named[name].copy_(value)
-        for name, is_moved in zip(model.names, _moved(update, model.sizes), strict=True):
+        write_state(module, model, w)  # a pass may have seen others
+        still = still_weights({name: broadcast_to_params(getattr(update, name), model.sizes, w) for name in STILL})
+        for name, is_still in zip(model.names, still.split(list(model.sizes)), strict=True):
             p = named[name]
-            p.grad = None if not is_moved else torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = None if is_still.all() else torch.zeros_like(p) if p.grad is None else p.grad
         self._clip(module, update)
         steps = dict[str, LinearStep]()
         for optimizer in optimizers:
@@ -455,19 +359,7 @@ class BitwiseReplay(Segments):
     def _clip(self, module: nn.Module, update: UpdateCoefficients) -> None:
         """Clip the gradients as the loop did: as stated, or as the factors of the step show it."""
         model = self.passes.model
-        clip = self.run.clip
-        if clip is None and is_clipped(update):
-            parts = {name: p if p.grad is None else p.grad for name, p in module.named_parameters()}
-            g = model.flatten(parts)
-            clip = step_clip(None, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
+        g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
+        clip = step_clip(self.run.clip, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
         if clip is not None:
             clip.clip_gradients(module)
-
-
-def _moved(update: UpdateCoefficients, sizes: Sequence[int]) -> Iterator[bool]:
-    """Yield of each parameter whether the optimizer moved it or its buffer, by the coefficients of its first weight."""
-    firsts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    still = {"lr": 0.0, "momentum_lr": 0.0, "beta": 1.0, "one_minus_dampening": 0.0}
-    for k in range(len(sizes)):
-        values = {name: getattr(update, name) for name in still}
-        yield any(float(v[k if len(v) == len(sizes) else firsts[k]]) != still[name] for name, v in values.items())

@@ -24,7 +24,7 @@ computed once, from the first stretch to the last, and held at the beginning of 
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replay import BitwiseReplay, Segment, Segments
+from epk_gp.core.replay import BitwiseReplay, Segment, Segments, kept_state
 from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import (
     FirstOf,
@@ -137,7 +137,7 @@ def averaged_trajectory(
             f"{tuple(a.shape)} and values {a[:5].tolist()}."
         )
     lead = None if start is None else trajectory.states[0].double() - start
-    states, statistics = AveragedStates(trajectory.states, a, lead), None
+    states, statistics = AveragedStates(trajectory.states, a, lead, trajectory.model.spec), None
     whole = trajectory.statistics
     if network is not None and (statistics := _statistics_of_average(trajectory, states, network)) is not None:
         whole = EndingWith(whole, len(states), end=statistics)
@@ -231,11 +231,11 @@ class AveragedStates:
         self,
         states: States,
         coefficients: Float64[Tensor, " S"],
-        lead: Float64[Tensor, " P"] | None = None,
-        spec: TensorSpec | None = None,
+        lead: Float64[Tensor, " P"] | None,
+        spec: TensorSpec,
     ) -> None:
         self.states, self.coefficients, self._lead, self._spec = states, coefficients, lead, spec
-        self.stride, start = max(1, int(len(states) ** 0.5)), self._trained(0)
+        self.stride, start = max(1, int(len(states) ** 0.5)), read_state(states, 0, spec)
         self._reference = start.new_empty(0)
         self._anchors = [start.double() if lead is None else start.double() - lead]
         for first in range(0, len(coefficients), self.stride):
@@ -274,14 +274,12 @@ class AveragedStates:
             self._of[spec] = AveragedStates(self.states, self.coefficients, self._lead, spec)
         return self._of[spec][state]
 
-    def _trained(self, state: int) -> Tensor:
-        return self.states[state] if self._spec is None else read_state(self.states, state, self._spec)
-
     def _average(self, first: int, start: Tensor) -> list[Tensor]:
         """Return the averages after the state `first`, up to the next one that is kept."""
         averages = []
         for s in range(first, min(first + self.stride, len(self.coefficients))):
-            start = torch.lerp(start, self._trained(s + 1).double(), float(self.coefficients[s]))
+            w = read_state(self.states, s + 1, self._spec)
+            start = torch.lerp(start, w.double(), float(self.coefficients[s]))
             averages.append(start)
         return averages
 
@@ -329,8 +327,7 @@ class _Computation(Segments):
     """
 
     def __init__(self, run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> None:
-        self.run, self.kept_states, self.updates, self.spec = run, kept, updates, spec
-        self.model = run.model.variant(spec)
+        self.run, self.updates, self.model = run, updates, run.model.variant(spec)
         reference = torch.empty(0, dtype=spec.dtype, device=spec.device)
         self.replay = RunReplay(run, self.model, reference)
         # without scales no step depends on the options of the optimizer
@@ -341,21 +338,20 @@ class _Computation(Segments):
         self.first = plain if self.law is None else replace(self.law.initial(), momentum=plain.momentum)
         self.needs_memory = self.law is not None or has_momentum(run)
         num_bytes = self.model.num_weights * spec.dtype.itemsize
-        held = sum(value.nbytes for value in self.first.tensors())
-        super().__init__(kept.numbers, num_bytes * (1 if self.law is None else 2), num_bytes + held)
+        super().__init__(kept, spec, num_bytes * (1 if self.law is None else 2))
 
     def is_stored(self, state: int) -> bool:
         """Whether the steps from a state on do not depend on those before it."""
-        return state == 0 or (not self.needs_memory and state in self.kept)
+        return state == 0 or (not self.needs_memory and state in self.numbers)
 
     def stored(self, state: int) -> Any:
         """Return weights and memory at such a state."""
-        return _kept_state(self.kept_states, state, self.spec), self.first
+        return self.state(state), self.first
 
     def make(self, first: int, end: int, start: Any) -> Segment:
         """Make steps on exact gradients; from a kept state on, whatever was computed before."""
         run, P, (w, memory) = self.run, self.model.num_weights, start
-        w = _kept_state(self.kept_states, first, self.spec) if first in self.kept else w
+        w = self.state(first) if first in self.numbers else w
         states, updates = [w], []
         for index in range(first, end):
             state = w if run.statistics is None else torch.cat([w, run.statistics[index].to(w)])
@@ -367,25 +363,16 @@ class _Computation(Segments):
                 update = restore_update(compact, law.parts, scales, law.sizes)
                 updates.append(update)
             d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
-            w, memory = w + d, replace(memory, momentum=momentum)
-            if (move := run.steps[index].move) is not None:
-                is_near = first <= move.anchor
-                w = torch.lerp(w, states[move.anchor - first] if is_near else self.state(move.anchor), move.share)
+            w, memory = self.after_move(w + d, run.steps[index], states), replace(memory, momentum=momentum)
             states.append(w)
         return Segment(states, updates, (w, memory))
-
-    def state(self, state: int) -> Float[Tensor, " P"]:
-        """Return a state: kept, or computed."""
-        return _kept_state(self.kept_states, state, self.spec) if state in self.kept else super().state(state)
-
-
-def _kept_state(kept: Any, state: int, spec: TensorSpec) -> Tensor:
-    return aligned(kept[state].to(dtype=spec.dtype, device=spec.device))
 
 
 @dataclass(frozen=True, eq=False)
 class Recomputation:
-    """The states and coefficients of a run that keeps some of them, in any dtype. Several threads may read at once.
+    """The weight states of a run that keeps some of them; the others are computed, in any dtype, when they are read.
+
+    Several threads may read at once.
 
     Attributes:
         run: The run, whose states are the kept ones and whose coefficients are compact.
@@ -405,17 +392,41 @@ class Recomputation:
         """Return the pickled form, without what was computed."""
         return Recomputation, (self.run, self.kept, self.updates)
 
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return len(self.kept)
+
+    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
+        """Read one state, computed in the dtype of the weights."""
+        return self.at(state, self.run.model.spec)
+
+    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+        """Read one state: kept, or computed in the dtype and on the device of a computation.
+
+        Raises:
+            IndexError: The run has no such state.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        if self.is_kept(state):
+            return kept_state(self.kept, state, spec)
+        with self._lock:
+            return aligned(self._made(state, spec).state(state).to(dtype=spec.dtype, device=spec.device))
+
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
         return bool(self.kept.numbers[bisect_right(self.kept.numbers, state) - 1] == state)
 
-    def state(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
-        """Return a state: kept, or computed in the dtype and on the device of a computation."""
-        if self.is_kept(state):
-            return _kept_state(self.kept, state, spec)
-        with self._lock:
-            made = self._made(state, spec)
-            return aligned(made.state(state).to(dtype=spec.dtype, device=spec.device))
+    def replay_row(self, state: int) -> Mapping[str, Any]:
+        """Return what is stored of a state so that steps can be made again."""
+        return self.kept.replay_row(state)  # type: ignore[no-any-return]
+
+    def until(self, run: Trajectory) -> Trajectory:
+        """Return the first steps of the run, whose last state counts as a kept one, as it is computed."""
+        S = run.num_steps
+        numbers = (*(number for number in self.kept.numbers if number < S), S)
+        kept, updates = FirstOf(self, S + 1, numbers), FirstOf(self.updates, S)
+        return recomputed_run(replace(run, states=kept, updates=updates), kept, updates)
 
     def stretch(self, step: int, spec: TensorSpec) -> tuple[Segment, int]:
         """Return the steps that are computed together with one, and its place in them."""
@@ -449,12 +460,11 @@ class Recomputation:
         known = [reason for replay in self._replays.values() for reason in replay.known.values()]
         return next((reason for reason in known if reason is not None), None)
 
-    def jumps(self, spec: TensorSpec) -> Iterator[tuple[int, float, float]]:
-        """Yield each kept state but the first: its number, the jump's norm, and the way from the kept state before."""
-        for first, last in zip(self.kept.numbers, self.kept.numbers[1:], strict=False):
-            end = self.state(last, spec)
-            computed = self.stretch(last - 1, spec)[0].states[-1].to(end)
-            yield last, float((end - computed).norm()), float((end - self.state(first, spec)).norm())
+    def jump(self, state: int, spec: TensorSpec) -> float:
+        """Return the norm by which a kept state but the first misses the computed one."""
+        made, place = self.stretch(state - 1, spec)
+        end = self.at(state, spec)
+        return float((end - made.states[place + 1].to(end)).norm())
 
     def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"]) -> float:
         """Return the norm that the jump at the end of a step may have, for the results to be certified.
@@ -468,42 +478,6 @@ class Recomputation:
         start, end = (self.kept[self.kept.numbers[number]].to(w) for number in (place - 1, place))
         share = JUMP_SHARE[dtype] + (self.run.unexplained or 0.0)
         return share * float((end - start).norm())
-
-
-@dataclass(frozen=True, eq=False)
-class RecomputedStates:
-    """Weight states of which some are kept and the others computed when they are read."""
-
-    recomputation: Recomputation
-
-    def __len__(self) -> int:
-        """Return the number of states, S + 1."""
-        return len(self.recomputation.kept)
-
-    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
-        """Read one state, computed in the dtype of the weights."""
-        return self.at(state, self.recomputation.run.model.spec)
-
-    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
-        """Read one state, computed in the dtype and on the device of a computation.
-
-        Raises:
-            IndexError: The run has no such state.
-        """
-        if not 0 <= state < len(self):
-            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
-        return self.recomputation.state(state, spec)
-
-    def replay_row(self, state: int) -> Mapping[str, Any]:
-        """Return what is stored of a state so that steps can be made again."""
-        return self.recomputation.kept.replay_row(state)  # type: ignore[no-any-return]
-
-    def until(self, run: Trajectory) -> Trajectory:
-        """Return the first steps of the run, whose last state counts as a kept one, as it is computed."""
-        S, whole = run.num_steps, self.recomputation
-        numbers = (*(number for number in whole.kept.numbers if number < S), S)
-        kept, updates = FirstOf(self, S + 1, numbers), FirstOf(whole.updates, S)
-        return recomputed_run(replace(run, states=kept, updates=updates), kept, updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -554,7 +528,7 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
         updates: The coefficients.
     """
     recomputation = Recomputation(run, kept, updates)
-    return replace(run, states=RecomputedStates(recomputation), updates=RecomputedUpdates(recomputation))
+    return replace(run, states=recomputation, updates=RecomputedUpdates(recomputation))
 
 
 def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
@@ -574,4 +548,4 @@ def described_states(trajectory: Trajectory) -> str:
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:
     """Return how the states of a run, or of the run that an average is made of, are computed; None if all are kept."""
     states = trajectory.trained.states
-    return states.recomputation if isinstance(states, RecomputedStates) else None
+    return states if isinstance(states, Recomputation) else None

@@ -105,9 +105,6 @@ def disable_fused_attention() -> Iterator[None]:
 
     It lasts as long as any thread is in here. Nor is there any autocast.
     """
-    if _THREAD.is_free:
-        yield
-        return
     user = _User()
     try:
         with _LOCK:
@@ -127,21 +124,18 @@ def disable_fused_attention() -> Iterator[None]:
 
 @contextmanager
 def kernels_of_the_loop() -> Iterator[None]:
-    """Let torch choose its kernels as in the user's own loop: `disable_fused_attention` does nothing in this thread.
+    """Let torch choose its kernels as in the user's own loop, where this thread has switched fused attention off.
 
-    Where this thread has switched fused attention off itself, it is on again meanwhile. Other threads that have done so
-    keep it off, and those that are about to wait.
+    Other threads that have done so keep it off, and those that are about to wait.
     """
     own = threading.get_ident()
     with _LOCK:
         is_alone = bool(_BEFORE) and all(user.thread == own for user in _USERS)
-        _THREAD.is_free = True
         try:
             if is_alone:
                 _write_switches(_BEFORE)
             yield
         finally:
-            _THREAD.is_free = False
             if is_alone:
                 _write_switches([value for *_, value in _SWITCHES])
 
@@ -238,7 +232,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Thread(threading.local):
-    is_free = False  # whether torch may choose its kernels
     depth = 0  # how often the thread has torch's level of forward-mode derivatives
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
@@ -298,6 +298,14 @@ class StepLaw:
         return d, after
 
 
+STILL = {"lr": 0.0, "momentum_lr": 0.0, "beta": 1.0, "one_minus_dampening": 0.0}  # of weights that are passed over
+
+
+def still_weights(recorded: Mapping[str, Float[Tensor, " P"]]) -> Bool[Tensor, " P"]:
+    """Return which weights the optimizer passed over in a step, by its coefficients: neither they nor buffers moved."""
+    return torch.stack([recorded[name] == value for name, value in STILL.items()]).all(dim=0)
+
+
 class UpdateLaw:
     """The steps of a run as functions.
 
@@ -383,8 +391,7 @@ class UpdateLaw:
         parts, is_known = self._at[bisect_right(self._starts, index) - 1]
         update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
-        is_still = (recorded["beta"] == 1) & (recorded["one_minus_dampening"] == 0)
-        is_still &= (recorded["lr"] == 0) & (recorded["momentum_lr"] == 0)
+        is_still = still_weights(recorded)
         moves, is_moved = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device), None
         if bool(is_still.any()):
             moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still

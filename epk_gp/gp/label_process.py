@@ -14,14 +14,14 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
-from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
+from epk_gp.core.checks import ComputeOptions, validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gp.data import float_inputs, label_values
 from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.path_features import trace_sketch
-from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, validate_path_of_nodes
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory
 from epk_gp.quadrature.rules import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
@@ -104,9 +104,9 @@ class LabelKernel:
         b = a if X is Y else Points(Y, is_train=False)
         products, *squares = self.combined.products(a, b, self.options)
         for square in squares:
-            require_direction(square[:, 0] > 0)
-        of_a, of_b = (square[:, 0].to(torch.float64).sqrt() for square in squares)
-        K = products[0].to(torch.float64).div_(of_a[:, None]).div_(of_b)
+            require_direction(square > 0)
+        of_a, of_b = (square.to(torch.float64).sqrt() for square in squares)
+        K = products.to(torch.float64).div_(of_a[:, None]).div_(of_b)
         if self.lengthscale is not None:
             size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
             for values, rows in zip(K.split(size), X.split(size), strict=True):
@@ -187,7 +187,7 @@ class InputFeatures:
         """
         X = parse_inputs(self.nodes, float_inputs(X, torch.float32))
         sketch = trace_sketch(self.nodes, self.num_features, nodes=None, seed=self.seed, head="logits")
-        z = sketch.features(Points(X, is_train=False), self.options)[:, 0]
+        z = sketch.features(Points(X, is_train=False), self.options)
         require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
@@ -415,16 +415,12 @@ class LabelSettings:
     path: WeightPath = straight()
 
     def __post_init__(self) -> None:
-        """Raise if a setting cannot be used.
+        """Raise if a setting cannot be used; nodes, path and seed are checked where they are.
 
         Raises:
             TypeError: A number is of the wrong kind.
             ValueError: A number is out of range, or a name is not known.
         """
-        if self.nodes is not None:
-            validate_count(self.nodes, "nodes")
-        validate_path_of_nodes(self.path)
-        validate_integer(self.seed, "seed")
         if self.power is not None:
             validate_count(self.power, "power")
         if isinstance(self.features, str) and self.features != "exact":
@@ -436,7 +432,7 @@ class LabelSettings:
 
     def num_nodes(self, num_outputs: int) -> int:
         """Return the number of nodes for a network with C outputs."""
-        return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else int(self.nodes)
+        return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else self.nodes
 
     def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
         """Return the number of features of each of N conditioning points; None for the kernel matrix itself."""
@@ -448,10 +444,7 @@ class LabelSettings:
 
 
 def fit_labels(
-    trajectory: Trajectory,
-    settings: LabelSettings,
-    points: Int64[Tensor, " N"],
-    options: ComputeOptions,
+    trajectory: Trajectory, settings: LabelSettings, points: Int64[Tensor, " N"], options: ComputeOptions
 ) -> LabelProcess:
     """Condition a process on the labels of training points.
 

@@ -356,7 +356,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             nodes = _read_nodes(description, header, data, model)
             of_settings = dict(description.settings)
             every = of_settings.pop("chords_every")
-            settings = LabelSettings(**of_settings, path=straight() if every == 1 else chords(every))
+            settings = LabelSettings(**of_settings, path=chords(every))
             classifier = cls(nodes, classes=description.classes, **vars(settings))
             classifier._fitted = _Fitted(nodes, settings, description.classes)
             classifier.process_ = _read_process(description.process, data, nodes, settings.seed)

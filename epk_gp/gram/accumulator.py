@@ -14,13 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.representations import (
-    InputProducts,
-    LayerJacobian,
-    LeftFactor,
-    NodeWeights,
-    is_short,
-)
+from epk_gp.autodiff.representations import InputProducts, LayerJacobian, LeftFactor, NodeWeights, is_short
 from epk_gp.core.plans import empty_huge_pages, positions_per_block
 
 SYMMETRIC_BLOCK_ROWS = 256
@@ -219,11 +213,8 @@ class GramAccumulator:
         (a, b), (x, y) = inputs, output_grads
         (N, L, _), (M, R, _) = a.shape, b.shape
         out = self._started_main()
-        pairs = (
-            list(zip(range(len(x)), range(len(y)), strict=False))
-            if self.is_per_class
-            else list(product(range(len(x)), range(len(y))))
-        )
+        outputs = range(len(x))
+        pairs = list(zip(outputs, outputs, strict=True) if self.is_per_class else product(outputs, range(len(y))))
         right = b.flatten(0, 1)
         for rows in _slices(N, positions_per_block(L, M, R)):
             input_products = a[rows].flatten(0, 1) @ right.T

@@ -74,7 +74,7 @@ def measure_sketch_error(
         return None
     exact = _cosines(block, has_cosine)
     sketched = (_cosines(own @ own.T, has_cosine) - exact).abs()
-    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0][0].double(), has_cosine) - exact).abs()
+    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0].double(), has_cosine) - exact).abs()
     return SketchError(
         rms=_rms(sketched),
         max=float(sketched.max()),
@@ -183,7 +183,7 @@ def path_features(
     validate_count(num_probe, "num_probe", minimum=0)
     sketch = trace_sketch(trajectory, num_features, nodes=nodes, seed=seed, head=head, path=path)
     points = Points(parse_inputs(trajectory, X), is_train)
-    features = sketch.features(points, parsed)[:, 0]
+    features = sketch.features(points, parsed)
     error = measure_sketch_error(sketch, points, features, num_probe, parsed)
     result = features.as_subclass(PathFeatures)
     result.error = error

@@ -42,7 +42,7 @@ class PathKernel:
         path: Along which test copies move between the states: `straight()` steps by default.
 
     Raises:
-        TypeError, ValueError: The trajectory is no recorded run, or the head or the path is unknown.
+        TypeError, ValueError: The trajectory is no recorded run, or the head, the rule or the path is unknown.
     """
 
     trajectory: Trajectory
@@ -61,6 +61,7 @@ class PathKernel:
         path: rules.WeightPath = rules.straight(),
     ) -> None:
         validate_trajectory(trajectory)
+        rules.validate_rule(rule)
         rules.validate_path(path)
         head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         warn_unless_live(trajectory)
@@ -172,18 +173,8 @@ class PathKernel:
         )
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-        """Return inputs as one tensor, after checking that the kernel can be evaluated at them.
-
-        Args:
-            X: n inputs, a tensor or several.
-            name: Name of the inputs in a message.
-
-        Raises:
-            TypeError, ValueError: The network cannot take the inputs, or the rule is unknown.
-        """
-        packed = parse_inputs(self.trajectory, X, name)
-        rules.validate_rule(self.rule)
-        return packed
+        """Return inputs as one tensor, after checking that the network can be evaluated at them (`core.trajectory`)."""
+        return parse_inputs(self.trajectory, X, name)
 
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
         """Raise if the kernel cannot be evaluated between two sets of points.

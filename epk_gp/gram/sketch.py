@@ -140,7 +140,7 @@ class NodeSketch:
         net: The network with its plan.
         states: The weights at the n nodes, and statistics behind them.
         head: Whether f is the logits or their log-softmax.
-        coefficients: Of the outputs in each of K gradients, at each node.
+        coefficients: Of the outputs in the gradient at each node.
         num_features: k.
         key: What the sketches are drawn from.
     """
@@ -148,55 +148,53 @@ class NodeSketch:
     net: PlannedModel
     states: tuple[Float[Tensor, " PQ"], ...]
     head: Head
-    coefficients: Float[Tensor, "nodes K C"]
+    coefficients: Float[Tensor, "nodes C"]
     num_features: int
     key: tuple[object, ...]
 
-    def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
+    def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
         """Compute the features of several blocks of points."""
-        K, parts = self.coefficients.shape[1], []
+        parts = []
         for rows in X.split(self.block_rows(X)):
-            total = FeatureSum(K, len(rows), self.num_features, self.states[0])
+            total = FeatureSum(1, len(rows), self.num_features, self.states[0])
             for node, jacobians in enumerate(self.jacobians(rows, self._sketching)):
                 for layer, jacobian in enumerate(jacobians):
                     jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
-            parts.append(total.result().transpose(0, 1))
+            parts.append(total.result()[0])
         return torch.cat(parts)
 
     def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Return the number of points of a block, which depends on the network alone."""
         jacobians = next(self.jacobians(X[:1], self._sketching))
-        num_outputs = self.coefficients.shape[1]
         per_point = sum(jacobian.nbytes for jacobian in jacobians) + 2 * max(jacobian.nbytes for jacobian in jacobians)
-        return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, num_outputs))
+        return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, 1))
 
     def product_rows(self, X: Shaped[Tensor, "n ..."], budget: int) -> int:
         """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
         jacobians = next(self.jacobians(X[:1], _PRODUCTS))
         by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
-        bytes_per_pair = 3 * self.net.itemsize * self.coefficients.shape[1]  # three blocks, in half of the budget
-        return max(1, min(by_points, int((budget / 2 / bytes_per_pair) ** 0.5)))
+        by_pairs = (budget / 2 / (3 * self.net.itemsize)) ** 0.5  # three blocks, in half of the budget
+        return max(1, min(by_points, int(by_pairs)))
 
     def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[list[LayerJacobian]]:
-        """Compute the layer Jacobians of the K combined outputs, node by node, times the root of its length."""
-        for state, coefficients in zip(self.states, self.coefficients, strict=True):
-            yield layer_jacobians(self.net, WeightLocation(state), X, combined_outputs(self.head, coefficients), cost)
+        """Compute the layer Jacobians of the combined outputs, node by node, times the root of its length."""
+        for state, v in zip(self.states, self.coefficients, strict=True):
+            yield layer_jacobians(self.net, WeightLocation(state), X, combined_outputs(self.head, v[None]), cost)
 
     @property
     def _sketching(self) -> ContractionCost:
         return ContractionCost(1, 1, num_features=self.num_features)
 
 
-def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, "n K"]:
-    parts = [jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2) for jacobian in jacobians]
-    return torch.stack(parts).sum(0)
+def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
+    return torch.stack([jacobian.pointwise_products(jacobian)[:, 0, 0] for jacobian in jacobians]).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
 class PathSketch:
-    """A random map from points to K vectors of k numbers each (docs/theory.md, section 9).
+    """A random map from points to k numbers each (docs/theory.md, section 9).
 
-        z_j(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_nj,    E <z_i(x), z_j(x')> = sum_n w_n v_ni^T J_n(x) J_n(x')^T v_nj
+        z(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_n,    E <z(x), z(x')> = sum_n w_n v_n^T J_n(x) J_n(x')^T v_n
 
     over the nodes n of a path of lengths w_n, with sketches R_n that are drawn from the seed and the run.
 
@@ -204,7 +202,7 @@ class PathSketch:
         trajectory: The run.
         nodes: Nodes of its whole path; None takes each of its steps at its start.
         head: Whether f is the logits or their log-softmax.
-        coefficients: v_nj, the coefficients of the C outputs in each of K sums over outputs.
+        coefficients: v_n, the coefficients of the C outputs at each node.
         num_features: k.
         seed: The seed.
         path: Which the nodes of test copies lie on, where there are any.
@@ -214,7 +212,7 @@ class PathSketch:
     trajectory: Trajectory
     nodes: int | None
     head: Head
-    coefficients: Float[Tensor, "nodes K C"]
+    coefficients: Float[Tensor, "nodes C"]
     num_features: int
     seed: int
     path: WeightPath
@@ -227,7 +225,7 @@ class PathSketch:
             return self.trajectory
         return nodes_trajectory(self.trajectory, self.nodes, is_train=True)
 
-    def features(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "n K k"]:
+    def features(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "n k"]:
         """Compute the features of points.
 
         Args:
@@ -240,8 +238,7 @@ class PathSketch:
         while True:
             with planned(self.trajectory, points.X) as net:
                 work = FeatureWork(self, points, plan=net.plan)
-                shape = (len(points), self.coefficients.shape[1], self.num_features)
-                features = torch.empty(shape, dtype=net.model.spec.dtype, device=net.model.spec.device)
+                features = _reference(net).new_empty(len(points), self.num_features)
                 for piece, sums in run(work, options, "features"):
                     features[work.parts[piece.place[0]][1]] = sums.added["features"]
                 break
@@ -255,7 +252,7 @@ class PathSketch:
 
     def products(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
-    ) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
+    ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " n"], Float[Tensor, " m"]]:
         """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n.
 
         Args:
@@ -268,17 +265,16 @@ class PathSketch:
         """
         while True:
             with planned(self.trajectory, a.X) as net:
-                K, spec = self.coefficients.shape[1], net.model.spec
-                result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
-                of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
+                result = _reference(net).new_empty(len(a), len(b))
+                of_a, of_b = (result.new_empty(len(points)) for points in (a, b))
                 work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
                 for piece, sums in run(work, options, "kernel"):
                     i, j = piece.place
                     (_, n), (_, m), block = work.left[i], work.right[j], sums.added["block"]
-                    result[:, n[:, None], m] = block
+                    result[n[:, None], m] = block
                     of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
                     if a is b and i != j:
-                        result[:, m[:, None], n] = block.mT
+                        result[m[:, None], n] = block.T
                 return result, of_a, of_b
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
@@ -286,15 +282,14 @@ class PathSketch:
         while True:
             with planned(self.trajectory, X) as net:
                 jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
-                return self.coefficients[..., 0].numel() * sum(own.multiplications_per_pair for own in jacobians)
+                return len(self.coefficients) * sum(own.multiplications_per_pair for own in jacobians)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
-        reference = torch.empty(0, dtype=net.model.spec.dtype, device=net.model.spec.device)
+        reference = _reference(net)
         states = tuple(flat_state(run, s, reference) for s in range(run.num_steps))
-        coefficients = run.step_sizes.sqrt()[:, None, None] * self.coefficients
-        key = (self.seed, self.run.digest)
-        return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
+        coefficients = (run.step_sizes.sqrt()[:, None] * self.coefficients).to(reference)
+        return NodeSketch(net, states, self.head, coefficients, self.num_features, (self.seed, self.run.digest))
 
     def parts(
         self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]
@@ -310,7 +305,13 @@ class PathSketch:
 
     def identity(self, *of_points: object) -> str:
         """Return a fingerprint of what is computed of some points."""
-        return fingerprint(self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *of_points)
+        coefficients = self.coefficients[:, None]  # as a matrix of one row at each node, which fingerprints knew first
+        return fingerprint(self.run.digest, self.head, coefficients, self.num_features, self.seed, *of_points)
+
+
+def _reference(net: PlannedModel) -> Float[Tensor, " 0"]:
+    """Return an empty tensor of the computation's dtype and device."""
+    return torch.empty(0, dtype=net.model.spec.dtype, device=net.model.spec.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,8 +350,8 @@ class FeatureWork(RunWork):
     @property
     def piece_bytes(self) -> int:
         """Bytes of the features of the largest piece."""
-        of_point = self.sketch.coefficients.shape[1] * self.sketch.num_features * self.net.itemsize
-        return max((len(rows) for _, rows in self.parts), default=0) * of_point
+        largest = max((len(rows) for _, rows in self.parts), default=0)
+        return largest * self.sketch.num_features * self.net.itemsize
 
     @cached_property
     def parts(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
@@ -382,11 +383,10 @@ class ProductWork(RunWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the products of the points of a piece, and those of each point with itself."""
         (left, n), (right, m) = self.left[place[0]], self.right[place[1]]
-        is_symmetric, K = self.a is self.b and place[0] == place[1], left.coefficients.shape[1]
-        X = self.a.X[n]
+        is_symmetric, X = self.a is self.b and place[0] == place[1], self.a.X[n]
         Y = X if is_symmetric else self.b.X[m]
-        total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
-        left_squares, right_squares = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
+        total = GramAccumulator((1, len(X), len(Y)), left.states[0], is_symmetric)
+        left_squares, right_squares = left.states[0].new_zeros(len(X)), left.states[0].new_zeros(len(Y))
         others = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
         for of_x in left.jacobians(X, _PRODUCTS):
             of_y = of_x if others is None else next(others)
@@ -395,7 +395,7 @@ class ProductWork(RunWork):
             if not is_symmetric:
                 right_squares += _square_lengths(of_y)
         right_squares = left_squares.clone() if is_symmetric else right_squares
-        yield Sums({"block": total.result(), "left": left_squares, "right": right_squares}, steps=1)
+        yield Sums({"block": total.result()[0], "left": left_squares, "right": right_squares}, steps=1)
 
     def identity(self) -> str:
         """Fingerprint of everything on which the products depend."""
@@ -416,7 +416,7 @@ class ProductWork(RunWork):
     def piece_bytes(self) -> int:
         """Bytes of the largest piece."""
         largest = max((len(rows) for _, rows in (*self.left, *self.right)), default=0)
-        return largest**2 * self.sketch.coefficients.shape[1] * self.net.itemsize
+        return largest**2 * self.net.itemsize
 
     @cached_property
     def left(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
@@ -432,7 +432,7 @@ class ProductWork(RunWork):
         return self.sketch.parts(self.net, points, lambda sketch, X: sketch.product_rows(X, self.memory_budget))
 
 
-def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:
+def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes C"]:
     """Return signs of the outputs at each node whose average of v v^T is I.
 
     They are the rows of a Hadamard matrix in turn, restricted to C columns whose signs are drawn: the average over all
@@ -441,4 +441,4 @@ def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]
     C, count = run.num_outputs, run.num_steps
     H = hadamard_matrix(hadamard_order(C, count)).to(torch.float64)
     signs = draw_signs(C, seeded_generator(seed, run.digest, "outputs"), H)
-    return (H[torch.arange(count) % len(H), :C] * signs)[:, None]
+    return H[torch.arange(count) % len(H), :C] * signs

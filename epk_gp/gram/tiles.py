@@ -141,7 +141,7 @@ class GramWork(RunWork):
     b: Points
 
     def __post_init__(self) -> None:
-        """Let the owner's thread compute with the owner's kernel."""
+        """Let the owner's thread compute with the owner's kernel, which has read states already."""
         self._of_thread.kernel = self.planned
 
     @property

@@ -46,7 +46,7 @@ from epk_gp.optimizers.update_rules import (
     second_coefficients,
 )
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.intervals import OPEN, fixed_status, residual_status, rounding_of
+from epk_gp.quadrature.intervals import OPEN, SETTLED, fixed_status, residual_status, rounding_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
 from epk_gp.work.run import Sums
 
@@ -240,13 +240,13 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*found, strict=True)
     )
     size += (of_statistics.abs() @ d[P:].abs()).T
-    rounding = _SUM_ROUNDING * num_layers * eps * size.amax(dim=1)
+    rounding, of_outputs = _SUM_ROUNDING * num_layers * eps * size.amax(dim=1), rounding_of(start, end, w.dtype)
     whole = change + (of_statistics @ d[P:]).T
     error = (block.select_outputs(end - start) - whole).abs().amax(dim=1)
     total = whole if block.classes is None else (end - start).scatter(1, block.classes[:, None], whole)
     if isinstance(rule := block.kernel.rule, AdaptiveRule):
         share = len(stretches_of(block.kernel.path, block.trajectory.num_steps))
-        status = residual_status(error, torch.maximum(rounding_of(start, end), rounding), rule.tol / share)
+        status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
         status = torch.where(error.isfinite(), status, QuadratureStatus.NOT_FINITE)
     else:
@@ -266,7 +266,7 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         orders=twos,
         num_intervals=twos // 2,
         status=status,
-        rounding=rounding,
+        rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
     return StretchAverage(steps, Phi, of_statistics if Q else None, integral, change)
 

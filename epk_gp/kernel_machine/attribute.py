@@ -12,9 +12,11 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import Function, ask
+from epk_gp.autodiff.secants import UnsupportedAverageError
 from epk_gp.autodiff.verification import planned
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
@@ -28,6 +30,7 @@ from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
     Certificate,
+    described_precision,
     integral_facts,
     run_findings,
     sum_tolerance,
@@ -315,7 +318,7 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
         try:
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
-        except (ValueError, RuntimeError):  # something in it has no average
+        except (UnsupportedAverageError, UnsupportedParameterUseError):
             return straight()
     return layerwise()
 
@@ -465,7 +468,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     numbers = integral_facts(rest, work.num_rows * steps) | mismatches.numbers
 
     def tolerance(own: GroupedSums) -> float:
-        return sum_tolerance(kernel.rule, trajectory, initial.dtype, own.size_of_terms(*ends))
+        return sum_tolerance(kernel.rule, trajectory, whole.net.coarsest_dtype, own.size_of_terms(*ends))
 
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])
@@ -475,7 +478,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
     facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
-    facts["states"] = described_states(trajectory)
+    facts |= {"states": described_states(trajectory), "precision": described_precision(whole.net)}
     results = tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

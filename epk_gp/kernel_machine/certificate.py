@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.gradients import CANCELLATION_FACTOR, ReplayedStep, RunReplay, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_of_weights
@@ -26,9 +27,9 @@ from epk_gp.work.run import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 
-# An interval of a step may leave so many of the rule's tolerances, or so many eps of the outputs. The adaptive rule
-# accepts 1 and 16, and more where rounding inside the network is larger.
-_TOLERANCES, _INTERVAL_ROUNDING = 8, 64
+# An interval of a step may leave so many of the rule's tolerances, or `Integral.rounding`. The adaptive rule accepts 1
+# and a quarter of that, and more where rounding inside the network is larger.
+_TOLERANCES = 8
 
 # A sum may miss its value by so many eps of its terms' sizes, per step as steps' rounding adds up at random. In float64
 # it is more than rounding: a gradient that is off by 1e-9 is still seen.
@@ -49,11 +50,8 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
         rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
         num_steps: Stretches that share the rule's tolerance.
     """
-    size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
-    rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
-    if integral.rounding is not None:
-        rounding = torch.maximum(rounding, integral.rounding)
-    allowed = integral.num_intervals * rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
+    rounding = integral.rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
+    allowed = integral.num_intervals * rounding
     largest = torch.stack([integral.residual.max(), (integral.residual / allowed).max()])
     counts = torch.bincount(integral.status, minlength=len(QuadratureStatus))
     added = {"statuses": counts, "evaluations": integral.evaluations.sum().double()}
@@ -95,11 +93,11 @@ def _mismatch_ratio(
         replayed: The step.
         difference: The recorded step less the replayed one.
         dtype: The coarser of the dtypes of run and computation.
-        known: The rounding of a step shortly before, which is not measured again where it explains the difference
-            clearly.
+        known: The rounding of the gradients of a step shortly before, which is not measured again where this step's
+            amplification of it explains the difference clearly.
 
     Returns:
-        The ratio; and the rounding of each parameter, where it was measured.
+        The ratio; and the rounding of each parameter's gradient, where it was measured.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
     differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
@@ -111,14 +109,17 @@ def _mismatch_ratio(
 
     if differences.max() <= plain:
         return ratio(torch.zeros_like(differences)), None
-    if known is not None and (found := ratio(known)) <= _CLEARLY:
+    coefficients = step_coefficients(run, step.index, w)
+    ends = (predict_step(coefficients, model.sizes, w, torch.full_like(w, c), replayed.momentum)[0] for c in (0, 1))
+    amplification = _largest_by_parameter(model, torch.sub(*ends)).clamp(min=torch.finfo(w.dtype).tiny)
+    if known is not None and (found := ratio(known * amplification)) <= _CLEARLY:
         return found, None
     state = flat_state(run, step.index, w)
     moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
     g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
-    again, _ = predict_step(step_coefficients(run, step.index, w), model.sizes, w, g, replayed.momentum)
+    again, _ = predict_step(coefficients, model.sizes, w, g, replayed.momentum)
     rounding = _largest_by_parameter(model, run.with_move(step, w, again) - d)
-    return ratio(rounding), rounding
+    return ratio(rounding), rounding / amplification
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
@@ -157,7 +158,7 @@ class StepMismatches:
     ratio: float = 0.0
     worst_step: int = -1
     options_step: int = -1
-    _rounding: Float[Tensor, " L"] | None = None  # of each parameter, of a step shortly before
+    _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
@@ -362,6 +363,7 @@ class Certificate:
         explains: The state whose network the result explains (`Trajectory.explained`).
         path: The path along which points were integrated, in words.
         states: Why states between kept ones may miss the recorded ones; empty if they do not.
+        precision: Whose rounding the outputs have, where it is not that of the computation; else empty.
     """
 
     max_error: float
@@ -378,6 +380,7 @@ class Certificate:
     explains: str = ""
     path: str = str(straight())
     states: str = ""
+    precision: str = ""
 
     @classmethod
     def of(cls, result: "Certificate") -> "Certificate":
@@ -400,6 +403,7 @@ class Certificate:
             explains=self.explains or other.explains,
             path=self.path,
             states=self.states or other.states,
+            precision=self.precision or other.precision,
             **{name: larger(getattr(self, name), getattr(other, name)) for name in names},
         )
 
@@ -445,12 +449,19 @@ class Certificate:
             certificate_entry(self.findings, "quadrature, steps and sum are within tolerance"),
             Entry("explains", self.explains),
             *([] if self.path == str(straight()) else [Entry("path", self.path)]),
-            *([Entry("states", self.states)] if self.states else []),
+            *(Entry(name, text) for name in ("states", "precision") if (text := getattr(self, name))),
             Entry("largest error", number(self.max_error), f"|sum - network|; at most {number(self.error_tolerance)}"),
             Entry("largest residual", number(self.max_residual), "quadrature of a point and a step"),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
             Entry("evaluations", number(self.evaluations), "per point and step, on average"),
         )
+
+
+def described_precision(net: PlannedModel) -> str:
+    """Say whose rounding a network's outputs have, where it is not that of the computation."""
+    if net.coarsest_dtype == net.model.spec.dtype:
+        return ""
+    return "float32's: the network casts to float32 inside; net.float(), recorded so, is as exact and costs less"
 
 
 def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from epk_gp.kernel_machine.axes import PointsTable
 from epk_gp.kernel_machine.certificate import (
     Certificate,
     StepMismatches,
+    described_precision,
     integral_facts,
     integral_sums,
     sum_tolerance,
@@ -223,12 +224,13 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        error_tolerance=sum_tolerance(kernel.rule, trajectory, initial.dtype, terms),
+        error_tolerance=sum_tolerance(kernel.rule, trajectory, net.coarsest_dtype, terms),
         total_residual=float(sums.added["residuals"].max()),
         max_step_mismatch=float(sums.largest["mismatch"]),
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
         explains=trajectory.explained,
         states=described_states(trajectory),
+        precision=described_precision(net),
         **integral_facts(sums, len(X) * steps),
     )

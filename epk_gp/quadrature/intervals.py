@@ -12,11 +12,13 @@ Patterson 1968). So a higher order costs its new nodes only.
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
@@ -234,15 +236,26 @@ SMOOTH_DECAY = 1e-2
 
 # An integral has settled if so many higher orders in a row let its residual fall like that or, as the last one must,
 # change it by at most _CONVERGED_CHANGE of the residual. What is left is taken for rounding inside the network if it is
-# at most _SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
+# at most SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
 # fraction of the integral: a kink that all of these orders miss lies so near to an end of the interval.
-_RAISES, _SETTLED, _SMALL_PART = 2, 4, 1e-6
+_RAISES, SETTLED, _SMALL_PART = 2, 4, 1e-6
 
 OPEN = -1  # the interval is to be refined
 
+R = TypeVar("R", bound="_Rows")
+
 
 @dataclass(frozen=True, eq=False)
-class Lineage:
+class _Rows:
+    """Tensors with a row for each of E intervals."""
+
+    def __getitem__(self: R, rows: Shaped[Tensor, " _"]) -> R:
+        """Return those of some of the intervals."""
+        return replace(self, **{name: value[rows] for name, value in vars(self).items() if not isinstance(value, int)})
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage(_Rows):
     """For how many generations the quadrature of E intervals has converged to something else than f(b) - f(a).
 
     Attributes:
@@ -257,10 +270,6 @@ class Lineage:
     generations: Int64[Tensor, " E"]
     error: Float[Tensor, " E"]
 
-    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Lineage":
-        """Return those of some of the intervals."""
-        return Lineage(*(value[rows] for value in vars(self).values()))
-
 
 @dataclass(frozen=True, eq=False)
 class Parents:
@@ -274,15 +283,15 @@ class Parents:
     """
 
     residual: Float[Tensor, "F C"]
-    lineage: "Lineage"
+    lineage: Lineage
     is_halved: Bool[Tensor, " F"]
     is_raised: Bool[Tensor, " F"]
 
 
-def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
-    """Return the residual that is taken for rounding of each point's outputs."""
+def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """Return the residual that is taken for rounding of each point's outputs, in a dtype."""
     size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=1.0)
-    return _ROUNDING * torch.finfo(size.dtype).eps * size
+    return _ROUNDING * torch.finfo(dtype).eps * size
 
 
 def fixed_status(error: Float[Tensor, " E"]) -> Int64[Tensor, " E"]:
@@ -334,7 +343,7 @@ def may_be_rounding(found: "Integrated") -> Bool[Tensor, " E"]:
     """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
     error, rounding = found.error, found.rounding
     is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * found.integral.abs().amax(dim=1))
-    return (error <= _SETTLED * rounding) | is_small_part
+    return (error <= SETTLED * rounding) | is_small_part
 
 
 def limit_status(found: "Integrated", lineage: Lineage) -> Int64[Tensor, " E"]:
@@ -356,7 +365,7 @@ def limit_status(found: "Integrated", lineage: Lineage) -> Int64[Tensor, " E"]:
 
 
 @dataclass(frozen=True, eq=False)
-class Intervals:
+class Intervals(_Rows):
     """E intervals [a, b] of points.
 
     Attributes:
@@ -390,13 +399,9 @@ class Intervals:
         """Count the intervals."""
         return len(self.point)
 
-    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Intervals":
-        """Return some of them."""
-        return Intervals(*(value[rows] for value in vars(self).values()))
-
 
 @dataclass(frozen=True, eq=False)
-class Integrated:
+class Integrated(_Rows):
     """E intervals of one level, with what their nodes gave.
 
     Attributes:
@@ -419,20 +424,18 @@ class Integrated:
     rounding: Float[Tensor, " E"]
     level: int
 
-    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Integrated":
-        """Return some of them."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if name != "level"}
-        return replace(self, **tensors)
 
-
-@dataclass(frozen=True, eq=False)
 class StageTable:
     """The orders of intervals as tensors: row r belongs to the r-th order.
 
-    Attributes:
+    Args:
         stages: The orders.
         half: Row of that with which a half of an interval starts; a step, or an interval between located kinks, starts
             with the first one.
+        dtype: Of the numbers.
+        device: Of the tensors.
+
+    Attributes:
         nodes: Padded with zeros, (R, Q).
         weights: Likewise, (R, Q).
         size: Number of nodes.
@@ -444,51 +447,31 @@ class StageTable:
         num_kept: K, the largest number of nodes that is known to another order.
     """
 
-    stages: tuple[Stage, ...]
-    half: int
-    nodes: Float[Tensor, "R Q"]
-    weights: Float[Tensor, "R Q"]
-    size: Int64[Tensor, " R"]
-    num_known: Int64[Tensor, " R"]
-    degree: Int64[Tensor, " R"]
-    previous: Int64[Tensor, " R"]
-    option: Int64[Tensor, " R"]
-    errors: Float[Tensor, "R J"]
-    num_kept: int
+    def __init__(self, stages: tuple[Stage, ...], half: int, dtype: torch.dtype, device: torch.device) -> None:
+        def integers(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, device=device)
+
+        def padded(rows: list[tuple[float, ...]]) -> Tensor:
+            return pad_sequence([torch.tensor(row, dtype=dtype, device=device) for row in rows], batch_first=True)
+
+        self.stages, self.half = stages, half
+        self.nodes = padded([stage.rule.nodes for stage in stages])
+        self.weights = padded([stage.rule.weights for stage in stages])
+        self.size = integers([len(stage.rule) for stage in stages])
+        self.num_known = integers([stage.num_known for stage in stages])
+        self.degree = integers([stage.degree for stage in stages])
+        self.previous = integers([stage.previous for stage in stages])
+        self.option = integers([min(stage.options, default=-1) for stage in stages])
+        self.errors = padded([tuple(legendre_errors(stage.rule, stage.degree)) for stage in stages])
+        self.num_kept = max(stage.num_known for stage in stages)
 
 
 @lru_cache(maxsize=16)
 def stage_table(rule: QuadratureRule | AdaptiveRule, dtype: torch.dtype, device: torch.device) -> StageTable:
     """Return the orders of intervals under a rule as tensors."""
-    table: tuple[Stage, ...]
     if isinstance(rule, QuadratureRule):
-        table, half = (Stage(rule, 0, 0, -1, (), ()),), 0
-    else:
-        table, half = rising_stages(rule.order)
-    reference = torch.zeros((), dtype=dtype, device=device)
-    width = max(len(stage.rule) for stage in table)
-
-    def padded(rows: list[tuple[float, ...]]) -> Tensor:
-        return reference.new_tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
-
-    def integers(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=reference.device)
-
-    rises = len(table) > 1
-    errors = [legendre_errors(stage.rule, stage.degree) for stage in table] if rises else [np.zeros(NUM_TERMS)]
-    return StageTable(
-        stages=table,
-        half=half,
-        nodes=padded([stage.rule.nodes for stage in table]),
-        weights=padded([stage.rule.weights for stage in table]),
-        size=integers([len(stage.rule) for stage in table]),
-        num_known=integers([stage.num_known for stage in table]),
-        degree=integers([stage.degree for stage in table]),
-        previous=integers([stage.previous for stage in table]),
-        option=integers([min(stage.options, default=-1) for stage in table]),
-        errors=reference.new_tensor(np.stack(errors)),
-        num_kept=max(stage.num_known for stage in table),
-    )
+        return StageTable((Stage(rule, 0, 0, -1, (), ()),), 0, dtype, device)
+    return StageTable(*rising_stages(rule.order), dtype, device)
 
 
 @lru_cache(maxsize=16)

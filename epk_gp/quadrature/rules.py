@@ -7,7 +7,6 @@ terms of a prediction differ, their sum does not (docs/theory.md, section 11).
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
 
 import numpy as np
 
@@ -217,17 +216,6 @@ class QuadratureStatus(IntEnum):
 
 
 @dataclass(frozen=True)
-class StraightPath:
-    """Every step is a straight line of its own: the path of Definition 3.4, Bell et al. (2023)."""
-
-    every: ClassVar[int] = 1
-
-    def __str__(self) -> str:
-        """Describe the path."""
-        return "straight steps"
-
-
-@dataclass(frozen=True)
 class ChordPath:
     """Straight lines between every k-th state.
 
@@ -235,7 +223,8 @@ class ChordPath:
     about as much as one step, and some 3 evaluations for each kink on it.
 
     Attributes:
-        every: k, from 1. The last chord has the steps that are left; where k is larger than S there is one chord.
+        every: k, from 1: then every step is a line of its own, the path of Definition 3.4, Bell et al. (2023). The last
+            chord has the steps that are left; where k is larger than S there is one chord.
     """
 
     every: int
@@ -246,7 +235,7 @@ class ChordPath:
 
     def __str__(self) -> str:
         """Describe the path."""
-        return f"straight lines, each over {count(self.every, 'step')}"
+        return "straight steps" if self.every == 1 else f"straight lines, each over {count(self.every, 'step')}"
 
 
 @dataclass(frozen=True)
@@ -275,12 +264,12 @@ class LayerwisePath:
         return f"derivatives averaged operation by operation, each over {count(self.every, 'step')}"
 
 
-WeightPath = StraightPath | ChordPath | LayerwisePath
+WeightPath = ChordPath | LayerwisePath
 
 
-def straight() -> StraightPath:
+def straight() -> ChordPath:
     """Every step is a straight line: the path of the paper, and the default everywhere."""
-    return StraightPath()
+    return ChordPath(1)
 
 
 def chords(every: int) -> ChordPath:
@@ -313,7 +302,7 @@ def validate_path(path: object) -> None:
     """Raise if an object is not a path.
 
     Raises:
-        TypeError: The object is neither straight steps, nor chords, nor a layerwise path.
+        TypeError: The object is neither straight lines nor a layerwise path.
     """
     if not isinstance(path, WeightPath):
         raise TypeError(f"path must be a path such as epk_gp.straight() or epk_gp.chords(every=20): got {path!r}.")
@@ -321,7 +310,7 @@ def validate_path(path: object) -> None:
 
 def path_identity(path: WeightPath) -> tuple[WeightPath, ...]:
     """Return what a fingerprint depends on: nothing for straight steps, whose fingerprints knew of no paths."""
-    return () if isinstance(path, StraightPath) or path == ChordPath(1) else (path,)
+    return () if path == straight() else (path,)
 
 
 def stretches_of(path: WeightPath, num_steps: int, steps: slice = slice(None)) -> list[range]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from epk_gp.core.checks import is_finite
 from epk_gp.core.moves import Move
-from epk_gp.core.states import RecomputedStates, recomputation_of, recomputed_run
+from epk_gp.core.states import Recomputation, recomputed_run
 from epk_gp.core.step import DIGEST_BYTES, Step, tensor_bytes
 from epk_gp.core.trajectory import FirstOf, Trajectory
 from epk_gp.core.update_law import compact_update
@@ -206,7 +206,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         if PASSES not in actual:
             return steps
         validate_passes(tensors, steps, schema, where)
-        return with_stored_passes(steps, tensors, Path(path), chunk, schema)
+    return with_stored_passes(Path(path), chunk, schema, steps)
 
 
 def _validate_layout(
@@ -455,10 +455,9 @@ def require_same_run(trajectory: Trajectory) -> None:
         FileNotFoundError: The folder holds no run.
         ValueError: It holds another run.
     """
-    recomputation = recomputation_of(trajectory)
-    states = trajectory.trained.states if recomputation is None else recomputation.kept
-    while isinstance(states, FirstOf | RecomputedStates):  # of a run up to a state
-        states = states.whole if isinstance(states, FirstOf) else states.recomputation.kept
+    states: Any = trajectory.trained.states
+    while isinstance(states, FirstOf | Recomputation):  # of a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.kept
     if not isinstance(states, StoredStates):
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:

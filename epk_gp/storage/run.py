@@ -140,8 +140,9 @@ def validate_loss_function(trajectory: Trajectory) -> None:
         return
     recomputation = recomputation_of(trajectory)
     if recomputation is not None:  # computed states are those of the given loss: a kept one says whether it is recorded
-        state, jump, _ = next(iter(recomputation.jumps(trajectory.model.spec)))
-        if not jump <= recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0]):
+        state = recomputation.kept.numbers[1]
+        allowed = recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0])
+        if not recomputation.jump(state, trajectory.model.spec) <= allowed:
             raise ValueError(f"loss must be the recorded one: its steps do not lead to state {state}.")
         return
     start, end = trajectory.states[0], trajectory.states[1]

@@ -240,6 +240,13 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     arrays = load_file(tmp_path / "influence" / "influence.safetensors")
     effect = epk.influence(recorder.trajectory, X[:2], function=epk.log_probability(answers))
     assert torch.allclose(arrays["values"], effect.values, rtol=0, atol=1e-12)
+    page = tmp_path / "report.html"
+    assert run("report", *asked, "--out", page, "--kernel-points", 0, "--influence", "--num-points", 1) == 0
+    (explanation,), quantum = embedded(page)["points"][0]["explanations"].values(), embedded(page)["quantum"]
+    assert explanation["network"] * quantum == pytest.approx(float(parts.network[0, 0]), abs=quantum)
+    for index, value, derivative in explanation["views"]["*|*"]["raised"]:
+        assert value * quantum == pytest.approx(float(parts.samples[0, 0, index]), abs=1e-10)
+        assert derivative == pytest.approx(float(effect.values[0, 0, index]), rel=1e-4)
     assert run("attribute", *asked, "--out", tmp_path / "plan", "--estimate", 1) == 0
     said = refused(capsys, "attribute", *asked, "--out", tmp_path / "no", "--head", "logits")
     assert "--outputs answers explains the log-probability of `answers`" in said

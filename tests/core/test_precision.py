@@ -32,7 +32,7 @@ def test_float32_is_not_replaced_inside_and_the_users_choice_comes_back(choose: 
             assert switches() == ["ieee"] * 4 + [True, False]
             assert torch.get_float32_matmul_precision() == "highest"
         assert switches() == before
-        with kernels_of_the_loop(), disable_fused_attention():
+        with disable_fused_attention(), kernels_of_the_loop():
             assert switches() == before
     finally:
         torch.backends.cudnn.rnn.fp32_precision = initial

@@ -1,6 +1,7 @@
 """The order in which steps are made again, counted in a run of 100,000 steps that nothing computes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ STEPS = 100_000
 class Counted(Segments):
     """States are their numbers; a step may only be made from the state before it."""
 
-    def __init__(self, every, *, is_whole, start_bytes=0):
-        super().__init__([*range(0, STEPS, every), STEPS], 8, start_bytes, is_whole=is_whole)
+    def __init__(self, every):
+        super().__init__(SimpleNamespace(numbers=[*range(0, STEPS, every), STEPS]), None, 8)
         self.count, self.most = 0, 0
 
     def is_stored(self, state):
-        return state in self.kept
+        return state in self.numbers
 
     def stored(self, state):
         return state
@@ -28,21 +29,20 @@ class Counted(Segments):
         assert start == first
         self.count += end - first
         held = sum(len(segment.states) for segment in self.made.values()) + end - first + 1
-        self.most = max(self.most, held + len(self.starts._held))
+        self.most = max(self.most, held + len(self.starts))
         return Segment([torch.tensor([float(s)]) for s in range(first, end + 1)], [], end)
 
     def read(self, state):
-        return state if state in self.kept else float(self.state(state))
+        return state if state in self.numbers else float(self.state(state))
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["bit by bit", "by the update rule"])
 @pytest.mark.parametrize("every", [2154, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 7, 20, 316, STEPS))])
-def test_no_step_is_made_more_than_twice_and_some_roots_of_states_are_held(every, is_whole, monkeypatch):
+def test_no_step_is_made_more_than_twice_and_some_roots_of_states_are_held(every, monkeypatch):
     """On the way up, as the comparison of steps reads them, and on the way down, as adjoints do, by chords too."""
     monkeypatch.setattr(replay, "HELD_BYTES", 0)
     longest = 5 if every > 100 else 1  # shorter than what is held
     for steps, chord in ((range(STEPS), 1), (reversed(range(STEPS)), longest)):
-        run = Counted(every, is_whole=is_whole)
+        run = Counted(every)
         for s in steps:
             if s % chord == chord - 1:
                 assert run.read(s - chord + 1) == s - chord + 1
@@ -56,17 +56,17 @@ def test_no_step_is_made_more_than_twice_and_some_roots_of_states_are_held(every
 def test_a_stretch_that_fits_into_memory_is_made_once(monkeypatch):
     monkeypatch.setattr(replay, "HELD_BYTES", 8 * 2 * 400)
     for steps in (range(STEPS), reversed(range(STEPS))):
-        run = Counted(316, is_whole=True)
+        run = Counted(316)
         assert not run.is_divided
         for s in steps:
             run.segment(s)
         assert run.count == STEPS
 
 
-def test_what_segments_begin_with_lies_in_files_beyond_the_memory_and_is_written_over(monkeypatch, tmp_path):
+def test_what_segments_begin_with_lies_in_files_that_are_written_over(monkeypatch, tmp_path):
     monkeypatch.setattr(replay, "HELD_BYTES", 0)
     monkeypatch.setattr(replay.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    run = Counted(1000, is_whole=True, start_bytes=1)
+    run = Counted(1000)
     for s in reversed(range(STEPS - 5000, STEPS)):
         assert run.read(s) == s
     assert len([*tmp_path.iterdir()]) <= math.isqrt(1000) + 2

@@ -71,7 +71,7 @@ def test_training_copies_are_taken_at_the_starts_of_their_steps(tanh: Case) -> N
     frozen = replace(nodes_trajectory(run, 3), states=run.states)
     sketch = trace_sketch(run, K, nodes=3, seed=0, head=None)
     vars(sketch)["run"] = replace(frozen, digest=sketch.run.digest)
-    starts = sketch.features(epk.Points(tanh.test, False))[:, 0]
+    starts = sketch.features(epk.Points(tanh.test, False))
     moving = epk.path_features(run, tanh.test, K, nodes=3, num_probe=0)
     assert_close(z[mask] @ z.T, starts[mask] @ torch.where(mask[:, None], starts, moving).T)
     assert_close(z[~mask] + 0, moving[~mask])
@@ -82,7 +82,7 @@ def test_training_copies_are_taken_at_the_starts_of_their_steps(tanh: Case) -> N
 def test_expected_products_are_exact_where_the_matrix_fits_the_nodes(nodes: int, outputs: int) -> None:
     sketch = trace_sketch(make_case("tanh").trajectory, 8, nodes=nodes, seed=3, head="logits")
     run = replace(sketch.run, num_outputs=outputs)
-    from_seed = node_sketch.trace_coefficients(run, 3)[:, 0]
+    from_seed = node_sketch.trace_coefficients(run, 3)
     torch.testing.assert_close(from_seed.T @ from_seed, nodes * torch.eye(outputs, dtype=torch.float64))
 
 

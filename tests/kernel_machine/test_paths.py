@@ -256,6 +256,32 @@ def test_large_networks_take_layerwise_by_default_where_they_can_and_say_so(name
     assert (parts.path in " ".join(repr(parts).split())) == (takes != epk.straight())
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("no such file")])
+def test_a_fault_of_the_network_is_no_reason_for_another_path(error, monkeypatch):
+    """Only what has no average, here the size of complex numbers, is a reason."""
+
+    def sizes(h):
+        if fails:
+            raise error
+        return torch.view_as_complex(h.view(-1, 3, 2)).abs()
+
+    def failing(*args):
+        fails.append(True)
+        try:
+            return average(*args)
+        finally:
+            fails.clear()
+
+    fails, average = [], attribute.secant_jacobians
+    net = nn.Sequential(nn.Linear(4, 6), Apply(sizes)).double()
+    run = epk.train(net, queries(8), torch.arange(8) % 3, optimizer=OPTIMIZERS["momentum"](net), steps=1)
+    monkeypatch.setattr(attribute, "_LARGE", 1)
+    assert epk.attribute(run, queries(1)).path == "straight steps"
+    monkeypatch.setattr(attribute, "secant_jacobians", failing)
+    with pytest.raises(type(error), match=str(error)):
+        epk.attribute(run, queries(1))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_path_or_cannot_be_integrated_is_refused():
     run, X, path = recorded("tanh_sgd"), queries(), epk.layerwise(2)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checked_networks import FAULTY, SOUND, Autocast, Base, SingleInside, TopOneExperts
+from checked_networks import FAULTY, SOUND, Autocast, Base, SingleInside, SingleNorm, TopOneExperts
 from torch import nn
 
 import epk_gp as epk
@@ -50,6 +50,11 @@ def test_reduced_precision_and_outputs_that_jump_along_a_step_are_named():
         record(Autocast, torch.float32)
     with pytest.warns(CertificateWarning, match="outputs jump by .* along the step .hard routing"):
         record(TopOneExperts, make_optimizer=rate(2.0))
+
+
+def test_float32_inside_of_float64_is_no_wrong_derivative_and_is_named():
+    with pytest.warns(CertificateWarning, match=r"^step 0: the network computes in float32 inside.*net\.float\(\)"):
+        record(SingleNorm)
 
 
 class Late(FAULTY["stop_gradient"]):
