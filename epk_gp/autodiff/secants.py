@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,7 +21,9 @@ from epk_gp.autodiff.averages import (
     Ends,
     Exponentials,
     HeldProducts,
+    Outputs,
     Pull,
+    SegmentSecant,
     identity,
     log_softmax,
     matmul_pulls,
@@ -64,16 +64,8 @@ from epk_gp.autodiff.interception import (
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
 
-Outputs = tuple[Tensor, ...]
-
-# Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
-
 # What takes most of a pass: results are held for the stretch before.
 _MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
-
-# A remainder below so many eps of the outputs' size is rounding, and is not distributed.
-_ROUNDING = 64
 
 # What a tensor carries: its value at the end, and the mean of both, with the version that it is the mean of.
 _END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
@@ -103,63 +95,6 @@ def middle_of(x: Tensor) -> Tensor:
         if has_rows(x):
             setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
     return known[1]
-
-
-class SegmentSecant(torch.autograd.Function):
-    """Any function: its derivative's mean over the segment between both ends, and what that leaves.
-
-    The mean is taken at four Gauss-Legendre nodes. What it leaves of the change of the outputs is distributed in
-    proportion to the changes of the inputs: the smallest correction that leaves nothing, row by row.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], results: Any, *inputs: Any
-    ) -> Outputs:
-        """Return the results at the start.
-
-        Args:
-            ctx: What the backward pass needs.
-            function: Maps a place in [0, 1] and inputs to the floating-point outputs.
-            ends: The inputs at both ends.
-            results: The outputs at both ends, and whether they have rows.
-            inputs: The inputs, which the gradients are for.
-        """
-        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, results
-        ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
-        ctx.sizes = [start.abs() + end.abs() for start, end in outputs]
-        return tuple(start for start, _ in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Average the derivative, and distribute what is left."""
-        means = _mean_gradients(ctx.function, ctx.ends, grads)
-        changes, inner = [end - start for start, end in ctx.ends], partial(_inner, has_rows=ctx.has_rows)
-        left = inner(ctx.changes, grads) - inner(means, changes)
-        size, length = inner(ctx.sizes, [grad.abs() for grad in grads]), inner(changes, changes)
-        is_left = (left.abs() > _ROUNDING * torch.finfo(left.dtype).eps * size) & (length > 0)
-        factor = torch.where(is_left, left / length, 0.0)
-        pairs = zip(means, changes, strict=True)
-        return None, None, None, *(m + factor.view(-1, *[1] * (c.ndim - 1)).squeeze(0) * c for m, c in pairs)
-
-
-def _mean_gradients(function: Callable[..., Outputs], ends: Sequence[Ends], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Average the contracted derivative over the segment between both ends."""
-    means = [torch.zeros_like(start) for start, _ in ends]
-    for node, weight in zip((1 + _NODES) / 2, _WEIGHTS / 2, strict=True):
-        here = [torch.lerp(*both, float(node)).requires_grad_() for both in ends]
-        with torch.enable_grad():
-            outputs = function(node, *(x.clone() for x in here))
-            found = torch.autograd.grad(outputs, here, grads, allow_unused=True, materialize_grads=True)
-        for mean, grad in zip(means, found, strict=True):
-            mean.add_(grad, alpha=float(weight))
-    return means
-
-
-def _inner(left: Sequence[Tensor], right: Sequence[Tensor], *, has_rows: bool) -> Float[Tensor, " n"]:
-    """Sum the products of all entries, row by row."""
-    products = [a * b for a, b in zip(left, right, strict=True)]
-    return torch.stack([value.reshape(len(value) if has_rows else 1, -1).sum(1) for value in products]).sum(0)
 
 
 def _attention(
