@@ -6,7 +6,6 @@ Each block is computed once.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from numbers import Integral
 from threading import RLock
 from typing import Literal
 
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeOptions, validate_count
+from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
@@ -87,15 +86,13 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
         TypeError: `outputs` is neither a string nor an integer.
         ValueError: `outputs` is an unknown string, or no class of the network has that index.
     """
-    given: object = outputs  # NumPy's integers count too
-    message = f"outputs must be one of {list(_EQUATIONS)} or a class index: got {outputs!r}."
-    if isinstance(given, bool) or not isinstance(given, Integral | str):
-        raise TypeError(message)
+    words = f"one of {list(_EQUATIONS)} or a class index"
     if isinstance(outputs, str):
         if outputs not in _EQUATIONS:
-            raise ValueError(message)
+            raise ValueError(f"outputs must be {words}: got {outputs!r}.")
         matrices = torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
         return OutputStructure(outputs, num_outputs), matrices
+    validate_integer(outputs, "outputs", words)
     if not 0 <= outputs < num_outputs:
         raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
     return OutputStructure("independent", num_outputs), torch.tensor(int(outputs))

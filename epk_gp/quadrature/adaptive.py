@@ -19,7 +19,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import WeightSegment, directional_derivatives, values
 from epk_gp.core.checks import validate_finite
 from epk_gp.quadrature import intervals as iv
-from epk_gp.quadrature.kinks import locate_graph_kinks, locate_kinks, may_switch, values_at_ends
+from epk_gp.quadrature.kinks import locate_kinks, may_switch, values_at_ends
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
 # Predicted errors may exceed the tolerance by this factor: they are cautious. With 1, small steps took 2 % more
@@ -200,9 +200,8 @@ class _Refinement:
 
     def _located_cuts(self, intervals: iv.Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
         """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
-        locate = locate_graph_kinks if self.segment.net.plan.shares_pass else locate_kinks
         point = intervals.point[rows]
-        interval, cuts, is_searched = locate(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
+        interval, cuts, is_searched = locate_kinks(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
         searched = point[is_searched]
         cost = torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=self.evaluations.dtype)
         self.evaluations.index_add_(0, searched, cost)
