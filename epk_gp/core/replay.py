@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -190,9 +190,6 @@ class _MissedError(Exception):
 _ERRORS = (_MissedError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _Kernels = Callable[[], AbstractContextManager[None]]
 _NUM_LOSSES = 6  # the most ways that `loop_losses` gives, and the sum over rows
-_WAYS = [
-    (kernels, number) for kernels in (kernels_of_the_loop, disable_fused_attention) for number in range(_NUM_LOSSES)
-]
 
 
 class _LoopPasses(TrainingReplay):
@@ -251,9 +248,9 @@ class BitwiseReplay(Segments):
         stretch = bisect_right(self.kept.numbers, step) - 1
         if stretch in self.known:
             return self.known[stretch] is None
-        ways, reasons = _WAYS if self.way is None else [self.way], dict[str, None]()
-        if self.run.dtype == torch.float64:  # where the update rule gives the states too, whatever other threads do
-            ways = [way for way in ways if way[0] is disable_fused_attention]
+        # in float64 the update rule gives the states too, whatever other threads do
+        own, reasons = [kernels_of_the_loop] * (self.run.dtype != torch.float64), dict[str, None]()
+        ways = product([*own, disable_fused_attention], range(_NUM_LOSSES)) if self.way is None else [self.way]
         for self._trial in ways:
             try:
                 self.segment(step)
