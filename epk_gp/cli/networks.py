@@ -76,22 +76,17 @@ def network_and_output(spec: NetworkSpec) -> tuple[nn.Module, Callable[[Any], Te
     """
     if spec.name not in _BUILT_IN:
         return _from_factory(spec.name)
-    return _built_in(spec), None
-
-
-def _built_in(spec: NetworkSpec) -> nn.Module:
     activation, shape = _ACTIVATIONS[spec.activation], spec.input_shape
     if spec.name == "mlp":
         size = torch.Size(shape).numel()
         layers = [nn.Linear(size, spec.width), activation(), nn.Linear(spec.width, spec.num_outputs)]
-        return nn.Sequential(*([nn.Flatten()] if len(shape) > 1 else []), *layers)
+        return nn.Sequential(*([nn.Flatten()] if len(shape) > 1 else []), *layers), None
     if len(shape) != 3 or min(shape[1:]) < 4:
         raise ValueError(f"the cnn needs images (channels, height >= 4, width >= 4): got {tuple(shape)}.")
     first, second = nn.Conv2d(shape[0], 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
     last = nn.Linear(16 * (shape[1] // 4) * (shape[2] // 4), spec.num_outputs)
-    return nn.Sequential(
-        first, activation(), nn.MaxPool2d(2), second, activation(), nn.MaxPool2d(2), nn.Flatten(), last
-    )
+    layers = [first, activation(), nn.MaxPool2d(2), second, activation(), nn.MaxPool2d(2), nn.Flatten(), last]
+    return nn.Sequential(*layers), None
 
 
 def network_spec(

@@ -90,18 +90,10 @@ PointsFile = Annotated[
     ),
 ]
 HeadOption = Annotated[
-    Head | None,
-    typer.Option(
-        help="Explain the logits (the network's outputs), or their log-softmax. By default as the run's loss has it: "
-        "log_softmax for cross entropy, logits otherwise."
-    ),
+    Head | None, typer.Option(help="Explain the logits, or their log-softmax: the default for cross entropy alone.")
 ]
-RuleOption = Annotated[
-    str,
-    typer.Option(
-        help="adaptive[:TOL], gauss-legendre:N (N <= 1000), left-riemann:N, midpoint:N (N <= 10000) or left-endpoint."
-    ),
-]
+_RULES = "adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint"
+RuleOption = Annotated[str, typer.Option(help=f"{_RULES}; N nodes in each step.")]
 PathOption = Annotated[
     str,
     typer.Option(
@@ -132,12 +124,7 @@ Explained = Annotated[
 ]
 Estimate = Annotated[
     float | None,
-    number(
-        "Only say into how many pieces the command divides, their bytes, and the seconds they take: the first ones are "
-        "computed for so many seconds, a little more where one piece of each kind takes longer. Nothing is written.",
-        0.1,
-        below=1e5,
-    ),
+    number("Write nothing; say what it costs: pieces, bytes, seconds, measured in about so many.", 0.1, below=1e5),
 ]
 TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
@@ -151,8 +138,7 @@ def parse_rule(text: str) -> rules.Rule:
     """
     kinds: dict[str, Callable[..., rules.Rule]] = {"adaptive": rules.adaptive, "left-endpoint": rules.left_endpoint}
     kinds |= {"gauss-legendre": rules.gauss_legendre, "left-riemann": rules.left_riemann, "midpoint": rules.midpoint}
-    names = "adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint"
-    return _parse_named(text, kinds, f"--rule must be {names}")
+    return _parse_named(text, kinds, f"--rule must be {_RULES}")
 
 
 def parse_path(text: str) -> rules.WeightPath:

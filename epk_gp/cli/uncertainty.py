@@ -52,12 +52,7 @@ Features = Annotated[
 
 Nodes = Annotated[
     int | None,
-    opt.count(
-        "Nodes of the path that stand for all its steps. Scores and labels: 20 by default, or as many as outputs up to "
-        "256. Map: all steps by default; 20 nodes take a fraction of the time.",
-        1,
-        10**6,
-    ),
+    opt.count("Nodes in place of all steps: 20 by default, or one an output up to 256; of a map no fewer.", 1, 10**6),
 ]
 
 

@@ -148,8 +148,8 @@ class TrainingReplay:
         model, module = self.model, self._module(data, exact=exact)
         leaves = leaves_of(module, model, self.state(state, data, exact=exact))
         try:
-            with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data, exact=exact):
-                values = self.losses_of(self._call(module, data, exact), data)
+            with torch.enable_grad(), disable_fused_attention(), self.conditions(module, data, exact=exact):
+                values = self.losses_of(self.call(module, data, exact=exact), data)
                 after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -191,9 +191,9 @@ class TrainingReplay:
         module = self._module(data)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
-        with disable_fused_attention(), self._conditions(module, data, exact=True), keeping:
+        with disable_fused_attention(), self.conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
-            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, True)
+            returned = self.call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact=True)
             return self.losses_of(returned, data, by_target=by_target)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
@@ -265,7 +265,7 @@ class TrainingReplay:
             state = torch.cat([w.to(state), statistics.to(state)])
         return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
-    def _call(self, function: Callable[..., Any], data: PassData, exact: bool) -> Any:
+    def call(self, function: Callable[..., Any], data: PassData, *, exact: bool) -> Any:
         """Call the network with the rows of a pass, and return what it returns for them."""
         spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
@@ -289,7 +289,8 @@ class TrainingReplay:
         return per_sample_losses(self.loss, value, y) if is_as_recorded else seen_losses(self.loss, value, data)
 
     @contextmanager
-    def _conditions(self, module: nn.Module, data: PassData, *, exact: bool) -> Iterator[None]:
+    def conditions(self, module: nn.Module, data: PassData, *, exact: bool) -> Iterator[None]:
+        """Give a network the modes, settings, random numbers and precision of a pass."""
         self._set_modes(module, data.forward)
         autocast = None if exact else data.forward.autocast
         mixed = nullcontext() if autocast is None else torch.autocast(self.spec.device.type, dtype=autocast)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -44,7 +44,6 @@ from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
     broadcast_to_params,
-    is_clipped,
     stack_coefficients,
     step_clip,
 )
@@ -191,9 +190,6 @@ class _MissedError(Exception):
 _ERRORS = (_MissedError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _Kernels = Callable[[], AbstractContextManager[None]]
 _NUM_LOSSES = 6  # the most ways that `loop_losses` gives, and the sum over rows
-_WAYS = [
-    (kernels, number) for kernels in (kernels_of_the_loop, disable_fused_attention) for number in range(_NUM_LOSSES)
-]
 
 
 class _LoopPasses(TrainingReplay):
@@ -204,8 +200,8 @@ class _LoopPasses(TrainingReplay):
         module, (kernels, number) = self.module_in_modes(data), way
         write_state(module, self.model, self.state(state, data))
         with torch.enable_grad(), kernels():
-            with self._conditions(module, data, exact=False):
-                returned = self._call(module, data, False)
+            with self.conditions(module, data, exact=False):
+                returned = self.call(module, data, exact=False)
                 factor, function = self._losses(returned, data)[number]
                 loss = factor * function()
             loss.backward()
@@ -252,9 +248,9 @@ class BitwiseReplay(Segments):
         stretch = bisect_right(self.kept.numbers, step) - 1
         if stretch in self.known:
             return self.known[stretch] is None
-        ways, reasons = _WAYS if self.way is None else [self.way], dict[str, None]()
-        if self.run.dtype == torch.float64:  # where the update rule gives the states too, whatever other threads do
-            ways = [way for way in ways if way[0] is disable_fused_attention]
+        # in float64 the update rule gives the states too, whatever other threads do
+        own, reasons = [kernels_of_the_loop] * (self.run.dtype != torch.float64), dict[str, None]()
+        ways = product([*own, disable_fused_attention], range(_NUM_LOSSES)) if self.way is None else [self.way]
         for self._trial in ways:
             try:
                 self.segment(step)
@@ -360,10 +356,7 @@ class BitwiseReplay(Segments):
     def _clip(self, module: nn.Module, update: UpdateCoefficients) -> None:
         """Clip the gradients as the loop did: as stated, or as the factors of the step show it."""
         model = self.passes.model
-        clip = self.run.clip
-        if clip is None and is_clipped(update):
-            parts = {name: p if p.grad is None else p.grad for name, p in module.named_parameters()}
-            g = model.flatten(parts)
-            clip = step_clip(None, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
+        g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
+        clip = step_clip(self.run.clip, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
         if clip is not None:
             clip.clip_gradients(module)

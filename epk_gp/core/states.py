@@ -137,7 +137,7 @@ def averaged_trajectory(
             f"{tuple(a.shape)} and values {a[:5].tolist()}."
         )
     lead = None if start is None else trajectory.states[0].double() - start
-    states, statistics = AveragedStates(trajectory.states, a, lead), None
+    states, statistics = AveragedStates(trajectory.states, a, lead, trajectory.model.spec), None
     whole = trajectory.statistics
     if network is not None and (statistics := _statistics_of_average(trajectory, states, network)) is not None:
         whole = EndingWith(whole, len(states), end=statistics)
@@ -231,11 +231,11 @@ class AveragedStates:
         self,
         states: States,
         coefficients: Float64[Tensor, " S"],
-        lead: Float64[Tensor, " P"] | None = None,
-        spec: TensorSpec | None = None,
+        lead: Float64[Tensor, " P"] | None,
+        spec: TensorSpec,
     ) -> None:
         self.states, self.coefficients, self._lead, self._spec = states, coefficients, lead, spec
-        self.stride, start = max(1, int(len(states) ** 0.5)), self._trained(0)
+        self.stride, start = max(1, int(len(states) ** 0.5)), read_state(states, 0, spec)
         self._reference = start.new_empty(0)
         self._anchors = [start.double() if lead is None else start.double() - lead]
         for first in range(0, len(coefficients), self.stride):
@@ -274,14 +274,12 @@ class AveragedStates:
             self._of[spec] = AveragedStates(self.states, self.coefficients, self._lead, spec)
         return self._of[spec][state]
 
-    def _trained(self, state: int) -> Tensor:
-        return self.states[state] if self._spec is None else read_state(self.states, state, self._spec)
-
     def _average(self, first: int, start: Tensor) -> list[Tensor]:
         """Return the averages after the state `first`, up to the next one that is kept."""
         averages = []
         for s in range(first, min(first + self.stride, len(self.coefficients))):
-            start = torch.lerp(start, self._trained(s + 1).double(), float(self.coefficients[s]))
+            w = read_state(self.states, s + 1, self._spec)
+            start = torch.lerp(start, w.double(), float(self.coefficients[s]))
             averages.append(start)
         return averages
 

@@ -168,8 +168,7 @@ def fingerprint(*parts: object) -> str:
     hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, Tensor):
-            hasher.update(repr((tuple(part.shape), part.dtype)).encode())
-            hasher.update(tensor_bytes(part))
+            _hash_tensor(hasher, part)
         else:
             hasher.update(repr(part).encode())
     return hasher.hexdigest()

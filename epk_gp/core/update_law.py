@@ -222,11 +222,9 @@ class StepLaw:
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
-                whole = coefficients[name].expand(*ratio.shape[:-1], -1)
-                scaled = whole[..., part.columns] * ratio
-                is_all = scaled.shape == whole.shape  # of one part, which saves a copy
-                columns = part.columns
-                coefficients[name] = scaled if is_all else whole.slice_scatter(scaled, -1, columns.start, columns.stop)
+                whole, columns = coefficients[name].expand(*ratio.shape[:-1], -1), part.columns
+                scaled = whole[..., columns] * ratio
+                coefficients[name] = whole.slice_scatter(scaled, -1, columns.start, columns.stop)
         m = coefficients["beta"] * memory.momentum + coefficients["one_minus_dampening"] * h
         return coefficients["momentum_lr"] * m + coefficients["lr"] * h, replace(after, momentum=m), coefficients
 

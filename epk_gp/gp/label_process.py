@@ -444,10 +444,7 @@ class LabelSettings:
 
 
 def fit_labels(
-    trajectory: Trajectory,
-    settings: LabelSettings,
-    points: Int64[Tensor, " N"],
-    options: ComputeOptions,
+    trajectory: Trajectory, settings: LabelSettings, points: Int64[Tensor, " N"], options: ComputeOptions
 ) -> LabelProcess:
     """Condition a process on the labels of training points.
 

@@ -19,7 +19,7 @@ from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
-from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, PriorMean, make_mean, parse_coupling
+from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, block
@@ -109,7 +109,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_trajectory(trajectory)
         C = trajectory.num_outputs
         head = resolve_head(head, trajectory.loss, C)
-        coupling = parse_coupling(outputs, C)
+        if outputs not in ("full", "independent", "trace"):
+            raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
+        coupling = OutputCoupling(outputs, C)
         train_indices = parse_train_indices(points, trajectory)
         N = len(train_indices)
         if normalize not in ("cosine", "mean_diagonal"):

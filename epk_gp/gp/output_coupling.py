@@ -123,17 +123,6 @@ class OutputCoupling(OutputStructure):
         return likelihoods.GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
 
 
-def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
-    """Return the coupling that the argument `outputs` of `LogitGP` asks for.
-
-    Raises:
-        ValueError: `outputs` is none of "full", "independent" and "trace".
-    """
-    if outputs not in ("full", "independent", "trace"):
-        raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
-    return OutputCoupling(outputs, num_outputs)
-
-
 @final
 class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  # type: ignore[misc]  # without types
     """Gaussian noise of known variance for every point and output.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -31,23 +32,22 @@ class LogitPosterior(Displayed):
         return self.mean.shape[0]
 
     def _summary(self) -> Summary:
-        n, C = self.mean.shape
-        variance = self.covariance[:SHOWN_POINTS].diagonal(dim1=1, dim2=2)[:, :_SHOWN_OUTPUTS].detach()
+        (n, C), shown = self.mean.shape, min(len(self), SHOWN_POINTS)
+        variance = self.covariance[:shown].diagonal(dim1=1, dim2=2)[:, :_SHOWN_OUTPUTS].detach()
         is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)  # beyond it the deviation shows as NaN
-        stds = variance.masked_fill(is_rounding, 0).sqrt().tolist()
-        columns = [
-            [f"{number(mean)} ± {number(std)}" for mean, std in zip(*point, strict=True)]
-            for point in zip(self.mean[:SHOWN_POINTS, :_SHOWN_OUTPUTS].tolist(), stds, strict=True)
-        ]
-        rows = tuple((f"output {c}", *row) for c, row in enumerate(zip(*columns, strict=True)))
+        moments = torch.stack([self.mean[:shown, :_SHOWN_OUTPUTS], variance.masked_fill(is_rounding, 0).sqrt()], dim=-1)
+        rows = tuple(
+            (f"output {c}", *(f"{number(mean)} ± {number(std)}" for mean, std in row))
+            for c, row in enumerate(moments.transpose(0, 1).tolist())
+        )
         outputs = "" if C <= _SHOWN_OUTPUTS else f"the first {_SHOWN_OUTPUTS} of {count(C, 'output')}"
-        note = columns_note(len(columns), n, outputs=outputs)
+        note = columns_note(shown, n, outputs=outputs)
         shapes = (
             Entry("shape of mean", str(tuple(self.mean.shape)), kind_of(self.mean)),
             Entry("shape of covariance", str(tuple(self.covariance.shape)), "of a point's outputs, without noise"),
         )
         title = f"Posterior of {count(C, 'logit')} at {count(n, 'point')}, mean ± standard deviation"
-        table = Table(("", *(f"point {i}" for i in range(len(columns)))), rows, note) if rows else None
+        table = Table(("", *(f"point {i}" for i in range(shown))), rows, note) if n else None
         return Summary(title, shapes, table)
 
 

@@ -401,12 +401,12 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._require_fitted()
         trajectory = self._fitted.trajectory
         points = class_inputs(trajectory, X)
-        C, key = trajectory.num_outputs, content_key(points)
-        stored = self._cache.get(key)
-        if stored is None:
+
+        def joined() -> Tensor:
             judged = _judge(trajectory, self.process_, points)
-            stored = torch.cat([judged.logits, judged.mean, judged.variance[:, None]], dim=1)
-            self._cache.put(key, stored)
+            return torch.cat([judged.logits, judged.mean, judged.variance[:, None]], dim=1)
+
+        stored, C = self._cache.computed(content_key(points), joined), trajectory.num_outputs
         return _Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
 
     def _variance(self, judged: _Judgement) -> Tensor:

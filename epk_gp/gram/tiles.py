@@ -140,6 +140,10 @@ class GramWork(RunWork):
     a: Points
     b: Points
 
+    def __post_init__(self) -> None:
+        """Let the owner's thread compute with the owner's kernel, which has read states already."""
+        self._of_thread.kernel = self.planned
+
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
         """The run, and inputs that go through its network."""

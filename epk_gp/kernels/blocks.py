@@ -6,7 +6,6 @@ Each block is computed once.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from numbers import Integral
 from threading import RLock
 from typing import Literal
 
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeOptions, validate_count
+from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
@@ -71,10 +70,6 @@ class OutputStructure:
         R = self.rows_per_point
         return torch.einsum(_EQUATIONS[self.kind], blocks).reshape(len(blocks), self.num_matrices, R, R)
 
-    def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
-        """Return the diagonals, (K, n * R), of the matrices between n points and themselves."""
-        return diagonals(self.reduce_blocks(blocks))
-
 
 def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, Int[Tensor, "*batch"]]:
     """Return the structure that a kernel's argument `outputs` asks for, and the matrices that the kernel takes of it.
@@ -91,23 +86,16 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
         TypeError: `outputs` is neither a string nor an integer.
         ValueError: `outputs` is an unknown string, or no class of the network has that index.
     """
-    given: object = outputs  # NumPy's integers count too
-    message = f"outputs must be one of {list(_EQUATIONS)} or a class index: got {outputs!r}."
-    if isinstance(given, bool) or not isinstance(given, Integral | str):
-        raise TypeError(message)
+    words = f"one of {list(_EQUATIONS)} or a class index"
     if isinstance(outputs, str):
         if outputs not in _EQUATIONS:
-            raise ValueError(message)
+            raise ValueError(f"outputs must be {words}: got {outputs!r}.")
         matrices = torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
         return OutputStructure(outputs, num_outputs), matrices
+    validate_integer(outputs, "outputs", words)
     if not 0 <= outputs < num_outputs:
         raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
     return OutputStructure("independent", num_outputs), torch.tensor(int(outputs))
-
-
-def diagonals(blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "K rows"]:
-    """Join the diagonals of R x R blocks, one per point and matrix, to the diagonals of the K matrices, (K, n * R)."""
-    return blocks.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1)
 
 
 class BlockCache:
@@ -120,10 +108,6 @@ class BlockCache:
     Args:
         max_bytes: Upper limit for the sum of all stored blocks; 0 stores nothing.
 
-    Attributes:
-        hits: Number of look-ups that returned a block.
-        misses: Number of look-ups that did not.
-
     Raises:
         TypeError: `max_bytes` is not a whole number.
         ValueError: `max_bytes` is negative.
@@ -132,8 +116,6 @@ class BlockCache:
     def __init__(self, max_bytes: int) -> None:
         validate_count(max_bytes, "cache_bytes", minimum=0)
         self.max_bytes = max_bytes
-        self.hits = 0
-        self.misses = 0
         self._blocks: OrderedDict[Hashable, Tensor] = OrderedDict()
         self._lock = RLock()
 
@@ -151,9 +133,7 @@ class BlockCache:
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
-                self.misses += 1
                 return None
-            self.hits += 1
             self._blocks.move_to_end(key)
         return block.clone()  # outside the lock: a stored block never changes
 
@@ -327,39 +307,23 @@ def batch_of_blocks(
     P, Q = (z.shape[:-2].numel() for z in (x, y))
     if x.shape[-2] == 1 and same_points(x, y):
         blocks = config.structure.reduce_blocks(diagonal_blocks(config, x.reshape(P, -1)))
-        return _select(blocks.reshape(*x.shape[:-2], *blocks.shape[1:]), matrices, 2)
+        return _select(blocks.reshape(*x.shape[:-2], *blocks.shape[1:]), matrices)
     if min(P, Q) > 1 or _every_set_has_its_matrix(config, x, y, matrices):
         return _pairs_of_sets(config, x, y, matrices)
     # one set against many sets is one block against one long set
     joint = block(config, x.reshape(P * x.shape[-2], -1), y.reshape(Q * y.shape[-2], -1))
     by_sets = joint.unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)  # (P, Q, K, n R, m R)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    return _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices, 2)
+    return _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices)
 
 
-def batch_of_diagonals(
-    config: KernelConfig,
-    x: Shaped[Tensor, "*b n columns"],
-    y: Shaped[Tensor, "*c n columns"],
-    matrices: Int64[Tensor, "*k"],
-) -> Float[Tensor, "*d rows"]:
-    """Evaluate only the diagonals of `batch_of_blocks`, (*d, n * R); y usually are the same points."""
-    x, y = distinct_points(x, y)
-    if not same_points(x, y):  # every point is a set of its own
-        values = _pairs_of_sets(config, x.unsqueeze(-2), y.unsqueeze(-2), matrices[..., None])
-        return values.diagonal(dim1=-2, dim2=-1).flatten(-2)
-    diagonal = config.structure.diagonal(diagonal_blocks(config, x.reshape(-1, x.shape[-1])))
-    by_sets = diagonal.unflatten(1, (x.shape[:-2].numel(), -1)).movedim(0, 1)
-    return _select(by_sets.reshape(*x.shape[:-2], *by_sets.shape[1:]), matrices, 1)
-
-
-def _select(values: Tensor, matrices: Tensor, value_ndim: int) -> Tensor:
-    """Select a matrix, or a diagonal, for each element of a batch: (*d, K, ...) becomes (*d, ...)."""
-    batch = values.shape[: -value_ndim - 1]
-    if values.shape[-value_ndim - 1] == 1:  # no choice, and no copy
-        return values.squeeze(-value_ndim - 1)
+def _select(values: Tensor, matrices: Tensor) -> Tensor:
+    """Select a matrix for each element of a batch: (*d, K, rows, cols) becomes (*d, rows, cols)."""
+    batch = values.shape[:-3]
+    if values.shape[-3] == 1:  # no choice, and no copy
+        return values.squeeze(-3)
     position = torch.arange(batch.numel(), device=values.device).view(batch)
-    return values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, matrices]
+    return values.reshape(-1, *values.shape[-3:])[position, matrices]
 
 
 def _every_set_has_its_matrix(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> bool:

@@ -12,7 +12,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, diagonal_blocks, parse_outputs
+from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, parse_outputs
 from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature import rules
@@ -37,15 +37,6 @@ def mean_diagonal(diagonal: Float[Tensor, "..."]) -> float:
             "Use a run whose learning rates, those of the first parameter group, are not all 0."
         )
     return scale
-
-
-def _training_diagonal(config: KernelConfig, matrices: Tensor) -> Tensor:
-    """Evaluate the diagonals on evenly spaced training copies, in float64."""
-    inputs = config.trajectory.inputs
-    count = min(len(inputs), NORMALIZATION_POINTS)
-    indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
-    x = train_copy(inputs[indices].reshape(count, -1).to(torch.float64))
-    return config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()]
 
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -144,7 +135,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         self.to(trajectory.device)
         self.scale = 1.0 if is_named else float(cast(float, normalize))
         if normalize == "mean_diagonal":
-            self.scale = mean_diagonal(_training_diagonal(self.config, matrices))
+            inputs = trajectory.inputs
+            count = min(len(inputs), NORMALIZATION_POINTS)
+            spread = inputs[torch.arange(count, device=inputs.device) * len(inputs) // count]
+            x = train_copy(spread.reshape(count, -1).to(torch.float64))
+            self.scale = mean_diagonal(kernel_values(self.config, x, x, self._matrices, diag=True))
 
     @property
     def trajectory(self) -> Trajectory:

@@ -56,8 +56,9 @@ def kernel_values(
     Raises:
         ValueError: A cosine is asked for at a point whose kernel with itself is zero.
     """
+    evaluate = _diagonal if diag else _raw_values
     if not config.is_cosine:
-        return _raw_values(config, x, y, matrices, diag=diag)
+        return evaluate(config, x, y, matrices)
     same = _are_same(x, y)
     if diag and same:
         ones = torch.ones_like(_inverse_norms(config, x.detach(), matrices))
@@ -65,12 +66,12 @@ def kernel_values(
         return ones if rows is None else ones + rows.repeat_interleave(config.structure.rows_per_point, -1) * 0
     has_graph = requires_graph(x) or requires_graph(y)
     if same and has_graph and is_gradient_joint(x, y):  # the matrix has the diagonal, and one gradient is enough
-        values = _raw_values(config, x, y, matrices, diag=False)
+        values = _raw_values(config, x, y, matrices)
         norms = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1), config.structure.rows_per_point)
         return cosine_of(values, norms, norms, same_points=True)
     left = _inverse_norms(config, x, matrices)
     right = left if same and not has_graph else _inverse_norms(config, y, matrices)
-    values = _raw_values(config, x, y, matrices, diag=diag)
+    values = evaluate(config, x, y, matrices)
     if diag:
         return values * left * right
     return cosine_of(values, left, right, same_points=same)
@@ -125,7 +126,7 @@ def point_blocks(
     if not config.is_cosine:
         return values, None
     n, K, R, _ = values.shape
-    norms = inverse_norms_of(blocks.diagonals(values), R, first=first)
+    norms = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1), R, first=first)
     of_points = norms.reshape(K, n, R).movedim(0, 1)
     return cosine_of(values.clone(), of_points, of_points, same_points=True), norms
 
@@ -178,19 +179,24 @@ def inverse_norms_of(
 
 
 def _inverse_norms(config: blocks.KernelConfig, x: Tensor, matrices: Tensor) -> Tensor:
-    diagonal = _raw_values(config, x, x, matrices, diag=True)
-    return inverse_norms_of(diagonal, config.structure.rows_per_point)
+    return inverse_norms_of(_diagonal(config, x, x, matrices), config.structure.rows_per_point)
 
 
-def _raw_values(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor, *, diag: bool) -> Tensor:
+def _diagonal(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
+    """Evaluate the diagonals of `_raw_values` only, (*d, n * R): every point is a set of its own."""
+    sets = x.unsqueeze(-2)
+    values = _raw_values(config, sets, sets if y is x else y.unsqueeze(-2), matrices[..., None])
+    return values.diagonal(dim1=-2, dim2=-1).flatten(-2)
+
+
+def _raw_values(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
     """Evaluate the kernel without normalisation, with derivatives."""
-    evaluate, value_ndim = (blocks.batch_of_diagonals, 1) if diag else (blocks.batch_of_blocks, 2)
     left = x.detach()
-    values = evaluate(config, left, left if y is x else y.detach(), matrices)
+    values = blocks.batch_of_blocks(config, left, left if y is x else y.detach(), matrices)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
-    values = values.expand(*batch, *values.shape[-value_ndim:])
+    values = values.expand(*batch, *values.shape[-2:])
     if requires_graph(x) or requires_graph(y):
-        return cast(Tensor, _Values.apply(x, y, values, config, matrices.expand(batch), diag))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Values.apply(x, y, values, config, matrices.expand(batch)))  # type: ignore[no-untyped-call]
     return values
 
 
@@ -227,7 +233,7 @@ class _Values(torch.autograd.Function):
             gradients = _asked_gradients(ctx, (x.detach(), y.detach()), weights.detach())
         if torch.is_grad_enabled():  # create_graph=True
             gradients = cast(Any, _DifferentiatedOnce.apply(x, y, weights, *gradients))  # type: ignore[no-untyped-call]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
@@ -264,8 +270,8 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
         if same_points(*points):  # they stay the same
             dims = [[dim for dim in dims[0] if dim in dims[1]]] * 2
         once = [first_of(z, own) for z, own in zip(points, dims, strict=True)]
-        config, matrices, is_diagonal = ctx.of
-        found = _gradients(config, matrices, is_diagonal, once, weights, (wanted[0], wanted[1]))
+        config, matrices = ctx.of
+        found = _gradients(config, matrices, once, weights, (wanted[0], wanted[1]))
     gradients = list[Tensor | None]()
     for (is_asked, _, z), gradient in zip(sides, found, strict=True):
         total = torch.full_like(z, torch.nan) if is_asked else None
@@ -277,21 +283,12 @@ def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -
 
 
 def _gradients(
-    config: blocks.KernelConfig,
-    matrices: Tensor,
-    is_diagonal: bool,
-    points: Sequence[Tensor],
-    weights: Tensor,
-    wanted: tuple[bool, bool],
+    config: blocks.KernelConfig, matrices: Tensor, points: Sequence[Tensor], weights: Tensor, wanted: tuple[bool, bool]
 ) -> list[Tensor | None]:
     """Differentiate sum(weights * values) with respect to the wanted sides."""
-    x, y = points
-    if is_diagonal:  # every point of a set is a set of its own
-        weights = weights.unflatten(-1, (-1, config.structure.rows_per_point)).diag_embed()
-        x, y, matrices = x.unsqueeze(-2), y.unsqueeze(-2), matrices[..., None].expand(weights.shape[:-2])
     R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
     of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
-    pairs = blocks.set_pairs(config, x, y, matrices)
+    pairs = blocks.set_pairs(config, points[0], points[1], matrices)
     found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
     return [
         None if gradient is None else torch.nn.functional.pad(gradient.flatten(2), (0, 1)).reshape(z.shape).to(z.dtype)

@@ -344,11 +344,7 @@ TEMPLATE = """
         # h = grad + weight_decay * w;  m' = beta * m + one_minus_dampening * h
         # step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
         scale = 1 / (after["exp_avg_sq"].sqrt() + group["eps"])  # or 1.0
-        return LinearStep(
-            beta=group["beta"],
-            one_minus_dampening=1 - group["beta"],
-            momentum_lr=group["lr"] * scale,
-        )
+        return LinearStep(momentum_lr=group["lr"] * scale, beta=group["beta"], one_minus_dampening=1 - group["beta"])
 
     rule = UpdateRule("mine", coefficients)
     recorder = epk.Recorder(net, optimizer, X, y, update_rule=rule)

@@ -375,13 +375,6 @@ class OptimizerGroup:
         return cls(group["rule"], tuple(group["names"]), group["options"])
 
 
-def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of all optimizers of a network, with the update rules that the user gave."""
-    names = {id(p): name for name, p in net.named_parameters()}
-    given = given_rules(optimizers, rules)
-    return tuple(group for rule, optimizer in given for group in groups_of(optimizer, rule, names))
-
-
 def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
     """Return each optimizer with the update rule that the user gave for it.
 

@@ -231,6 +231,24 @@ def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) 
     return value[:1].expand(sum(sizes)) if is_shared else value.repeat_interleave(repeats.to(value.device))
 
 
+def coefficient_of_all(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Number:
+    """Return a coefficient as one number where all weights have the same, else as one number per weight."""
+    is_shared = len(value) == len(sizes) and len(set(value.tolist())) == 1
+    return float(value[0]) if is_shared else broadcast_to_params(value, sizes, reference)
+
+
+def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor:
+    """Add up coefficients times vectors, in some memory; what is a vector itself is not copied there."""
+    total: Tensor | None = None
+    for c, vector in terms:
+        if isinstance(c, Tensor):
+            total = torch.mul(vector, c, out=memory) if total is None else torch.addcmul(total, c, vector, out=memory)
+        elif c != 0:
+            first = vector if c == 1 or total is not None else torch.mul(vector, c, out=memory)
+            total = first if total is None else torch.add(total, vector, alpha=c, out=memory)
+    return torch.zeros_like(terms[0][1]) if total is None else total
+
+
 def second_coefficients(
     update: UpdateCoefficients, sizes: Sequence[int], reference: Tensor
 ) -> tuple[Float[Tensor, " P"], ...]:
@@ -257,25 +275,13 @@ def predict_step(
         g: The gradient of the batch's loss at w.
         m: The momentum buffer before the step, zero before the first step; then the second one, if there is one.
     """
-
-    def sum_of(*terms: tuple[Tensor, Tensor]) -> Tensor:
-        """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""
-        total: Tensor | None = None
-        for coefficient, vector in terms:
-            is_shared = len(coefficient) == len(sizes) and len(set(coefficient.tolist())) == 1
-            value = coefficient[0].to(w) if is_shared else broadcast_to_params(coefficient, sizes, w)
-            number = float(coefficient[0]) if is_shared else None
-            if number != 0:
-                product = vector if number == 1 else value * vector
-                total = product if total is None else total + product
-        return torch.zeros_like(w) if total is None else total
-
+    c = {name: coefficient_of_all(getattr(update, name), sizes, w) for name in FIELDS}
     m, n = m[: len(w)], m[len(w) :]
-    h = sum_of((update.grad_scale, g), (update.weight_decay, w))
-    after = sum_of((update.beta, m), (update.one_minus_dampening, h))
+    h = weighted_sum(None, (c["grad_scale"], g), (c["weight_decay"], w))
+    after = weighted_sum(None, (c["beta"], m), (c["one_minus_dampening"], h))
     inner_m, inner_h = (apply_matrices(update, sizes, vector, inner=True) for vector in (after, h))
-    direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, inner_m), (update.lr, inner_h)))
-    step = sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w))
+    direction = apply_matrices(update, sizes, weighted_sum(None, (c["momentum_lr"], inner_m), (c["lr"], inner_h)))
+    step = -weighted_sum(None, (1.0, direction), (c["decoupled_decay"], w))
     if update.second or len(n):
         rate, beta, of_h, of_m, of_w = second_coefficients(update, sizes, w)
         n = of_h * h + of_m * after + of_w * w + (beta * n if len(n) else 0)
@@ -289,8 +295,8 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
     weight) beside the relative rounding of the gradient.
     """
-    weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
-    return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+    eps = torch.finfo(start.dtype).eps
+    return float(relative_rounding(start.dtype) * largest_entry(predicted) + 4 * eps * largest_entry(start))
 
 
 def rounding_of_terms(

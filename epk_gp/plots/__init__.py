@@ -4,26 +4,19 @@ Start with `style` (colours and sizes, each with one meaning) and `contributions
 `epk_gp.analysis` and before; nothing is computed here.
 """
 
-from epk_gp.plots.contributions import attribution_bars, training_image
-from epk_gp.plots.maps import class_regions, draw_colorbar, map_handles, region_handles, shades_of, uncertainty_map
-from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
-from epk_gp.plots.style import COLORMAP, PALETTE, figure_style, new_figure, save_figure
-
-__all__ = [
-    "COLORMAP",
-    "PALETTE",
-    "attribution_bars",
-    "class_regions",
-    "draw_colorbar",
-    "figure_style",
-    "map_handles",
-    "new_figure",
-    "region_handles",
-    "risk_coverage",
-    "save_figure",
-    "score_histogram",
-    "shades_of",
-    "suspicion_bars",
-    "training_image",
-    "uncertainty_map",
-]
+from epk_gp.plots.contributions import attribution_bars as attribution_bars
+from epk_gp.plots.contributions import training_image as training_image
+from epk_gp.plots.maps import class_regions as class_regions
+from epk_gp.plots.maps import draw_colorbar as draw_colorbar
+from epk_gp.plots.maps import map_handles as map_handles
+from epk_gp.plots.maps import region_handles as region_handles
+from epk_gp.plots.maps import shades_of as shades_of
+from epk_gp.plots.maps import uncertainty_map as uncertainty_map
+from epk_gp.plots.scores import risk_coverage as risk_coverage
+from epk_gp.plots.scores import score_histogram as score_histogram
+from epk_gp.plots.scores import suspicion_bars as suspicion_bars
+from epk_gp.plots.style import COLORMAP as COLORMAP
+from epk_gp.plots.style import PALETTE as PALETTE
+from epk_gp.plots.style import figure_style as figure_style
+from epk_gp.plots.style import new_figure as new_figure
+from epk_gp.plots.style import save_figure as save_figure

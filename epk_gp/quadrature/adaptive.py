@@ -18,31 +18,8 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import WeightSegment, directional_derivatives, values
 from epk_gp.core.checks import validate_finite
-from epk_gp.quadrature.intervals import (
-    NOISE_LEVELS,
-    OPEN,
-    SETTLED,
-    SMOOTH_DECAY,
-    Integrated,
-    Intervals,
-    Lineage,
-    Parents,
-    StageTable,
-    between_cuts,
-    extrapolated_errors,
-    fixed_status,
-    lexicographic,
-    limit_status,
-    may_be_rounding,
-    nodes_of,
-    predicted_errors,
-    residual_status,
-    rounding_of,
-    spectrum_of,
-    stage_table,
-    trace_lineage,
-)
-from epk_gp.quadrature.kinks import locate_graph_kinks, locate_kinks, may_switch, values_at_ends
+from epk_gp.quadrature import intervals as iv
+from epk_gp.quadrature.kinks import locate_kinks, may_switch, values_at_ends
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
 # Predicted errors may exceed the tolerance by this factor: they are cautious. With 1, small steps took 2 % more
@@ -69,12 +46,12 @@ class _Refinement:
     """
 
     def __init__(
-        self, segment: WeightSegment, X: Tensor, rule: AdaptiveRule, num_steps: int, table: StageTable
+        self, segment: WeightSegment, X: Tensor, rule: AdaptiveRule, num_steps: int, table: iv.StageTable
     ) -> None:
         self.segment, self.X, self.table, self.limit = segment, X, table, rule.max_evaluations
         self.tol, self.evaluations = rule.tol / num_steps, segment.w.new_zeros(len(X))
 
-    def cut_at_kinks(self, whole: Intervals, switches: Bool[Tensor, " n"]) -> Intervals:
+    def cut_at_kinks(self, whole: iv.Intervals, switches: Bool[Tensor, " n"]) -> iv.Intervals:
         """Cut whole steps at kinks where a unit stands differently at their ends, before anything is integrated."""
         if self.limit < _SEARCH_EVALUATIONS + 2 or not bool(switches.any()):
             return whole
@@ -84,9 +61,9 @@ class _Refinement:
         owner, cuts = owner[kept], cuts[kept]
         is_whole = torch.ones_like(switches).index_fill_(0, owner, False)
         searched = replace(whole, is_searched=switches & is_whole)
-        return between_cuts(searched, owner, cuts, self._values(whole, owner, cuts), whole.parent)
+        return iv.between_cuts(searched, owner, cuts, self._values(whole, owner, cuts), whole.parent)
 
-    def refine(self, found: Integrated, parents: Parents) -> tuple[Tensor, Intervals, Parents]:
+    def refine(self, found: iv.Integrated, parents: iv.Parents) -> tuple[Tensor, iv.Intervals, iv.Parents]:
         """Refine the intervals that cannot be accepted, as far as the bound on evaluations allows it.
 
         Args:
@@ -98,16 +75,16 @@ class _Refinement:
             are the parts of.
         """
         intervals, table = found.intervals, self.table
-        reason = residual_status(found.error, found.rounding, self.tol)
-        failed = (reason == OPEN).nonzero().squeeze(1)
+        reason = iv.residual_status(found.error, found.rounding, self.tol)
+        failed = (reason == iv.OPEN).nonzero().squeeze(1)
         if not len(failed):
             return reason, intervals[failed], parents
-        lineage = trace_lineage(parents, intervals.parent, found.residual, reason == OPEN)
-        reason[failed] = limit_status(found[failed], lineage[failed])
+        lineage = iv.trace_lineage(parents, intervals.parent, found.residual, reason == iv.OPEN)
+        reason[failed] = iv.limit_status(found[failed], lineage[failed])
         # a midpoint can lie on the one place where the derivative is not finite
         at_middle = ~found.error.isfinite() & (intervals.stage == 0)
-        reason = self._stop_points(torch.where(at_middle, OPEN, reason), intervals.point)
-        failed = (reason == OPEN).nonzero().squeeze(1)
+        reason = self._stop_points(torch.where(at_middle, iv.OPEN, reason), intervals.point)
+        failed = (reason == iv.OPEN).nonzero().squeeze(1)
         rest = found[failed]
         option = self._raised_stage(rest, lineage[failed])
         # the least that any refinement takes: the next order, a search with two parts, or two halves
@@ -116,12 +93,12 @@ class _Refinement:
         split = torch.where(searches, _SEARCH_EVALUATIONS + 2 * table.size[0], 2 * table.size[table.half])
         least = torch.where(option >= 0, (table.size - table.num_known)[option], split)
         fits = self._fits(intervals.point[failed], least)[intervals.point[failed]]
-        reason[failed] = torch.where(fits, OPEN, QuadratureStatus.EVALUATION_LIMIT)
+        reason[failed] = torch.where(fits, iv.OPEN, QuadratureStatus.EVALUATION_LIMIT)
         kept = fits.nonzero().squeeze(1)
         failed = failed[kept]
         parts, parents = self._parts(rest[kept], lineage[failed], option[kept])
         fits = self._fits(parts.point, (table.size - table.num_known)[parts.stage])
-        reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
+        reason[failed] = torch.where(fits[intervals.point[failed]], iv.OPEN, QuadratureStatus.EVALUATION_LIMIT)
         return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
 
     def _fits(self, point: Tensor, cost: Tensor) -> Bool[Tensor, " n"]:
@@ -132,9 +109,9 @@ class _Refinement:
         """Accept all open intervals of points of which one was found inconsistent: no refinement makes these exact."""
         inconsistent = (reason == QuadratureStatus.INCONSISTENT_DERIVATIVE).long()
         stops = torch.zeros_like(self.evaluations, dtype=torch.long).index_add_(0, point, inconsistent)
-        return torch.where((stops[point] > 0) & (reason == OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
+        return torch.where((stops[point] > 0) & (reason == iv.OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
 
-    def _raised_stage(self, found: Integrated, lineage: Lineage) -> Int64[Tensor, " F"]:
+    def _raised_stage(self, found: iv.Integrated, lineage: iv.Lineage) -> Int64[Tensor, " F"]:
         """Choose the lowest order that promises to suffice for each failed interval; -1 where none does.
 
         From the first order on, the prediction is that of the two last orders' residuals. What may be rounding is
@@ -149,21 +126,21 @@ class _Refinement:
             if not options or not len(rows):
                 continue
             ids = torch.tensor(options, device=stage.device)
-            predicted = predicted_errors(self._coefficients(found[rows], row), table.errors[ids])
+            predicted = iv.predicted_errors(self._coefficients(found[rows], row), table.errors[ids])
             suffices = predicted <= _TRUST * target[rows, None]
             if row != 0:
-                suffices &= (error <= SMOOTH_DECAY * intervals.error_before)[rows, None]
+                suffices &= (error <= iv.SMOOTH_DECAY * intervals.error_before)[rows, None]
             option[rows] = torch.where(suffices.any(dim=1), ids[suffices.int().argmax(dim=1)], -1)
         is_start = table.previous[stage] < 0
         later = (~is_start & (table.option[stage] >= 0)).nonzero().squeeze(1)
         now, following = stage[later], table.option[stage[later]]
         degrees = (table.degree[row] for row in (now, table.previous[now], following))
-        predicted = extrapolated_errors(error[later], intervals.error_before[later], *degrees)
+        predicted = iv.extrapolated_errors(error[later], intervals.error_before[later], *degrees)
         option[later] = torch.where(predicted <= target[later], following, -1)
-        settles = ((lineage.raises > 0) | is_start) & may_be_rounding(found)
+        settles = ((lineage.raises > 0) | is_start) & iv.may_be_rounding(found)
         return torch.where((option < 0) & settles, table.option[stage], option)
 
-    def _coefficients(self, found: Integrated, stage: int) -> Float[Tensor, "E K C"]:
+    def _coefficients(self, found: iv.Integrated, stage: int) -> Float[Tensor, "E K C"]:
         """Return Legendre coefficients of df/dt on intervals of one first order, from f at its probes too."""
         intervals, first = found.intervals, self.table.stages[stage]
         n, width = len(first.rule), intervals.b - intervals.a
@@ -176,9 +153,9 @@ class _Refinement:
         order = sorted(range(len(places)), key=places.__getitem__)
         known = torch.cat([intervals.f_a[:, None], inner[:, order], intervals.f_b[:, None]], dim=1)
         data = torch.cat([found.slopes[:, :n] * width[:, None, None], known.diff(dim=1)], dim=1)
-        return spectrum_of(first, data.dtype, data.device) @ data
+        return iv.spectrum_of(first, data.dtype, data.device) @ data
 
-    def _parts(self, found: Integrated, lineage: Lineage, option: Tensor) -> tuple[Intervals, Parents]:
+    def _parts(self, found: iv.Integrated, lineage: iv.Lineage, option: Tensor) -> tuple[iv.Intervals, iv.Parents]:
         """Raise the order of intervals for which one promises to suffice; cut the others at kinks, or halve them.
 
         Args:
@@ -197,10 +174,10 @@ class _Refinement:
         middle = (intervals.a + intervals.b) / 2
         owner = torch.cat([owner, is_halved.nonzero().squeeze(1)])
         cuts = torch.cat([cuts, middle[is_halved]])
-        order = lexicographic(owner, cuts)
+        order = iv.lexicographic(owner, cuts)
         owner, cuts = owner[order], cuts[order]
         # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
-        ancestor = error if found.level % NOISE_LEVELS == 0 else torch.maximum(error, intervals.parent_residual)
+        ancestor = error if found.level % iv.NOISE_LEVELS == 0 else torch.maximum(error, intervals.parent_residual)
         # what a midpoint alone leaves tells nothing of rounding
         ancestor = torch.where(intervals.stage == 0, intervals.parent_residual, ancestor)
         to_cut, to_raise = (~rises).nonzero().squeeze(1), rises.nonzero().squeeze(1)
@@ -211,21 +188,20 @@ class _Refinement:
             parent_residual=ancestor,
             is_searched=torch.zeros_like(rises),
         )
-        split = between_cuts(split, owner, cuts, self._values(intervals, owner, cuts), to_cut)
+        split = iv.between_cuts(split, owner, cuts, self._values(intervals, owner, cuts), to_cut)
         raised = replace(intervals, stage=option, known=found.slopes, error_before=error)[to_raise]
         raised = replace(raised, parent=to_raise)
         joined = (torch.cat(pair) for pair in zip(vars(split).values(), vars(raised).values(), strict=True))
-        return Intervals(*joined), Parents(found.residual, lineage, is_halved, rises)
+        return iv.Intervals(*joined), iv.Parents(found.residual, lineage, is_halved, rises)
 
-    def _values(self, intervals: Intervals, owner: Tensor, t: Tensor) -> Float[Tensor, "B C"]:
+    def _values(self, intervals: iv.Intervals, owner: Tensor, t: Tensor) -> Float[Tensor, "B C"]:
         """Evaluate f in some intervals."""
         return values(self.segment, self.X[intervals.point[owner]], t) if len(t) else intervals.f_a[:0]
 
-    def _located_cuts(self, intervals: Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _located_cuts(self, intervals: iv.Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
         """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
-        locate = locate_graph_kinks if self.segment.net.plan.shares_pass else locate_kinks
         point = intervals.point[rows]
-        interval, cuts, is_searched = locate(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
+        interval, cuts, is_searched = locate_kinks(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
         searched = point[is_searched]
         cost = torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=self.evaluations.dtype)
         self.evaluations.index_add_(0, searched, cost)
@@ -233,7 +209,7 @@ class _Refinement:
         gap = 64 * torch.finfo(intervals.a.dtype).eps
         inside = (cuts > intervals.a[owner] + gap) & (cuts < intervals.b[owner] - gap)
         owner, cuts = owner[inside], cuts[inside]
-        order = lexicographic(owner, cuts)
+        order = iv.lexicographic(owner, cuts)
         owner, cuts = owner[order], cuts[order]
         is_new = torch.ones_like(owner, dtype=torch.bool)
         is_new[1:] = (owner[1:] != owner[:-1]) | (cuts[1:] - cuts[:-1] > gap)
@@ -313,19 +289,19 @@ def integrate(
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
     status, num_intervals = torch.zeros_like(every), torch.zeros_like(every)
-    table = stage_table(rule, segment.w.dtype, segment.w.device)
+    table = iv.stage_table(rule, segment.w.dtype, segment.w.device)
     accepted: list[tuple[Tensor, ...]] = []
     none_known = start.new_zeros(n, table.num_kept, start.shape[1])
-    intervals = Intervals(every, zeros, ones, start, end, zeros, every * 0, none_known, ones * torch.inf, no, every)
+    intervals = iv.Intervals(every, zeros, ones, start, end, zeros, every * 0, none_known, ones * torch.inf, no, every)
     refinement = None
     if isinstance(rule, AdaptiveRule):
         refinement = _Refinement(segment, X, rule, num_steps, table)
         intervals, evaluations = refinement.cut_at_kinks(intervals, switches), refinement.evaluations
-    parents = Parents(torch.zeros_like(start), Lineage(every * 0, no, every * 0, zeros), no, no)
-    rounding = rounding_of(start, end, segment.net.coarsest_dtype)
+    parents = iv.Parents(torch.zeros_like(start), iv.Lineage(every * 0, no, every * 0, zeros), no, no)
+    rounding = iv.rounding_of(start, end, segment.net.coarsest_dtype)
     level = 0
     while len(intervals):
-        owner, number, t, weight = nodes_of(intervals, table)
+        owner, number, t, weight = iv.nodes_of(intervals, table)
         point = intervals.point[owner]
         is_new = (number >= table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
         f, slope = start.new_zeros(len(t), start.shape[1]), start.new_empty(len(t), start.shape[1])
@@ -341,22 +317,22 @@ def integrate(
         difference = intervals.f_b - intervals.f_a - integral
         error = difference.abs().amax(dim=1)
         noise = rounding[intervals.point]
-        found = Integrated(intervals, integral, slopes, inner, difference, error, noise, level)
+        found = iv.Integrated(intervals, integral, slopes, inner, difference, error, noise, level)
         if refinement is None:
-            reason, intervals = fixed_status(error), intervals[every[:0]]
+            reason, intervals = iv.fixed_status(error), intervals[every[:0]]
         else:
             reason, intervals, parents = refinement.refine(found, parents)
-        done = (reason != OPEN).nonzero().squeeze(1)
+        done = (reason != iv.OPEN).nonzero().squeeze(1)
         finished = found.intervals[done]
         total.index_add_(0, finished.point, integral[done])
         residual.index_add_(0, finished.point, error[done])
         num_intervals.index_add_(0, finished.point, torch.ones_like(finished.point))
         status.scatter_reduce_(0, finished.point, reason[done], "amax")
-        kept = (reason != OPEN)[owner].nonzero().squeeze(1)
+        kept = (reason != iv.OPEN)[owner].nonzero().squeeze(1)
         accepted.append((point[kept], t[kept], weight[kept], finished.a, finished.b, table.size[finished.stage]))
         level += 1
     nodes = [torch.cat(columns) for columns in zip(*accepted, strict=True)]
-    certificate = {"num_intervals": num_intervals, "status": status, "rounding": SETTLED * rounding}
+    certificate = {"num_intervals": num_intervals, "status": status, "rounding": iv.SETTLED * rounding}
     return Integral(total, start, end, residual, evaluations, *nodes, **certificate)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
@@ -424,14 +425,17 @@ class Integrated(_Rows):
     level: int
 
 
-@dataclass(frozen=True, eq=False)
 class StageTable:
     """The orders of intervals as tensors: row r belongs to the r-th order.
 
-    Attributes:
+    Args:
         stages: The orders.
         half: Row of that with which a half of an interval starts; a step, or an interval between located kinks, starts
             with the first one.
+        dtype: Of the numbers.
+        device: Of the tensors.
+
+    Attributes:
         nodes: Padded with zeros, (R, Q).
         weights: Likewise, (R, Q).
         size: Number of nodes.
@@ -443,49 +447,31 @@ class StageTable:
         num_kept: K, the largest number of nodes that is known to another order.
     """
 
-    stages: tuple[Stage, ...]
-    half: int
-    nodes: Float[Tensor, "R Q"]
-    weights: Float[Tensor, "R Q"]
-    size: Int64[Tensor, " R"]
-    num_known: Int64[Tensor, " R"]
-    degree: Int64[Tensor, " R"]
-    previous: Int64[Tensor, " R"]
-    option: Int64[Tensor, " R"]
-    errors: Float[Tensor, "R J"]
-    num_kept: int
+    def __init__(self, stages: tuple[Stage, ...], half: int, dtype: torch.dtype, device: torch.device) -> None:
+        def integers(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, device=device)
+
+        def padded(rows: list[tuple[float, ...]]) -> Tensor:
+            return pad_sequence([torch.tensor(row, dtype=dtype, device=device) for row in rows], batch_first=True)
+
+        self.stages, self.half = stages, half
+        self.nodes = padded([stage.rule.nodes for stage in stages])
+        self.weights = padded([stage.rule.weights for stage in stages])
+        self.size = integers([len(stage.rule) for stage in stages])
+        self.num_known = integers([stage.num_known for stage in stages])
+        self.degree = integers([stage.degree for stage in stages])
+        self.previous = integers([stage.previous for stage in stages])
+        self.option = integers([min(stage.options, default=-1) for stage in stages])
+        self.errors = padded([tuple(legendre_errors(stage.rule, stage.degree)) for stage in stages])
+        self.num_kept = max(stage.num_known for stage in stages)
 
 
 @lru_cache(maxsize=16)
 def stage_table(rule: QuadratureRule | AdaptiveRule, dtype: torch.dtype, device: torch.device) -> StageTable:
     """Return the orders of intervals under a rule as tensors."""
-    table: tuple[Stage, ...]
     if isinstance(rule, QuadratureRule):
-        table, half = (Stage(rule, 0, 0, -1, (), ()),), 0
-    else:
-        table, half = rising_stages(rule.order)
-    reference = torch.zeros((), dtype=dtype, device=device)
-    width = max(len(stage.rule) for stage in table)
-
-    def padded(rows: list[tuple[float, ...]]) -> Tensor:
-        return reference.new_tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
-
-    def integers(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=reference.device)
-
-    return StageTable(
-        stages=table,
-        half=half,
-        nodes=padded([stage.rule.nodes for stage in table]),
-        weights=padded([stage.rule.weights for stage in table]),
-        size=integers([len(stage.rule) for stage in table]),
-        num_known=integers([stage.num_known for stage in table]),
-        degree=integers([stage.degree for stage in table]),
-        previous=integers([stage.previous for stage in table]),
-        option=integers([min(stage.options, default=-1) for stage in table]),
-        errors=reference.new_tensor(np.stack([legendre_errors(stage.rule, stage.degree) for stage in table])),
-        num_kept=max(stage.num_known for stage in table),
-    )
+        return StageTable((Stage(rule, 0, 0, -1, (), ()),), 0, dtype, device)
+    return StageTable(*rising_stages(rule.order), dtype, device)
 
 
 @lru_cache(maxsize=16)

@@ -8,8 +8,8 @@ All nodes share the passes: what a unit sees is a scalar function of t, whicheve
 first layers it is linear in t, and its zero follows from the ends.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -233,18 +233,29 @@ def locate_kinks(
     """
     is_searched = torch.zeros_like(a, dtype=torch.bool)
     intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]
-    rows_seen = torch.arange(len(X) if segment.net.plan.supports_interpolation else 0, device=X.device)
-    for rows in rows_seen.split(segment.memory.kink_search_rows()) if len(rows_seen) else ():
+    for rows in _searched_together(segment, a, b):
         start = _preactivations(segment, X[rows], a[rows])
         if not start:
             continue
         is_searched[rows] = True
         events, at_ends = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
         intervals.append(rows[events[0]])
+        ends = a[intervals[-1]], b[intervals[-1]]
+        if segment.net.plan.shares_pass:
+            positions.append(_shared_positions(segment, X[rows], events, ends, at_ends))
+            continue
         eps = torch.finfo(X.dtype if X.is_floating_point() else a.dtype).eps
-        value_of = partial(_event_values, segment, X[rows], events)
-        positions.append(_solve(value_of, (a[intervals[-1]], b[intervals[-1]]), at_ends, eps))
+        positions.append(_solve(partial(_event_values, segment, X[rows], events), ends, at_ends, eps))
     return torch.cat(intervals), torch.cat(positions), is_searched
+
+
+def _searched_together(segment: WeightSegment, a: Tensor, b: Tensor) -> Iterator[Int64[Tensor, " rows"]]:
+    """Split intervals into those whose passes are made at once: of a graph's nodes, those with the same ends."""
+    if segment.net.plan.shares_pass:
+        for of_start in group_rows(a)[1]:
+            yield from (of_start[of_end] for of_end in group_rows(b[of_start])[1])
+    elif segment.net.plan.supports_interpolation and len(a):
+        yield from torch.arange(len(a), device=a.device).split(segment.memory.kink_search_rows())
 
 
 def _bracket_events(
@@ -256,7 +267,7 @@ def _bracket_events(
         interval, first = (at_a.differ(at_b) & (affects_a | affects_b)).nonzero(as_tuple=True)
         second = torch.full_like(first, -1)
         if at_a.argmax is None or at_b.argmax is None:
-            lead_a, lead_b = (units.inputs[interval, first] for units in (at_a, at_b))
+            lead_a, lead_b = (units.inputs.expand(len(affects_a), -1)[interval, first] for units in (at_a, at_b))
         else:
             first, second = at_a.argmax[interval, first], at_b.argmax[interval, first]
             lead_a, lead_b = (units.inputs[interval, first] - units.inputs[interval, second] for units in (at_a, at_b))
@@ -269,14 +280,19 @@ def _bracket_events(
 
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
     """List the units' inputs at t, and which of their outputs a random combination of f depends on."""
-    params = segment.net.leaves(segment.w)
-    _, moved = segment.interpolated(t, params)
+    plan = segment.net.plan
+    params = segment.net.leaves(segment.w + t[0] * segment.d if plan.shares_pass else segment.w)
+    moved = nullcontext() if plan.shares_pass else segment.interpolated(t, params)[1]
     with torch.enable_grad(), disable_fused_attention():
-        recorder = UnitWatcher(len(X), keep_edges=True)
+        recorder = UnitWatcher(None if plan.shares_pass else len(X), keep_edges=True)
         with recorder, moved:  # what `moved` writes out is seen by the other
             f = segment.outputs(params, X)
         edges = [units.edge for units in recorder.calls if units.edge is not None]
-        grads = torch.autograd.grad(_combined(f), edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
+        grads: Iterable[Tensor | None] = ()
+        if edges and plan.shares_pass:  # each node depends on other units of the one pass
+            grads = _dependences(_combined(f), edges, plan.vmap_chunk_size if plan.supports_vmap else 1)
+        elif edges:
+            grads = torch.autograd.grad(_combined(f), edges, torch.ones_like(f[:, 0]), allow_unused=True)
     grad_of = dict(zip([id(edge) for edge in edges], grads, strict=True))
     listed = []
     for units in recorder.calls:
@@ -346,62 +362,13 @@ def _event_values(segment: WeightSegment, X: Tensor, events: _Events, t: Tensor,
     return value
 
 
-# Difference of a unit's value in the middle of an interval from the mean of its ends that is rounding, relative to
-# these. A position that is not exact only costs another split.
-_LINEAR = 16.0
-
-
-# The units of one pass: (U,) their distances from the thresholds, and (E, U) which of the rows' outputs depend on each.
-_Units = tuple[Float[Tensor, " U"], Bool[Tensor, "E U"]]
-
-
-def locate_graph_kinks(
-    segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
-) -> Kinks:
-    """Find where in (a_e, b_e) a unit that affects f of node X_e crosses a threshold.
-
-    Arguments, result: as `locate_kinks`, of a network that takes a graph.
-    """
-    is_searched = torch.zeros_like(a, dtype=torch.bool)
-    intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]
-    for start, of_start in zip(*group_rows(a), strict=True):
-        for end, of_end in zip(*group_rows(b[of_start]), strict=True):
-            rows = of_start[of_end]
-            at_a = _units(segment, X[rows], start)
-            if not len(at_a[0]):
-                continue
-            is_searched[rows] = True
-            row, position = _crossings(segment, X[rows], (start, end), at_a, _units(segment, X[rows], end))
-            intervals.append(rows[row])
-            positions.append(position)
-    return torch.cat(intervals), torch.cat(positions), is_searched
-
-
-def _units(segment: WeightSegment, X: Tensor, t: Tensor) -> _Units:
-    """Return what the units see at t, and on which of them a random combination of each row's f depends."""
-    plan = segment.net.plan
-    params = segment.net.leaves(segment.w + t * segment.d)
-    with torch.enable_grad(), disable_fused_attention():
-        with UnitWatcher(None, keep_edges=True) as watcher:
-            f = segment.outputs(params, X)
-        calls = watcher.calls
-        if not calls:
-            return segment.w[:0], torch.zeros(len(X), 0, dtype=torch.bool, device=X.device)
-        edges = [units.edge for units in calls if units.edge is not None]
-        parts, combined = [], _combined(f)
-        one_hot = torch.eye(len(X), dtype=f.dtype, device=f.device)
-        for rows in one_hot.split(plan.vmap_chunk_size if plan.supports_vmap else 1):
-            found = iter(
-                torch.autograd.grad(combined, edges, rows, is_grads_batched=True, retain_graph=True, allow_unused=True)
-            )
-            columns = [
-                torch.zeros(len(rows), units.inputs.numel(), dtype=torch.bool, device=X.device)
-                if units.edge is None or (grad := next(found)) is None
-                else grad.reshape(len(rows), -1) != 0
-                for units in calls
-            ]
-            parts.append(torch.cat(columns, dim=1))
-    return torch.cat([units.inputs[0] for units in calls]), torch.cat(parts)
+def _dependences(f: Tensor, edges: list[GradientEdge], size: int) -> Iterator[Bool[Tensor, "E U"] | None]:
+    """Tell of each call's units on which of them each of some numbers depends, so many numbers at once."""
+    parts = list[list[Tensor | None]]()
+    for rows in torch.eye(len(f), dtype=f.dtype, device=f.device).split(size):
+        grads = torch.autograd.grad(f, edges, rows, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        parts.append([None if grad is None else grad.reshape(len(rows), -1) != 0 for grad in grads])
+    return (None if of_call[0] is None else torch.cat(of_call) for of_call in zip(*parts, strict=True))
 
 
 def _combined(f: Tensor) -> Float[Tensor, " E"]:
@@ -410,31 +377,38 @@ def _combined(f: Tensor) -> Float[Tensor, " E"]:
     return f @ v.to(f)
 
 
-def _crossings(
-    segment: WeightSegment, X: Tensor, ends: tuple[Tensor, Tensor], units_a: _Units, units_b: _Units
-) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the rows that have a kink between two ends, and where."""
-    (a, b), (at_a, affects_a), (at_b, affects_b) = ends, units_a, units_b
-    affects = affects_a | affects_b
-    units = ((at_a.sign() * at_b.sign() < 0) & affects.any(dim=0)).nonzero().squeeze(1)
-    low, high = at_a[units], at_b[units]
+# Difference of a unit's value in the middle of an interval from the mean of its ends that is rounding, relative to
+# these. A position that is not exact only costs another split.
+_LINEAR = 16.0
+
+
+def _shared_positions(
+    segment: WeightSegment, X: Tensor, events: _Events, ends: tuple[Tensor, Tensor], at_ends: tuple[Tensor, Tensor]
+) -> Float[Tensor, " B"]:
+    """Solve the events of nodes that share the passes: each unit once, and by a formula where it is linear in t."""
+    if not len(ends[0]):
+        return ends[0]
+    (call, unit), of_event = torch.stack(events[1:3]).unique(dim=1, return_inverse=True)
+    event = torch.zeros_like(call).index_copy_(0, of_event, torch.arange(len(of_event), device=call.device))
+    (a, b), (low, high) = (tuple(x[event] for x in pair) for pair in (ends, at_ends))
     position = a + (b - a) * low / (low - high)
-    if len(units):
-        middle = _inputs_at(segment, X, (a + b) / 2)[units]
-        rounding = _LINEAR * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
-        bent = ((middle - (low + high) / 2).abs() > rounding).nonzero().squeeze(1)
+    calls = _calls_at(segment, X, (a[0] + b[0]) / 2)
+    middle = torch.stack([calls[c].inputs[0, u] for c, u in zip(call.tolist(), unit.tolist(), strict=True)])
+    eps = torch.finfo(low.dtype).eps
+    bent = ((middle - (low + high) / 2).abs() > _LINEAR * eps * (low.abs() + high.abs())).nonzero().squeeze(1)
 
-        def value_of(t: Tensor, active: Tensor) -> Tensor:
-            return torch.stack([_inputs_at(segment, X, u)[units[bent[k]]] for u, k in zip(t, active, strict=True)])
+    def value_of(t: Tensor, active: Tensor) -> Tensor:
+        units = zip(t, call[bent[active]].tolist(), unit[bent[active]].tolist(), strict=True)
+        return torch.stack([_calls_at(segment, X, place)[c].inputs[0, u] for place, c, u in units])
 
-        ends, values = (a.expand(len(bent)), b.expand(len(bent))), (low[bent], high[bent])
-        position[bent] = _solve(value_of, ends, values, torch.finfo(low.dtype).eps)
-    row, unit = affects[:, units].nonzero(as_tuple=True)
-    return row, position[unit]
+    position[bent] = _solve(value_of, (a[bent], b[bent]), (low[bent], high[bent]), eps)
+    return position[of_event]
 
 
-def _inputs_at(segment: WeightSegment, X: Tensor, t: Tensor) -> Float[Tensor, " U"]:
+def _calls_at(segment: WeightSegment, X: Tensor, t: Tensor) -> list[Preactivations]:
+    """List the calls with thresholds at one place of the step, whatever depends on them."""
     model = segment.net.model
     with torch.no_grad(), disable_fused_attention(), UnitWatcher(None) as watcher:
         model(model.unflatten(segment.w + t * segment.d), X)
-    return torch.cat([units.inputs[0] for units in watcher.calls])
+    calls: list[Preactivations] = watcher.calls
+    return calls

@@ -25,6 +25,7 @@ from epk_gp.optimizers.update_rules import (
     ClipValue,
     UpdateCoefficients,
     broadcast_to_params,
+    coefficient_of_all,
     largest_entry,
     move_by_rounding,
     predict_step,
@@ -33,14 +34,10 @@ from epk_gp.optimizers.update_rules import (
     rounding_of_terms,
     scale_gradient,
     step_tolerance,
+    weighted_sum,
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
-from epk_gp.recording.mismatches import (
-    ObservedStep,
-    StepCheck,
-    StepMeasures,
-    explain_mismatch,
-)
+from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
@@ -172,12 +169,12 @@ def measure_step(
         for c, block in _blocks(update, sizes, start, scratch.shape[1]):
             w, g, m = start[block], used[block], momentum[block]
             own, residual = scratch[:, : len(w)]
-            h = _sum_of(own, (c["grad_scale"], g), (c["weight_decay"], w))
-            if (after := _sum_of(m, (c["one_minus_dampening"], h), (c["beta"], before[block]))) is not m:
+            h = weighted_sum(own, (c["grad_scale"], g), (c["weight_decay"], w))
+            if (after := weighted_sum(m, (c["one_minus_dampening"], h), (c["beta"], before[block]))) is not m:
                 m.copy_(after)
             torch.sub(end[block], w, out=residual)
             rates = (c["momentum_lr"], m), (c["lr"], h), (c["decoupled_decay"], w)
-            found.append(_sizes_of(_sum_of(residual, (1.0, residual), *rates), g))
+            found.append(_sizes_of(weighted_sum(residual, (1.0, residual), *rates), g))
     differences, largest, norms = torch.stack(found).double().unbind(dim=1)
     return StepMeasures(momentum, float(differences.max()), float(largest.max()), float(norms.norm()))
 
@@ -186,24 +183,11 @@ def _sizes_of(residual: Tensor, used: Tensor) -> Float[Tensor, "3"]:
     return torch.stack([largest_entry(residual), largest_entry(used), torch.linalg.vector_norm(used)])
 
 
-def _sum_of(memory: Tensor, *terms: tuple[float | Tensor, Tensor]) -> Tensor:
-    """Add up coefficients times vectors, in some memory; what is a vector itself is not copied there."""
-    total: Tensor | None = None
-    for c, vector in terms:
-        if isinstance(c, Tensor):
-            total = torch.mul(vector, c, out=memory) if total is None else torch.addcmul(total, c, vector, out=memory)
-        elif c != 0:
-            first = vector if c == 1 or total is not None else torch.mul(vector, c, out=memory)
-            total = first if total is None else torch.add(total, vector, alpha=c, out=memory)
-    return memory.zero_() if total is None else total
-
-
 def _blocks(
     update: UpdateCoefficients, sizes: Sequence[int], like: Float[Tensor, " P"], most: int
 ) -> Iterator[tuple[dict[str, float | Tensor], slice]]:
     """Divide flat weights into blocks of at most so many: yield the coefficients of each, and its place."""
     held = {name: getattr(update, name) for name in FIELDS}
-    of_parameters = {name: value.tolist() for name, value in held.items() if len(value) == len(sizes)}
     first = place = 0
     while first < len(sizes):
         last, size = first + 1, sizes[first]
@@ -212,12 +196,8 @@ def _blocks(
         for begin in range(place, place + size, most):
             block, numbers = slice(begin, min(begin + most, place + size)), dict[str, float | Tensor]()
             for name, value in held.items():
-                if name not in of_parameters:
-                    numbers[name] = value[block].to(like)
-                elif len(set(own := of_parameters[name][first:last])) == 1:
-                    numbers[name] = own[0]
-                else:
-                    numbers[name] = broadcast_to_params(value[first:last], sizes[first:last], like)
+                is_whole, own = len(value) != len(sizes), sizes[first:last]
+                numbers[name] = value[block].to(like) if is_whole else coefficient_of_all(value[first:last], own, like)
             yield numbers, block
         first, place = last, place + size
 
@@ -350,10 +330,10 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
                 cause = f"the network draws random numbers {source}: draw them with torch"
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
-                f"{expected} of {setup.loss} on the given batch: it differs by "
-                f"{float(residual.abs().max()):.2e} (largest predicted change {float(predicted.abs().max()):.2e}), the "
-                f"gradient by {float((made.gradient - clipped).abs().max()):.2e} (largest entry "
-                f"{float(clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
+                f"{expected} of {setup.loss} on the given batch: it differs by {largest_entry(residual):.2e} (largest "
+                f"predicted change {largest_entry(predicted):.2e}), the gradient by "
+                f"{largest_entry(made.gradient - clipped):.2e} (largest entry {largest_entry(clipped):.2e}). Likely "
+                f"cause: {cause}.{limit}"
             )
     update = scale_gradient(made.update, check.clip_factor if check.factors is None else check.factors, sizes)
     return penalty.added_to(update)
@@ -411,30 +391,25 @@ def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[T
 
 
 def _gradient_of(
-    setup: TrainingSetup,
-    observed: ObservedStep,
-    state: Float[Tensor, " PQ"] | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    reverse: bool = False,
+    setup: TrainingSetup, observed: ObservedStep, other: Float[Tensor, " PQ"] | None = None
 ) -> tuple[Float[Tensor, " P"], float]:
-    """Return the gradient of a step's loss before it, or at another state, and the error of its moving statistics.
+    """Return the gradient of a step's loss before it, and the error of its moving statistics.
 
-    It is zero for parameters that have none. Steps without recorded passes may be computed in another dtype, and with
-    their rows in reverse order.
+    It is zero for parameters that have none. At another state, or in its dtype, rows without recorded passes come in
+    reverse order.
     """
     model, error, step = setup.model, 0.0, observed.step
-    state = torch.cat([observed.start, observed.start_statistics]) if state is None else state
-    spec, passes = TensorSpec(dtype or state.dtype, state.device), passes_of(step, setup.X, setup.y, setup.loss)
+    state = torch.cat([observed.start, observed.start_statistics]) if other is None else other
+    spec, passes = TensorSpec(state.dtype, state.device), passes_of(step, setup.X, setup.y, setup.loss)
     if step.passes:
         replay = TrainingReplay(model, setup.loss, spec)
         gradient, error = replay.step_gradient(state, passes, observed.end_statistics, setup.unexplained)
     else:
         (data,) = passes
-        X, y, c = ((v.flip(0) if reverse else v) for v in (data.X, data.y, data.c))
+        X, y, c = (v if other is None else v.flip(0) for v in (data.X, data.y, data.c))
         with disable_fused_attention():
             wide = model if spec == model.spec else model.converted(spec)
-            gradient = batch_gradient(wide, state.to(spec.dtype), spec.cast(X), y, setup.loss, c)
+            gradient = batch_gradient(wide, state, spec.cast(X), y, setup.loss, c)
     parts = model.unflatten(gradient)
     for name in observed.made.without_gradient:
         parts[name].zero_()
@@ -449,22 +424,17 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     are moved by their own rounding. Recorded forward passes keep their order.
     """
     observed = check.observed
-    state, difference = observed.start, _largest_difference(observed.made.gradient, check.expected)
+    state, difference = observed.start, largest_entry(observed.made.gradient - check.expected)
     if difference <= relative_rounding(state.dtype) * largest_entry(check.expected):
         return True
     if not _is_repeatable(setup, check):
         return False
     if state.dtype != torch.float64 and not observed.step.passes:
-        other, _ = _gradient_of(setup, observed, dtype=torch.float64)
+        other, _ = _gradient_of(setup, observed, check.state.double())
     else:
         moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
-        other, _ = _gradient_of(setup, observed, moved, reverse=True)
-    return bool(difference <= CANCELLATION_FACTOR * _largest_difference(check.gradient, other))
-
-
-def _largest_difference(a: Float[Tensor, " P"], b: Float[Tensor, " P"]) -> Float[Tensor, ""]:
-    pairs = zip(a.split(_BLOCK), b.split(_BLOCK), strict=True)
-    return torch.stack([largest_entry(own - other) for own, other in pairs]).max()
+        other, _ = _gradient_of(setup, observed, moved)
+    return bool(difference <= CANCELLATION_FACTOR * largest_entry(check.gradient - other))
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:

@@ -22,8 +22,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from epk_gp.core.losses import sample_weights
-from epk_gp.core.step import ForwardPass, Step
+from epk_gp.core.gradients import passes_of
+from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import Optimizers, as_optimizers
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import MadeStep
@@ -233,13 +233,12 @@ class Ranks:
         if loaded is None:
             return list(steps)
         if not self.is_writer:
-            for name, value in on_cpu.items():
-                values[name].copy_(value)
             with torch.random.fork_rng(devices=[]):
                 state.load_state_dict(tensors, "rank 0")
-        if not self.is_writer and loaded:
-            own.load_state_dict(loaded[self.rank]["state"], f"rank {self.rank}")
-            for name, value in loaded[self.rank]["buffers"].items():
+            if loaded:
+                own.load_state_dict(loaded[self.rank]["state"], f"rank {self.rank}")
+                on_cpu |= loaded[self.rank]["buffers"]
+            for name, value in on_cpu.items():
                 values[name].copy_(value)
         if self._twin is not None:
             self._twin.push()
@@ -248,20 +247,18 @@ class Ranks:
 
 def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
     """Join the parts of a step, whose rows have the weights of their own rank divided by the number of ranks."""
-    y, batches, weights, passes = setup.y, list[Tensor](), list[Tensor](), list[ForwardPass]()
-    for step in steps:
-        rows = torch.arange(len(setup.X)) if step.batch is None else step.batch
-        c = sample_weights(setup.loss, y[rows.to(y.device)]) if step.sample_weights is None else step.sample_weights
-        batches.append(rows)
-        weights.append(c.cpu().double() / len(steps))
-        passes += step.passes or [ForwardPass(len(rows))]
-    for number, one in enumerate(passes):
-        start = None if one.statistics is None or torch.equal(one.statistics.to(before), before) else one.statistics
-        end = one.statistics_after
-        end = None if end is None or torch.equal(end.to(after), after) else end
-        passes[number] = replace(one, statistics=start, statistics_after=end)
+    parts = [data for step in steps for data in passes_of(step, setup.X, setup.y, setup.loss)]
+
+    def unless(value: Tensor | None, known: Tensor) -> Tensor | None:
+        return None if value is None or torch.equal(value.to(known), known) else value
+
+    passes = [
+        replace(one, statistics=unless(one.statistics, before), statistics_after=unless(one.statistics_after, after))
+        for one in (part.forward for part in parts)
+    ]
+    batch, weights = (torch.cat(values).cpu() for values in zip(*((p.samples, p.c) for p in parts), strict=True))
     needed = () if all(one.is_plain for one in passes) else tuple(passes)
-    return replace(steps[-1], batch=torch.cat(batches), sample_weights=torch.cat(weights), passes=needed)
+    return replace(steps[-1], batch=batch, sample_weights=weights / len(steps), passes=needed)
 
 
 class WholeTwin:

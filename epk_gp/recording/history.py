@@ -21,7 +21,7 @@ from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.files import pack
-from epk_gp.storage.passes import stored_steps, validate_pass
+from epk_gp.storage.passes import validate_pass, with_stored_passes
 from epk_gp.storage.rows import as_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState
@@ -384,7 +384,9 @@ class CommitSchedule:
             self.writer.append(*kept, rows=rows | (pack(REPLAY, replay) if replay else {}))
             self._digests = (*self._digests, *digests) if self._digests else ()
             self._num_points += len(rows.get(INPUTS, ()))
-            self._history.steps[first:count] = stored_steps(self.writer.path, self.writer.chunks[-1], schema, steps)
+            if any(step.passes for step in steps):
+                steps = with_stored_passes(self.writer.path, self.writer.chunks[-1], schema, steps)
+                self._history.steps[first:count] = steps
         self._last_commit, self._num_bytes, self._num_counted = time.monotonic(), 0.0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
         self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)

@@ -124,8 +124,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         if indices is None:
             raise ValueError(
                 f"the batches must hold the rows' indices under {INDEX_KEY!r}: got {', '.join(sorted(kwargs))}. Wrap "
-                f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
-                "numbers."
+                f'the data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps numbers.'
             )
         counts = {len(value) for value in kwargs.values() if isinstance(value, Tensor) and value.ndim}
         if counts - {len(indices)}:

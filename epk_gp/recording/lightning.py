@@ -67,8 +67,7 @@ class RecorderCallback(RunOfCallback, Callback):
         clip, bound = self._clip, trainer.gradient_clip_val
         if clip is None and bound:
             clip = ClipValue(float(bound)) if trainer.gradient_clip_algorithm == "value" else ClipNorm(float(bound))
-        optimizer: Any = trainer.optimizers[0] if len(trainer.optimizers) == 1 else list(trainer.optimizers)
-        self._recorder = Recorder(self._net, optimizer, *self._data, clip=clip, **self._options)
+        self._recorder = Recorder(self._net, trainer.optimizers, *self._data, clip=clip, **self._options)
         self._recorder.__enter__()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -39,7 +39,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
 from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
@@ -285,9 +285,8 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
         what = f"the outputs that the loop saw are not the recorded network's (by up to {difference:.2g})"
         if draws_otherwise:
             return (
-                f"{what}: it draws other random numbers than torch's default generator gives to its layers. Under "
-                "torch.compile set torch._inductor.config.fallback_random = True before the first call; else draw from "
-                "that generator"
+                f"{what}: it draws other random numbers than torch's default generator gives to its layers. Draw from "
+                "that; under torch.compile set torch._inductor.config.fallback_random = True before the first call"
             )
         layout, own = model.signature.layout, dict(model.module.named_modules())
         hooked = [n for n, part in net.named_modules() if n and len(part._forward_hooks) > len(own[n]._forward_hooks)]
@@ -306,16 +305,11 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     written, drew others.
     """
     data, forward = seen.data, seen.data.forward
-    module, device, autocast = replay.module_in_modes(data), replay.spec.device, forward.autocast
+    module = replay.module_in_modes(data)
     named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(module, named, args, kwargs)
-
-    mixed = torch.autocast(device.type, autocast, enabled=autocast is not None)
-    with torch.no_grad(), disable_fused_attention(), quiet_checkpoints(), replay.random_numbers(data), mixed:
-        returned = replay.model.signature.call(call, replay.rows(data), replay.spec)
-        reached = torch.random.get_rng_state(), device_random_state(device)
+    with torch.no_grad(), disable_fused_attention(), replay.conditions(module, data, exact=False):
+        returned = replay.call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact=False)
+        reached = torch.random.get_rng_state(), device_random_state(replay.spec.device)
     before, after = (forward.random_state, forward.device_random_state), seen.captured.random_states_after
     states = zip(before, reached, after, strict=True)
     others = (not (used is None or own is None or end is None or torch.equal(own, end)) for used, own, end in states)

@@ -14,6 +14,7 @@ from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import as_written, device_random_state
+from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
 from epk_gp.optimizers.update_rules import (
@@ -39,43 +40,32 @@ class CapturedForward:
     Attributes:
         inputs: The rows that the network was called with, packed.
         modes: Which modules were in training mode.
-        random_state: State of the random numbers on the CPU before the pass; None if it is the same after it.
-        device_random_state: The same of the accelerator.
-        random_states_after: Both after it.
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.
-        autocast: The dtype of automatic mixed precision; None without it.
+        record: Its precision, random numbers, memory order, weights and settings.
         difference: In words, how the call differs from one with the recorded graph; None if it does not.
-        memory_order: The dimensions of the one input from the slowest to the fastest in memory; None if that is their
-            own order.
+        random_states_after: The random numbers on the CPU and of the accelerator after it.
         position: Number of the pass since the recording began.
         outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
             loss is stated it is all that the network returned for each row.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
         num_backwards: Number of backward passes that brought a gradient to the outputs.
         num_arguments: Number of arguments of the call.
-        weights: The weights that the pass saw; None if they are those that the last step left.
-        settings: The network's numbers that are no tensors; None if they are those when recording began.
         stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
 
     inputs: Shaped[Tensor, "n ..."]
     modes: Bool[Tensor, " modules"]
-    random_state: Tensor | None
-    device_random_state: Tensor | None
     statistics: Float[Tensor, " Q"]
     statistics_after: Float[Tensor, " Q"]
-    autocast: torch.dtype | None
+    record: ForwardPass
     difference: str | None = None
-    memory_order: Tensor | None = None
     position: int = 0
     random_states_after: tuple[Tensor | None, Tensor | None] = None, None
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
     num_backwards: int = 0
     num_arguments: int = 1
-    weights: Tensor | None = None
-    settings: Tensor | None = None
     stray: tuple[int, ...] | None = None
 
     def watch(self, returned: Any, num_rows: int, begin: Callable[[], None]) -> Any:
@@ -224,7 +214,7 @@ class StepObserver:
         self._weights, self._report, self._last_groups = weights, report, groups
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
-        self._groups = {id(optimizer): self._groups_of(optimizer) for optimizer in self._optimizers}
+        self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
         self._hooks: list[Any] = []
         self._announced: list[AnnouncedBatch] = []
         self._inside: list[Optimizer] = []  # whose step() the loop is in
@@ -258,20 +248,20 @@ class StepObserver:
     @property
     def has_moved_between_passes(self) -> bool:
         """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
-        return len({forward.weights is None for forward in self._passes}) == 2
+        return len({forward.record.weights is None for forward in self._passes}) == 2
 
     def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
         """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
         setup, first = self.setup, next(iter(self._passes), None)
         if first is None:
             return setup.weights(), setup.statistics()
-        return self._weights() if first.weights is None else first.weights, first.statistics
+        return self._weights() if first.record.weights is None else first.record.weights, first.statistics
 
     def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
         """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
         for forward in self._waiting:
-            if forward.weights is not None and torch.equal(forward.weights, w):
-                forward.weights = None
+            if forward.record.weights is not None and torch.equal(forward.record.weights, w):
+                forward.record = replace(forward.record, weights=None)
         if not self._waiting and statistics is not None:
             self._statistics = statistics
 
@@ -338,7 +328,7 @@ class StepObserver:
             return
         self._assign_forwards()
         for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
-            later = [f for f in self._waiting if f.weights is not None and f.position > batch.position]
+            later = [f for f in self._waiting if f.record.weights is not None and f.position > batch.position]
             if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
                 batch.forwards, batch.is_void = later, False
         self._announced = [batch for batch in self._announced if not batch.is_void]
@@ -451,9 +441,6 @@ class StepObserver:
         gradients = (p.grad for p in held if p.grad is not None)
         return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
-    def _groups_of(self, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
-        return groups_of(optimizer, self._rules[id(optimizer)], self._names)
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):
             # functional_call puts others in their place
@@ -478,21 +465,20 @@ class StepObserver:
             return
         inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
         dtype = torch.get_autocast_dtype(device.type)
-        forward = CapturedForward(
-            inputs=inputs,
-            modes=torch.tensor([part.training for part in setup.net.modules()]),
+        record = ForwardPass(
+            num_rows=len(inputs),
             random_state=torch.random.get_rng_state(),
             device_random_state=device_random_state(device),
-            statistics=statistics,
-            statistics_after=statistics,
             autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
-            difference=difference,
             memory_order=memory_order(inputs) if model.signature.layout is None else None,
-            num_arguments=len(args) + len(kwargs),
             weights=weights,
             settings=setup.changed_settings(),
         )
-        self._begun.append(forward)
+        modes = torch.tensor([part.training for part in setup.net.modules()])
+        count = len(args) + len(kwargs)
+        self._begun.append(
+            CapturedForward(inputs, modes, statistics, statistics, record, difference, num_arguments=count)
+        )
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""
@@ -502,13 +488,11 @@ class StepObserver:
         forward = self._begun.pop() if self._begun else None
         if forward is None:
             return None
-        forward.statistics_after, forward.position = self._statistics, self.num_passes
-        before, after = forward.device_random_state, device_random_state(setup.model.spec.device)
-        forward.random_states_after = torch.random.get_rng_state(), after
-        if forward.random_state is not None and torch.equal(forward.random_state, torch.random.get_rng_state()):
-            forward.random_state = None
-        if before is not None and after is not None and torch.equal(before, after):
-            forward.device_random_state = None
+        forward.statistics_after, forward.position, begun = self._statistics, self.num_passes, forward.record
+        forward.random_states_after = torch.random.get_rng_state(), device_random_state(setup.model.spec.device)
+        pairs = zip((begun.random_state, begun.device_random_state), forward.random_states_after, strict=True)
+        cpu, device = (None if a is None or b is None or torch.equal(a, b) else a for a, b in pairs)  # None: no draws
+        forward.record = replace(begun, random_state=cpu, device_random_state=device)
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs), self._look_at_gradients)
@@ -554,7 +538,7 @@ class StepObserver:
         if any(each is optimizer for each in self._inside):
             return
         model, rule = self.setup.model, self.setup.update_rule
-        self._groups[id(optimizer)] = self._groups_of(optimizer)
+        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         weights = model.unflatten(self._weights())
         if groups.keys() - self._names.keys():  # of another network, or a new one

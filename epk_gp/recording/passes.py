@@ -192,15 +192,15 @@ class PassRecords:
 
     def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
         """Leave out the random state of a pass in whose modes the network has drawn nothing: another thread drew."""
-        key = forward.modes.numpy().tobytes()
-        has_none = forward.random_state is None and forward.device_random_state is None
-        if has_none or key in self._drawing or forward.settings is not None:
+        record, key = forward.record, forward.modes.numpy().tobytes()
+        has_none = record.random_state is None and record.device_random_state is None
+        if has_none or key in self._drawing or record.settings is not None:
             return forward
         model, state = self._setup.model, torch.cat([start, forward.statistics.to(start)])
         call, _ = self._call_in(forward.modes, state)
         with torch.enable_grad(), disable_fused_attention(), quiet_checkpoints():
             if not draws_random_numbers(lambda: model.signature.call(call, forward.inputs)):
-                return replace(forward, random_state=None, device_random_state=None)
+                return replace(forward, record=replace(record, random_state=None, device_random_state=None))
         self._drawing.add(key)
         return forward
 
@@ -232,24 +232,20 @@ class PassRecords:
         else:
             cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
             targets, c, is_doubtful = _used_targets(setup.loss, forward, y, cuts, c, is_recorded, is_read=is_read)
-        is_random = forward.random_state is not None or forward.device_random_state is not None
-        is_special = forward.autocast is not None or forward.settings is not None
+        seen, before, after = forward.record, forward.statistics, forward.statistics_after
+        is_random = seen.random_state is not None or seen.device_random_state is not None
+        is_special = seen.autocast is not None or seen.settings is not None
         needs_modes = is_random or is_special or self._differs_in(forward.modes)
-        before, after = forward.statistics, forward.statistics_after
-        record = ForwardPass(
+        record = replace(
+            seen,
             num_rows=len(rows),
             modes=forward.modes if needs_modes else None,
             inputs=inputs,
             targets=targets,
-            random_state=forward.random_state,
-            device_random_state=forward.device_random_state,
             statistics=None if torch.equal(before, statistics[0]) else before,
             statistics_after=None if torch.equal(after, statistics[1]) else after,
-            autocast=forward.autocast,
-            memory_order=forward.memory_order if is_random else None,
+            memory_order=seen.memory_order if is_random else None,
             cotangents=cotangents,
-            weights=forward.weights,
-            settings=forward.settings,
         )
         return record, c.cpu().double(), is_doubtful
 
@@ -355,8 +351,7 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
     if forward.stray is not None:
         raise StepMismatchError(
             "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
-            f"one of shape {forward.stray} that the network returned. Compute the loss outside of the network, or "
-            "state it."
+            f"one of shape {forward.stray} that it returned. Compute the loss outside of the network, or state it."
         )
     if forward.output_gradient is None:
         raise StepMismatchError(
@@ -453,8 +448,7 @@ def _used_targets(
         if cuts[0].shape != y.shape:
             raise StepMismatchError(
                 f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
-                f"{tuple(y.shape)}: the gradient in the outputs is not that of {loss} there. State the loop's loss and "
-                "its weight, or none with loss=None."
+                f"{tuple(y.shape)}: the outputs' gradient is not {loss}'s there. State loss and weight, or loss=None."
             )
     unknown = (None, c, True)
     if is_read or z.ndim > 2:

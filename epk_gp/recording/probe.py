@@ -4,8 +4,8 @@ A path integral of gradients is the change of the outputs only where it is. It i
 stop-gradients and gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed
 in less precision than the weights have.
 
-A first look takes a few rows, one position on the step and one combination of the outputs, and the jumps are looked for
-in the run's own precision. Only what looks suspicious there is looked at as a whole.
+All is computed in float64 where the network can be. A first look at the derivative takes a few rows, one position on
+the step and one combination of the outputs. Only what looks suspicious there is looked at as a whole.
 """
 
 import math
@@ -25,11 +25,12 @@ from epk_gp.recording.check import CheckSchedule
 from epk_gp.recording.mismatches import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
-_LEAST_WAIT = 12  # steps
+_FIRST_WAIT, _LEAST_WAIT = 2, 12  # steps; the first where a layer that begins at zero may have hidden others
 _NUM_ROWS, _FEW_ROWS = 16, 4  # rows of the batch that are looked at; those of the first looks at derivatives
 _NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
 _POSITIONS = (0.0, -0.29, 0.33)  # from the middle of the step; at its ends a kink is likelier than elsewhere
 _NUM_INTERVALS = 4  # of the step, in which jumps are looked for
+_GRID = [k / _NUM_INTERVALS - 0.5 for k in range(_NUM_INTERVALS + 1)]
 _NUM_SUSPECTS = 4  # of the intervals and rows, those that are farthest from linear
 
 # Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
@@ -65,22 +66,19 @@ class _Segment:
     X: Shaped[Tensor, "n ..."]
     statistics: Float[Tensor, " Q"]
 
-    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+    def outputs(self, t: float) -> Float[Tensor, "n C"]:
         with torch.no_grad():
-            return self.model(self.params(self.weights(t)), self.X if rows is None else rows)
+            return self.at(self.weights(t))
 
-    def with_graph(self, w: Float[Tensor, " P"]) -> tuple[Float[Tensor, "n C"], list[Tensor]]:
-        """Return outputs that can be differentiated, and the weights by which they are."""
-        params = {name: value.detach() for name, value in self.params(w).items()}
-        leaves = [params[name].requires_grad_() for name in self.model.names]
-        with torch.enable_grad():
-            return self.model(params, self.X), leaves
+    def on_grid(self) -> Float[Tensor, "k n C"]:
+        return torch.stack([self.outputs(t) for t in _GRID])
 
     def weights(self, t: float) -> Float[Tensor, " P"]:
         return torch.add(self.middle, self.d, alpha=t) if t else self.middle
 
-    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w)
+    def at(self, w: Float[Tensor, " P"]) -> Float[Tensor, "n C"]:
+        state = torch.cat([w, self.statistics.to(w)]) if len(self.statistics) else w
+        return self.model(self.model.unflatten(state), self.X)
 
 
 class DerivativeProbe:
@@ -90,8 +88,7 @@ class DerivativeProbe:
         next: The step at which the next look is due.
     """
 
-    next, _cost = 0, 0.0  # and seconds of the last one
-    _has_seen_all = False  # whether each parameter had a gradient in the first step
+    next = 0
 
     def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
         """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
@@ -107,16 +104,12 @@ class DerivativeProbe:
         batch = observed.step.batch
         rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
         path = (observed.start, observed.end, observed.start_statistics)
-        if index == 3 and self._has_seen_all:  # by now it is known how many steps pay for the first look
-            self.next = index + max(_LEAST_WAIT, 2 * schedule.steps_that_pay(self._cost))
-            return
         with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
             cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
-        self._cost, gradients = schedule.cost, setup.model.unflatten(observed.made.gradient).values()
-        if not index:  # layers that begin at zero hide others, which have no gradient
-            self._has_seen_all = all(bool(g.any()) for g in gradients)
-        wait = 2 * schedule.steps_that_pay(self._cost) if index else 0
-        self.next = max(4 * (index + 1) - 1, index + 1 + wait)
+        gradients = setup.model.unflatten(observed.made.gradient).values()
+        hides = not index and not all(bool(g.any()) for g in gradients)  # layers that begin at zero hide others
+        wait = _FIRST_WAIT if hides else max(_LEAST_WAIT, 3 * index, 2 * schedule.steps_that_pay(schedule.cost))
+        self.next = index + 1 + wait
         if cause is None:
             return
         self.next = 1 << 62
@@ -135,34 +128,33 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
         X: Some rows of the batch.
     """
     start, end, statistics = path
-    d = end - start
+    d, own_dtype = end - start, model.spec.dtype
     segment = own = _Segment(model, torch.add(start, d, alpha=0.5), d, X, statistics)
-    grid = [k / _NUM_INTERVALS - 0.5 for k in range(_NUM_INTERVALS + 1)]
-    F = torch.stack([own.outputs(t) for t in grid])
-    few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, len(X))).indices  # where a derivative has most to say
     try:
         spec = TensorSpec(torch.float64, d.device)
         wide = model if model.spec == spec else model.converted(spec)
         segment = _Segment(wide, own.middle.double(), d.double(), spec.cast(X), statistics)
+        F = segment.on_grid()
+        few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, len(X))).indices  # where there is most to see
         look = _Look.at(segment, 0.0, few, 1)
         is_wide = look.f.dtype == torch.float64
     except (RuntimeError, TypeError, ValueError):  # the network, or its derivative, needs its own dtype
         is_wide = False
     if not is_wide:
-        segment, few = own, torch.arange(len(X), device=X.device)
+        segment, F, few = own, own.on_grid(), torch.arange(len(X), device=X.device)
         look = _Look.at(own, 0.0, few, _NUM_COMBINATIONS)
     if not 0 < look.size < math.inf:  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
         return None
-    if (fault := _derivative_fault(look, segment, few, model.spec.dtype)) is not None:
+    if (fault := _derivative_fault(look, segment, few, own_dtype)) is not None:
         return fault
-    lost = _lost_precision(own, segment, F[_NUM_INTERVALS // 2][few], look)
+    lost = float((own.outputs(0.0).double() - F[_NUM_INTERVALS // 2]).abs().max()) / look.size
     if lost > _LOST_PRECISION:
         return (
             f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
             "their size (autocast, or a cast in forward)"
         )
-    jump = _largest_jump((own, segment), grid, F, 64 * torch.finfo(model.spec.dtype).eps * look.size)
-    if jump is not None:
+    jump = _largest_jump(segment, F, 64 * torch.finfo(own_dtype).eps * look.size)
+    if jump:
         return (
             f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
             "rounding, or a training that diverges)"
@@ -183,17 +175,13 @@ class _Look:
     @classmethod
     def at(cls, segment: _Segment, t: float, rows: Int64[Tensor, " n"], combinations: int) -> "_Look":
         segment, generator = replace(segment, X=segment.X[rows]), torch.Generator().manual_seed(0)
-        f, leaves = segment.with_graph(segment.weights(t))
+        s = torch.zeros_like(segment.d[:1], requires_grad=True)  # along the step
         with torch.enable_grad():
-            V = torch.randn(combinations, *f.shape, generator=generator, dtype=torch.float64).to(f)
-            slopes = torch.zeros_like(V[:, 0, 0])
-            for number in range(combinations if f.requires_grad else 0):
-                pulled = torch.autograd.grad(
-                    f, leaves, V[number], retain_graph=number + 1 < combinations, allow_unused=True
-                )
-                along = segment.model.unflatten(segment.d)
-                pairs = zip(along.values(), pulled, strict=True)
-                slopes[number] = sum(torch.vdot(d.reshape(-1), g.reshape(-1)) for d, g in pairs if g is not None)
+            f = segment.at(segment.weights(t) + s * segment.d)
+        V = torch.randn(combinations, *f.shape, generator=generator, dtype=torch.float64).to(f)
+        slopes = torch.zeros_like(V[:, 0, 0])
+        for number in range(combinations if f.requires_grad else 0):
+            (slopes[number],) = torch.autograd.grad(f, s, V[number], retain_graph=number + 1 < combinations)[0]
         return cls(segment, t, V, f.detach(), slopes)
 
     @cached_property
@@ -204,7 +192,9 @@ class _Look:
         much outputs change where weights are moved by one eps, in units of eps.
         """
         eps = torch.finfo(self.V.dtype).eps
-        moved, _ = self.segment.with_graph(move_by_rounding(self.segment.weights(self.t), eps))  # by the same kernels
+        w = move_by_rounding(self.segment.weights(self.t), eps)
+        with torch.enable_grad():
+            moved = self.segment.at(w.requires_grad_())  # by the same kernels
         return float(self.f.abs().max() + (moved.detach() - self.f).abs().max() / eps)
 
     def error(self, change: float, *, allowed: float = 64.0) -> float:
@@ -249,70 +239,46 @@ def _derivative_fault(first: _Look, segment: _Segment, few: Int64[Tensor, " n"],
             return _SINGLE if (change, own_dtype) == (_MEDIUM[0], torch.float64) else None
     return (
         f"the network's derivative is not the derivative of its outputs: along the step they differ by {error:.1%} "
-        "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
-        "precision in forward)"
+        "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, a cast)"
     )
 
 
-def _lost_precision(own: _Segment, wide: _Segment, outputs: Float[Tensor, "n C"], look: _Look) -> float:
-    """Return the share of their size by which outputs in the run's own dtype are off."""
-    if wide.model.spec == own.model.spec:
-        return 0.0
-    lost = float((outputs.double() - look.f).abs().max()) / look.size
-    if lost <= _LOST_PRECISION / 4:
-        return lost
-    return float((own.outputs(0.0).double() - wide.outputs(0.0)).abs().max()) / look.size
-
-
-def _largest_jump(
-    segments: tuple[_Segment, _Segment], grid: list[float], F: Float[Tensor, "k n C"], rounding: float
-) -> float | None:
-    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
+def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float) -> float:
+    """Return the size of the largest jump of the outputs along the step; 0 if they are continuous up to rounding.
 
     Args:
-        segments: The step in the run's dtype, and in float64: where the first shows a jump, the second must too.
-        grid: Positions on it.
-        F: The outputs there.
+        segment: The step.
+        F: The outputs on the grid.
         rounding: That of the outputs.
     """
-    change, own, wide = F.diff(dim=0), *segments
+    change, largest = F.diff(dim=0), 0.0
     smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
     smooth[0], smooth[-1] = change[1], change[-2]
     distance = (change - smooth).abs().amax(dim=2)
     distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # else a polynomial is as near as that
-    largest = 0.0
     for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
         k, row = divmod(suspect, distance.shape[1])
-        if float(distance[k, row]) <= rounding / 2:
-            break
-        slope, ends = smooth[k, row] * _NUM_INTERVALS, F[k : k + 2, row]
-        jump = _jump(own, row, grid[k : k + 2], slope, ends, rounding)
-        if jump > rounding and wide.model is not own.model:
-            ends = torch.cat([wide.outputs(t, wide.X[row : row + 1]) for t in grid[k : k + 2]])
-            jump = _jump(wide, row, grid[k : k + 2], slope, ends, rounding)
-        largest = max(largest, jump)
-    return largest if largest > rounding else None
+        if float(distance[k, row]) > rounding / 2:
+            own = replace(segment, X=segment.X[row : row + 1])
+            largest = max(largest, _jump(own, _GRID[k], smooth[k, row] * _NUM_INTERVALS, rounding))
+    return largest
 
 
-def _jump(
-    segment: _Segment,
-    row: int,
-    interval: list[float],
-    slope: Float[Tensor, " C"],
-    ends: Float[Tensor, "2 C"],
-    rounding: float,
-) -> float:
-    """Return the size of a jump of one row's outputs in an interval; 0 if they are continuous up to rounding.
+def _jump(segment: _Segment, a: float, slope: Float[Tensor, " C"], rounding: float) -> float:
+    """Return the size of a jump of one row's outputs in the interval from a on; 0 if they are continuous there.
 
     The interval is halved: at a kink the distance from the line falls with its length, at a jump it does not.
     """
-    a, b = interval
-    slope = slope.to(ends)
-    f_a, f_b = ends[0] - a * slope, ends[1] - b * slope
+
+    def from_line(t: float) -> Float[Tensor, "1 C"]:
+        return segment.outputs(t) - t * slope
+
+    b = a + 1 / _NUM_INTERVALS
+    f_a, f_b = from_line(a), from_line(b)
     jumps = [float((f_b - f_a).abs().max())]
-    for _ in range(_HALVINGS[ends.dtype]):
+    for _ in range(_HALVINGS[slope.dtype]):
         middle = (a + b) / 2
-        f = segment.outputs(middle, segment.X[row : row + 1])[0] - middle * slope
+        f = from_line(middle)
         left, right = float((f - f_a).abs().max()), float((f_b - f).abs().max())
         a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
         jumps.append(max(left, right))

@@ -22,7 +22,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import RowIdentity, Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import Clip, WeightPenalty
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
@@ -158,7 +158,8 @@ class Recorder:
         header, start = setup.header() | thinning_header(storage, folder, setup.momentum), setup.weights()
         self._data_digest: str = header["data_digest"]
         self._num_examples = len(setup.X)  # of a stream
-        self._groups = optimizer_groups(self._optimizers, update_rule, net)
+        rules, names = given_rules(self._optimizers, update_rule), {id(p): name for name, p in net.named_parameters()}
+        self._groups = tuple(group for rule, own in rules for group in groups_of(own, rule, names))
         digest = fingerprint_start(header, setup.model, setup.fingerprint, start, setup.statistics(), setup.momentum)
         self._history = RunHistory(start, digest, (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
@@ -188,7 +189,6 @@ class Recorder:
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
-        rules = given_rules(self._optimizers, update_rule)
         self._observer = StepObserver(self._setup, rules, groups, lambda: self._history.last.end, self._report, called)
         self._passes = PassRecords(self._setup, start)
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free

@@ -45,8 +45,6 @@ from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
 from epk_gp.optimizers.update_rules import (
     Clip,
-    ClipNorm,
-    ClipValue,
     UpdateRule,
     move_by_rounding,
     relative_rounding,
@@ -55,8 +53,6 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError, validate_output_scale, validate_targets
 from epk_gp.storage.rows import Rows, Stream, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
-
-__all__ = ["Clip", "ClipNorm", "ClipValue"]
 
 # Outputs of two networks are the same function's if they differ by at most so many times what the rounding of the
 # weights alone changes: in float32, at perturbed weights, a ResNet-18 turns another order of operations into more than
@@ -310,7 +306,7 @@ def make_setup(
     validate_unexplained(rule, unexplained)
     learning_rate(optimizer)
     if clip is not None and not isinstance(clip, Clip):
-        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
+        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.optimizers.update_rules, or None: got {clip!r}.")
     if clip is not None and not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")
     names = trained_names(net, optimizer, trained)
@@ -390,11 +386,10 @@ def _parse_data(
     validate_output(output)
     if isinstance(X, Graph):
         validate_tensor(y, "y")
-        labels = torch.as_tensor(y)
-        if labels.ndim == 0 or len(labels) == 0:
-            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(labels.shape)}.")
-        nodes, signature = parse_graph(X, len(labels), output)
-        return nodes, labels.detach().to(device, copy=True), signature
+        if y.ndim == 0 or len(y) == 0:
+            raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
+        nodes, signature = parse_graph(X, len(y), output)
+        return nodes, y.detach().to(device, copy=True), signature
     inputs, signature = parse_signature(X, output) if rows is None else (X, Signature(rows.layout, output))
     validate_tensor(inputs, "X")
     y = torch.empty(*inputs.shape[:1], 0, device=inputs.device) if y is None else y
@@ -473,8 +468,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
         if graph is not None and graph.num_nodes not in counts:
             raise ValueError(
                 f"the network must return one row per node, as y holds one per node, {graph.num_nodes}: got "
-                f"{' and '.join(map(str, counts)) or 'no'} rows. Nodes without a label need a row of y too, which no "
-                "batch holds."
+                f"{' and '.join(map(str, counts)) or 'no'} rows. Nodes without a label need a row of y too."
             )
         if model.signature.output is not None:
             try:
@@ -539,8 +533,7 @@ def validate_batch_statistics(net: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
                 f"an output must depend on its own input alone: module {name!r} ({type(module).__name__}) uses the "
-                "statistics of the batch, in evaluation mode too. Let it keep running statistics "
-                "(track_running_stats=True), or use another normalisation."
+                "statistics of the batch, in evaluation mode too. Let it keep some, track_running_stats=True."
             )
 
 
@@ -553,7 +546,14 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
     params = model.unflatten(moved)
     n, signature = NUM_FINGERPRINT_POINTS, model.signature
     if isinstance(loss, UnstatedLoss):
-        _validate_returned_rows(model, params, X[:n])
+        with torch.no_grad():
+            together = rows_of(model.returned(params, X[:n]), len(X[:n]))
+            each = [rows_of(model.returned(params, x), 1) for x in X[:n].split(1)]
+        if any(z.shape != together[:1].shape for z in each) or not allclose(torch.cat(each), together):
+            raise ValueError(
+                "with loss=None, all floating-point tensors that the network returns must have one row per input, "
+                "which depends on this input alone: they do not. Leave out others in forward(), or state the loss."
+            )
         return
     with torch.no_grad():
         returned = model.returned(params, X[:n])
@@ -576,20 +576,3 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
                     f"fails on one sample, with {type(error).__name__}: {error}"
                 ) from error
         validate_loss_row_independence(loss, value, y[:n], alone)
-
-
-def _validate_returned_rows(model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
-    """Raise if anything that the network returns has a first dimension that is not that of its inputs.
-
-    Raises:
-        ValueError: The rows of what it returns, evaluated together, are not those of each input alone.
-    """
-    with torch.no_grad():
-        together = rows_of(model.returned(params, X), len(X))
-        alone = [rows_of(model.returned(params, x), 1) for x in X.split(1)]
-    is_same = all(z.shape == together[:1].shape for z in alone)
-    if not is_same or not allclose(torch.cat(alone), together):
-        raise ValueError(
-            "with loss=None, all floating-point tensors that the network returns must have one row per input, which "
-            "depends on this input alone: they do not. Leave others out of what forward() returns, or state the loss."
-        )

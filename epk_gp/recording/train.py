@@ -43,13 +43,8 @@ class EpochSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the keys that it has in a stored run."""
-        epoch_ended = self._num_used == len(self._batches)
-        return {
-            "points": self.num_points,
-            "batch_size": self.batch_size,
-            "drawn_from": self._generator.get_state() if epoch_ended else self._state_before_epoch,
-            "used": 0 if epoch_ended else self._num_used,
-        }
+        sizes = {"points": self.num_points, "batch_size": self.batch_size}
+        return sizes | {"drawn_from": self._state_before_epoch, "used": self._num_used}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Draw the stored permutation again, and skip the batches that were used.

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,24 +110,17 @@ def explain(
     Raises:
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
-    trajectory, X, options, influence = request.trajectory, request.explained, request.options, influence_on(request)
+    trajectory, budget, influence = request.trajectory, request.options.memory_budget, influence_on(request)
     outputs: dict[tuple[int, int], dict[str, Any]] = {}
     certificates: list[Certificate] = []
     quantum = 0.0
     cells = trajectory.num_points * (len(axes[1].names) + 1) * len(axes[2].names)
     K = 1 if request.function is None else request.network.shape[1]  # of a function, all numbers of a point together
-    for chosen in torch.arange(len(request.rows)).split(K * max(1, options.memory_budget // (_BYTES * cells * K))):
-        rows = request.rows[chosen[::K]]
-        what: dict[str, Any] = {"head": request.head, "classes": request.classes[chosen]}
-        if request.function is not None:
-            what = {"function": request.function_of(request.points[rows])}
-        checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / f"outputs-{int(chosen[0])}"
+    for chosen in torch.arange(len(request.rows)).split(K * max(1, budget // (_BYTES * cells * K))):
+        points, classes = request.points[request.rows[chosen[::K]]], request.classes[chosen]
+        asked = request.asked(f"outputs-{int(chosen[0])}", points, classes)
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
-            (result,) = attribute_many(
-                trajectory, X[rows.to(X.device)], [axes], rule=rule, path=path, **what,
-                memory_budget=options.memory_budget, progress=options.progress, checkpoint=checkpoint,
-                executor=options.executor,
-            )  # fmt: skip
+            (result,) = attribute_many(trajectory, groupings=[axes], rule=rule, path=path, **asked)
         certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
             terms = rounded_terms(result, divmod(number, K), quantum)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Shaped
 from PIL import Image
 from torch import Tensor
 
+from epk_gp.core.graphs import Ragged, map_tensors
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.posterior import LogitPosterior
@@ -90,25 +91,20 @@ class Appearance:
         """
         if self.text is not None:
             return {"words": self.text.passage(row, targets).words}
-        row, signature = row.detach().cpu(), self.run.model.signature
-        parts: Any = row[None] if signature.graph is not None else self.run.unpack(row[None])
-        one: Any
-        if isinstance(parts, Mapping):
-            one = {key: value[0] for key, value in parts.items()}
-        else:
-            one = parts[0] if isinstance(parts, Tensor) else tuple(value[0] for value in parts)
+        inputs = self.run.unpack(row[None].detach().cpu())
+        one = inputs.rows[0] if isinstance(inputs, Ragged) else map_tensors(inputs, lambda value: value[0])
         if self.decode is not None:
             return {"text": _cut(str(self.decode(one)))}
         if not isinstance(one, Tensor):
             named = one.items() if isinstance(one, Mapping) else enumerate(one)
             return {"text": _cut("; ".join(f"{name}: {_numbers(value)}" for name, value in named))}
-        if not row.is_floating_point():
-            return {"text": _cut(f"node {int(row)}" if row.ndim == 0 else _numbers(row))}
-        images = as_images(row[None])
+        if not one.is_floating_point():
+            return {"text": _cut(f"node {int(one)}" if one.ndim == 0 else _numbers(one))}
+        images = as_images(one[None])
         if images is not None:
             return {"image": _picture(images[0], self.low, self.high)}
-        entries = [significant(value, 4) for value in row.double().flatten().tolist()]
-        if row.ndim == 1 and len(entries) == 2 and self.names is None:
+        entries = [significant(value, 4) for value in one.double().flatten().tolist()]
+        if one.ndim == 1 and len(entries) == 2 and self.names is None:
             return {"position": entries}
         names = self.names or [f"x{k + 1}" for k in range(len(entries))]
         most = _MAX_VALUES_OF_SAMPLE if is_sample else _MAX_VALUES

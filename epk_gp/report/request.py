@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -92,6 +93,14 @@ class ReportRequest:
             return None
         data = (value[points.to(value.device)] if value.ndim else value for value in self.function.data)
         return RowFunction(self.function.function, *data)
+
+    def asked(self, name: str, points: Int64[Tensor, " k"], classes: Int64[Tensor, " k"]) -> dict[str, Any]:
+        """Return the arguments of `attribute` for some of the n points, with a checkpoint of this name."""
+        options, function = self.options, self.function_of(points)
+        checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / name
+        explained = {"head": self.head, "classes": classes} if function is None else {"function": function}
+        settings = {"memory_budget": options.memory_budget, "progress": options.progress, "executor": options.executor}
+        return {"X": self.X[points.to(self.X.device)], "checkpoint": checkpoint, **explained, **settings}
 
     @property
     def explained(self) -> Shaped[Tensor, "m ..."]:

@@ -6,7 +6,6 @@ A word is what one token adds to the text before it, so that the words of a text
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -194,7 +193,7 @@ def split_texts(
     request: ReportRequest, found: Explained, text: Text, rule: Rule, path: WeightPath | None
 ) -> WordShares:
     """Add to the content of each explained output what each word of the training texts adds that it names."""
-    run, options = request.trajectory, request.options
+    run = request.trajectory
     contents = [found.outputs[place] for place in zip(request.rows.tolist(), request.classes.tolist(), strict=True)]
     views = [content["views"]["*|*"] for content in contents]
     named = [[(index, share) for index, share, _ in view["raised"] + view["lowered"]] for view in views]
@@ -203,17 +202,10 @@ def split_texts(
         return WordShares(missing="the targets are no words of the texts")
     sequences = torch.tensor([[row[min(k, len(row) - 1)][0] if row else 0 for k in range(longest)] for row in named])
     rows = request.points if request.function is not None else request.points[request.rows]
-    chosen = sequences.reshape(len(rows), -1, longest)
-    what: dict[str, Any] = {"function": request.function_of(rows), "sequences": chosen}
-    if request.function is None:
-        what |= {"head": request.head, "classes": request.classes}
-    checkpoint = None if options.checkpoint is None else Path(options.checkpoint) / "words"
+    chosen, asked = sequences.reshape(len(rows), -1, longest), request.asked("words", rows, request.classes)
     try:
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it
-            result = attribute_tokens(
-                run, request.X[rows.to(request.X.device)], rule=rule, path=path, **what, checkpoint=checkpoint,
-                memory_budget=options.memory_budget, progress=options.progress, executor=options.executor,
-            )  # fmt: skip
+            result = attribute_tokens(run, sequences=chosen, rule=rule, path=path, **asked)
     except ValueError as error:  # its arguments were accepted before: the loss or the network has no such shares
         return WordShares(missing=str(error))
     for content, row, tokens in zip(contents, named, result.tokens.flatten(0, 1), strict=True):

@@ -1,10 +1,11 @@
 """The report of a run as one HTML file: explained predictions, their certificate, and the run as a whole."""
 
 import base64
+import copy
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
@@ -316,29 +317,26 @@ def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
     left = "the views of one layer and one range of steps are left out"
     if top < most:
         left += f", and the views of one layer or one range name {top} samples of either sign, or split so many texts"
-    *sections, report = content["card"]
-    row = ["left out to keep the file small", f"{left}; the sums of the rest still add up"]
-    less = content | {"card": [*sections, report | {"rows": [*report["rows"], row]}], "points": []}
-    for point in content["points"]:
-        kept = {}
-        for output, explanation in point["explanations"].items():
-            views = {key: shorten(view, top) for key, view in explanation["views"].items() if is_margin(key)}
-            views["*|*"] = explanation["views"]["*|*"]
-            kept[output] = explanation | {"views": views}
-            if "tokens" in explanation:
-                largest = {str(row[0]) for side in ("raised", "lowered") for row in views["*|*"][side][:top]}
-                tokens = explanation["tokens"].items()
-                kept[output]["tokens"] = {index: part for index, part in tokens if index in largest}
-        less["points"].append(point | {"explanations": kept})
-    named, samples = _named(less), content["samples"]
-    shown = {index: sample for index, sample in samples["shown"].items() if int(index) in named}
-    return less | {"samples": samples | {"shown": shown}}
+    less = copy.deepcopy(content)
+    less["card"][-1]["rows"].append(["left out to keep the file small", f"{left}; the sums of the rest still add up"])
+    for explanation in _explanations(less):
+        whole, margins = explanation["views"]["*|*"], filter(is_margin, explanation["views"])
+        explanation["views"] = {key: shorten(explanation["views"][key], top) for key in margins} | {"*|*": whole}
+        if "tokens" in explanation:
+            largest = [str(row[0]) for side in ("raised", "lowered") for row in whole[side][:top]]
+            explanation["tokens"] = {index: explanation["tokens"][index] for index in largest}
+    named, shown = _named(less), less["samples"]["shown"]
+    less["samples"]["shown"] = {index: sample for index, sample in shown.items() if int(index) in named}
+    return less
+
+
+def _explanations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (explanation for point in content["points"] for explanation in point["explanations"].values())
 
 
 def _named(content: dict[str, Any]) -> set[int]:
     """Return every training sample that a view or the overview names."""
-    explained = (explanation for point in content["points"] for explanation in point["explanations"].values())
-    views = (view for explanation in explained for view in explanation["views"].values())
+    views = (view for explanation in _explanations(content) for view in explanation["views"].values())
     named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
     suspects, plane = content["overview"]["suspects"], content["overview"]["map"]
     named |= {row[0] for row in suspects["rows"]} if suspects else set()

@@ -206,7 +206,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         if PASSES not in actual:
             return steps
         validate_passes(tensors, steps, schema, where)
-        return with_stored_passes(steps, tensors, Path(path), chunk, schema)
+    return with_stored_passes(Path(path), chunk, schema, steps)
 
 
 def _validate_layout(

@@ -20,24 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from epk_gp.core.graphs import DTYPES
 from epk_gp.core.step import tensor_bytes
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
 DAMAGED = "The file is damaged; restore it from a copy."
 
 # The name that a safetensors header gives to each dtype.
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+SAFETENSORS_DTYPES = dict(zip(DTYPES.values(), _NAMES, strict=True))
 
 # Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
 # `open_descriptor` tests for symbolic links itself there.

@@ -124,19 +124,10 @@ class StoredPasses(Sequence[ForwardPass]):
         return f"StoredPasses({len(self)} forward passes)"
 
 
-def stored_steps(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Sequence[Step]) -> Sequence[Step]:
-    """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
-    if not any(step.passes for step in steps):
-        return steps
+def with_stored_passes(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Sequence[Step]) -> list[Step]:
+    """Return the steps of a chunk with the passes that it holds; a step without any has an empty tuple."""
     with opened_chunk(path, chunk) as tensors:
-        return with_stored_passes(steps, tensors, path, chunk, schema)
-
-
-def with_stored_passes(
-    steps: Sequence[Step], tensors: Any, path: Path, chunk: Chunk, schema: ChunkSchema
-) -> list[Step]:
-    """Return the steps of an open chunk with the passes that it holds; a step without any has an empty tuple."""
-    counts, rows = (tensors.get_tensor(name).tolist() for name in (COUNTS, _ROWS))
+        counts, rows = (tensors.get_tensor(name).tolist() for name in (COUNTS, _ROWS))
     stored, first = [], 0
     for step, count in zip(steps, counts, strict=True):
         passes = StoredPasses(path, chunk, schema, first, rows[first : first + count]) if count else ()

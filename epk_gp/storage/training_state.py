@@ -116,7 +116,6 @@ class TrainingState:
     net: nn.Module | None = None
     groups: Sequence[OptimizerGroup] = ()
     _versions: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
-    _options: Sequence[Mapping[str, Any]] = field(default=(), init=False, repr=False)  # of the groups at the last step
 
     def __post_init__(self) -> None:
         """Remember the buffers as they are, so that those that change are known."""
@@ -164,28 +163,19 @@ class TrainingState:
             },
             "buffers": {name: value for name, value in self._buffers().items() if self._has_changed(name, value)},
         }
-        _add_encoded(state, tensors)
-        return tensors
+        return tensors | _encoded(state)
 
     def replay_row(self, options: Sequence[Mapping[str, Any]], *, is_kept: bool) -> dict[str, Tensor]:
-        """Return what a step needs to be made again: options of the groups that changed, and the number of threads.
+        """Return what a step needs to be made again: options of the groups, and the number of threads.
 
         Args:
             options: All options of each group in the step; none of the initial state.
             is_kept: Whether the state after the step is kept: the optimizers' state after it is then stored too.
         """
-        before, self._options = self._options, options
-        if len(before) == len(options):
-            pairs = zip(before, options, strict=True)
-            options = [
-                {key: value for key, value in now.items() if key not in own or own[key] != value} for own, now in pairs
-            ]
         row: dict[str, Any] = {"options": [dict(own) for own in options], "threads": torch.get_num_threads()}
         if is_kept:
             row["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
-        tensors = dict[str, Tensor]()
-        _add_encoded(row, tensors)
-        return tensors
+        return _encoded(row)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """Restore the state of all objects, and torch's random numbers, in place.
@@ -273,10 +263,11 @@ def _validate_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) ->
                 raise ValueError(f"the optimizer's {name} must have its parameter's shape: got {tuple(value.shape)}.")
 
 
-def _add_encoded(state: Any, tensors: dict[str, Tensor]) -> None:
-    """Put a state among tensors: its JSON, and its own tensors under their numbers."""
+def _encoded(state: Any) -> dict[str, Tensor]:
+    """Return a state as tensors: its JSON, and its own tensors under their numbers."""
+    tensors = dict[str, Tensor]()
     text = json.dumps(_encode(state, tensors, "state"))
-    tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return tensors | {_STATE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:

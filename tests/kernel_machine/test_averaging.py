@@ -18,6 +18,7 @@ from weighted_loops import record
 
 import epk_gp as epk
 from epk_gp.core.inputs import Points
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample, by_step
@@ -150,7 +151,7 @@ def test_averaged_states_are_the_recursion_in_any_order():
         expected = [states[0].double()]
         for s in range(count - 1):
             expected.append((1 - a[s]) * expected[-1] + a[s] * states[s + 1].double())
-        averages = AveragedStates(states, a)
+        averages = AveragedStates(states, a, None, TensorSpec(torch.float32, torch.device("cpu")))
         assert len(averages) == count
         for s in (*torch.randperm(count).tolist(), -1, -count):
             torch.testing.assert_close(averages[s], expected[s].float())

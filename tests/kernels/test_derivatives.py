@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 import reference
-from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
+from epk_gp.gp.output_coupling import NetworkMean, OutputCoupling
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
@@ -147,7 +147,7 @@ def test_derivatives_that_would_be_wrong_are_refused(ask, error, message):
     if ask is not weighted:
         calls.append(lambda z: kernel.forward(z, z, diag=True))
     if error is TypeError and ask is not weighted:
-        mean, gp = NetworkMean(kernel.config, parse_coupling("full", 3), 0), epk.LogitGP(case.trajectory, rule=RULE)
+        mean, gp = NetworkMean(kernel.config, OutputCoupling("full", 3), 0), epk.LogitGP(case.trajectory, rule=RULE)
         calls += [mean, lambda z: gp(z).mean]
     for call in calls:
         with pytest.raises(error, match=message):
@@ -176,7 +176,7 @@ def test_a_gradient_with_a_graph_that_nobody_differentiates_is_the_same():
 @pytest.mark.parametrize("state", [0, -1])
 def test_the_network_as_prior_mean_has_its_own_derivative(state):
     case = make_case("tanh", steps=2)
-    mean, (x, copy) = NetworkMean(kernel_of(case).config, parse_coupling("full", 3), state), points(case)
+    mean, (x, copy) = NetworkMean(kernel_of(case).config, OutputCoupling("full", 3), state), points(case)
     assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
     tagged = torch.cat([x, copy], 1).detach()
     assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
+from epk_gp.gp.output_coupling import NetworkMean, OutputCoupling
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from kernel_cases import MODES, C, D, assert_close
@@ -39,7 +39,7 @@ def test_active_dims_may_leave_the_copy_column_out(trajectory, X):
     assert_close(kernel(wide, wide[:2]).to_dense(), kernel(wide).to_dense()[:, :2])
 
 
-@pytest.mark.parametrize("coupling", [parse_coupling("full", C), parse_coupling("independent", C)])
+@pytest.mark.parametrize("coupling", [OutputCoupling("full", C), OutputCoupling("independent", C)])
 def test_a_network_is_the_mean_at_rows_without_a_copy_column(trajectory, X, coupling):
     mean = NetworkMean(EPKKernel(trajectory).config, coupling, state=-1)
     assert torch.equal(mean(X), mean(test_copy(X)))

@@ -89,3 +89,19 @@ def test_several_tensors_are_shown_by_their_names_and_decoded_together():
     assert decoded == {"text": "[0, 1] by 2.0"}
     with pytest.raises(ValueError, match="names are those of the features of rows"):
         Appearance(trajectory, ["a", "b", "c"], None)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.EmbeddingBag(5, 3), nn.Linear(3, 2)
+
+    def forward(self, tokens, offsets):
+        return self.out(self.embed(tokens, offsets))
+
+
+def test_rows_of_unequal_lengths_are_shown_without_their_padding():
+    rows = [torch.tensor(tokens) for tokens in ([1, 2, 3], [4], [0, 2])]
+    trajectory = recorded(Bag(), epk.Ragged(rows, "offsets"), torch.tensor([0, 1, 0]))
+    assert [looked(trajectory, k)["text"] for k in range(3)] == ["1 2 3", "4", "0 2"]
+    assert looked(trajectory, 1, decode=lambda row: str(row.tolist())) == {"text": "[4]"}

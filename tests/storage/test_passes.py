@@ -101,14 +101,14 @@ def test_passes_are_a_sequence_of_which_nothing_is_read_before_it_is_indexed(tmp
     for _ in range(20):
         add(run, (WHOLE, replace(WHOLE, num_rows=8)))
     finish(run)
-    files, real = [], passes_module.opened_chunk
-    monkeypatch.setattr(passes_module, "opened_chunk", lambda *where: files.append(where) or real(*where))
+    read, real = [], passes_module.unpack
+    monkeypatch.setattr(passes_module, "unpack", lambda *where: read.append(where) or real(*where))
     opened = epk.load_trajectory(tmp_path / "run", norm_net())
     assert [len(step.passes) for step in opened.steps] == [2] * 20
-    assert files == []
+    assert read == []
     passes = opened.steps[7].passes
     assert same_passes([passes[1], passes[-1]], [replace(WHOLE, num_rows=8)] * 2)
-    assert len(files) == 2
+    assert len(read) == 2
     assert [forward.num_rows for forward in reversed(passes)] == [8, 2]
     for number in (2, -3):
         with pytest.raises(IndexError, match=rf"pass must lie in 0..1: got {number}"):
