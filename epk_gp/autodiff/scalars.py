@@ -29,7 +29,7 @@ from epk_gp.core.losses import (
     validate_stated,
 )
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import EVALUATED_ROWS, PASS_BYTES, TensorSpec
+from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 
@@ -167,7 +167,7 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     with torch.no_grad():
         first = model.returned(params, X[:1])
-        size = max(1, min(EVALUATED_ROWS, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
+        size = max(1, min(_NUM_COMPARED, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
         returned = model.returned(params, X[:size])
     m = min(n, size)
     rows, (at_leaves, leaves) = torch.arange(m, device=X.device), with_leaves(returned, m)
