@@ -1,18 +1,28 @@
-"""Averages of the derivative of one operation between two states, in closed form (docs/theory.md, section 11).
+"""Averages of the derivative of one operation between two states, most in closed form (docs/theory.md, section 11).
 
 An operation is its value at the start, its value at the end, and for each argument that moves what pulls multipliers
 back to it: m with `<m, change of the argument> = <multiplier of the result, change of the result>`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
-_Held = tuple[Tensor | None, int]  # a result, and its version when it was made
+Outputs = tuple[Tensor, ...]
+_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version when it was made
+
+# Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
+
+# A remainder below so many eps of the outputs' size is rounding, and is not distributed.
+_ROUNDING = 64
 
 
 class _Pulled(torch.autograd.Function):
@@ -73,23 +83,83 @@ class HeldProducts:
     """
 
     def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
-        self._held: list[_Held] = []
+        self._held: list[_Held | None] = []
         self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
 
-    def end(self) -> Tensor | None:
-        """Return the next product with the weights at the end; None where it is not known."""
-        value, version = self._ends.pop() if self._ends else (None, 0)
-        return None if value is None or value._version != version else value
+    def end(self, func: Callable[..., Any], shape: torch.Size) -> Tensor | None:
+        """Return the next product, of a function, with the weights at the end; None where it is not known."""
+        held = self._ends.pop() if self._ends else None
+        if held is None or held[0] is not func or held[1].shape != shape or held[1]._version != held[2]:
+            return None
+        return held[1]
 
-    def hold(self, value: Tensor) -> None:
-        """Hold the next product with the weights at the start."""
-        self._room -= value.nbytes
-        self._held.append((value.detach() if self._room >= 0 else None, value._version))
+    def hold(self, func: Callable[..., Any], value: Tensor) -> None:
+        """Hold the next product with the weights at the start, where it has room."""
+        has_room = value.nbytes <= self._room
+        self._room -= has_room * value.nbytes
+        self._held.append((func, value.detach(), value._version) if has_room else None)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(value.nbytes for value, _ in self._held if value is not None)
+        return sum(held[1].nbytes for held in self._held if held is not None)
+
+
+class SegmentSecant(torch.autograd.Function):
+    """Any function: its derivative's mean over the segment between both ends, and what that leaves.
+
+    The mean is taken at four Gauss-Legendre nodes. What it leaves of the change of the outputs is distributed in
+    proportion to the changes of the inputs: the smallest correction that leaves nothing, row by row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], results: Any, *inputs: Any
+    ) -> Outputs:
+        """Return the results at the start.
+
+        Args:
+            ctx: What the backward pass needs.
+            function: Maps a place in [0, 1] and inputs to the floating-point outputs.
+            ends: The inputs at both ends.
+            results: The outputs at both ends, and whether they have rows.
+            inputs: The inputs, which the gradients are for.
+        """
+        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, results
+        ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
+        ctx.sizes = [start.abs() + end.abs() for start, end in outputs]
+        return tuple(start for start, _ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Average the derivative, and distribute what is left."""
+        means = _mean_gradients(ctx.function, ctx.ends, grads)
+        changes, inner = [end - start for start, end in ctx.ends], partial(_inner, has_rows=ctx.has_rows)
+        left = inner(ctx.changes, grads) - inner(means, changes)
+        size, length = inner(ctx.sizes, [grad.abs() for grad in grads]), inner(changes, changes)
+        is_left = (left.abs() > _ROUNDING * torch.finfo(left.dtype).eps * size) & (length > 0)
+        factor = torch.where(is_left, left / length, 0.0)
+        pairs = zip(means, changes, strict=True)
+        return None, None, None, *(m + factor.view(-1, *[1] * (c.ndim - 1)).squeeze(0) * c for m, c in pairs)
+
+
+def _mean_gradients(function: Callable[..., Outputs], ends: Sequence[Ends], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Average the contracted derivative over the segment between both ends."""
+    means = [torch.zeros_like(start) for start, _ in ends]
+    for node, weight in zip((1 + _NODES) / 2, _WEIGHTS / 2, strict=True):
+        here = [torch.lerp(*both, float(node)).requires_grad_() for both in ends]
+        with torch.enable_grad():
+            outputs = function(node, *(x.clone() for x in here))
+            found = torch.autograd.grad(outputs, here, grads, allow_unused=True, materialize_grads=True)
+        for mean, grad in zip(means, found, strict=True):
+            mean.add_(grad, alpha=float(weight))
+    return means
+
+
+def _inner(left: Sequence[Tensor], right: Sequence[Tensor], *, has_rows: bool) -> Float[Tensor, " n"]:
+    """Sum the products of all entries, row by row."""
+    products = [a * b for a, b in zip(left, right, strict=True)]
+    return torch.stack([value.reshape(len(value) if has_rows else 1, -1).sum(1) for value in products]).sum(0)
 
 
 def identity(grad: Tensor) -> Tensor:

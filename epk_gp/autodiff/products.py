@@ -57,8 +57,8 @@ class ParameterGradients:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.products(H, rows)
-        products: Tensor = H @ self.written(rows)[0].to(H).T
-        return products
+        products: Tensor = self.written(rows)[0].to(H) @ H.T  # in this order, as there are fewer rows than adjoints
+        return products.T
 
 
 def by_parameter(

@@ -29,12 +29,13 @@ from epk_gp.core.losses import (
     validate_stated,
 )
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import EVALUATED_ROWS, PASS_BYTES, TensorSpec
+from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 
 _NUM_COMPARED = 64  # rows of which a function's numbers are compared with those of the row alone
-_DIGITS = 6  # of the numbers by which a checkpoint knows the function again
+# Digits of the numbers by which a checkpoint knows the function again: rounding on another machine moves the others.
+_DIGITS = {torch.float64: 10, torch.float32: 6}
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -156,7 +157,7 @@ def ask(
     for state in (0, -1):
         values = network_outputs(run, rows, state=state)
         _require_finite(values, "trained" if state else "initial")
-        digest.update(" ".join(f"{value:.{_DIGITS}g}" for value in values.flatten().tolist()).encode())
+        digest.update(" ".join(f"{value:.{_DIGITS[values.dtype]}g}" for value in values.flatten().tolist()).encode())
     return replace(run, digest=digest.hexdigest()), rows
 
 
@@ -166,7 +167,7 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     with torch.no_grad():
         first = model.returned(params, X[:1])
-        size = max(1, min(EVALUATED_ROWS, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
+        size = max(1, min(_NUM_COMPARED, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
         returned = model.returned(params, X[:size])
     m = min(n, size)
     rows, (at_leaves, leaves) = torch.arange(m, device=X.device), with_leaves(returned, m)

@@ -1,8 +1,8 @@
 """Derivatives averaged operation by operation: every operation's inputs move along a straight segment of their own.
 
 The network is called once, with the weights of the start of a stretch. Every tensor that moves carries what it is with
-the weights of the end. Each function has multipliers m with `y_end - y_start = <m, x_end - x_start>`, whatever it
-computes, which take the place of its derivative; see docs/theory.md, section 11.
+the weights of the end. Each function's multipliers m, `y_end - y_start = <m, x_end - x_start>`, replace its derivative
+(docs/theory.md, section 11).
 
 Between two states of the weights a network's output changes by `<m, change of the weights>` exactly if every operation
 in it propagates multipliers m with that property: no integral along a path of the weights is needed.
@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,7 +21,9 @@ from epk_gp.autodiff.averages import (
     Ends,
     Exponentials,
     HeldProducts,
+    Outputs,
     Pull,
+    SegmentSecant,
     identity,
     log_softmax,
     matmul_pulls,
@@ -47,6 +47,7 @@ from epk_gp.autodiff.functions import (
 )
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
+    CONVOLUTIONS,
     JOINTLY_LINEAR,
     PRODUCTS,
     QUOTIENTS,
@@ -63,13 +64,8 @@ from epk_gp.autodiff.interception import (
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
 
-Outputs = tuple[Tensor, ...]
-
-# Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
-
-# A remainder below so many eps of the outputs' size is rounding, and is not distributed.
-_ROUNDING = 64
+# What takes most of a pass: results are held for the stretch before.
+_MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
 
 # What a tensor carries: its value at the end, and the mean of both, with the version that it is the mean of.
 _END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
@@ -99,63 +95,6 @@ def middle_of(x: Tensor) -> Tensor:
         if has_rows(x):
             setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
     return known[1]
-
-
-class SegmentSecant(torch.autograd.Function):
-    """Any function: its derivative's mean over the segment between both ends, and what that leaves.
-
-    The mean is taken at four Gauss-Legendre nodes. What it leaves of the change of the outputs is distributed in
-    proportion to the changes of the inputs: the smallest correction that leaves nothing, row by row.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], results: Any, *inputs: Any
-    ) -> Outputs:
-        """Return the results at the start.
-
-        Args:
-            ctx: What the backward pass needs.
-            function: Maps a place in [0, 1] and inputs to the floating-point outputs.
-            ends: The inputs at both ends.
-            results: The outputs at both ends, and whether they have rows.
-            inputs: The inputs, which the gradients are for.
-        """
-        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, results
-        ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
-        ctx.sizes = [start.abs() + end.abs() for start, end in outputs]
-        return tuple(start for start, _ in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Average the derivative, and distribute what is left."""
-        means = _mean_gradients(ctx.function, ctx.ends, grads)
-        changes, inner = [end - start for start, end in ctx.ends], partial(_inner, has_rows=ctx.has_rows)
-        left = inner(ctx.changes, grads) - inner(means, changes)
-        size, length = inner(ctx.sizes, [grad.abs() for grad in grads]), inner(changes, changes)
-        is_left = (left.abs() > _ROUNDING * torch.finfo(left.dtype).eps * size) & (length > 0)
-        factor = torch.where(is_left, left / length, 0.0)
-        pairs = zip(means, changes, strict=True)
-        return None, None, None, *(m + factor.view(-1, *[1] * (c.ndim - 1)).squeeze(0) * c for m, c in pairs)
-
-
-def _mean_gradients(function: Callable[..., Outputs], ends: Sequence[Ends], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Average the contracted derivative over the segment between both ends."""
-    means = [torch.zeros_like(start) for start, _ in ends]
-    for node, weight in zip((1 + _NODES) / 2, _WEIGHTS / 2, strict=True):
-        here = [torch.lerp(*both, float(node)).requires_grad_() for both in ends]
-        with torch.enable_grad():
-            outputs = function(node, *(x.clone() for x in here))
-            found = torch.autograd.grad(outputs, here, grads, allow_unused=True, materialize_grads=True)
-        for mean, grad in zip(means, found, strict=True):
-            mean.add_(grad, alpha=float(weight))
-    return means
-
-
-def _inner(left: Sequence[Tensor], right: Sequence[Tensor], *, has_rows: bool) -> Float[Tensor, " n"]:
-    """Sum the products of all entries, row by row."""
-    products = [a * b for a, b in zip(left, right, strict=True)]
-    return torch.stack([value.reshape(len(value) if has_rows else 1, -1).sum(1) for value in products]).sum(0)
 
 
 def _attention(
@@ -279,13 +218,12 @@ class SecantDerivatives(ParameterInterception):
             return x
         if func is F.embedding:
             args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
-        if all(value.is_floating_point() or value.is_complex() for value in moving):
-            if func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
-                result = self._product(func, args, kwargs, moving)
-            elif func in LINEAR or name == "__get__":
-                result = self._linear(func, args, kwargs)
-            else:
-                result = self._secant(func, args, kwargs, moving)
+        if any(not (value.is_floating_point() or value.is_complex()) for value in moving):
+            result = self._secant(func, args, kwargs, moving)
+        elif func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
+            result = self._product(func, args, kwargs, moving)
+        elif func in LINEAR or name == "__get__":
+            result = self._linear(func, args, kwargs)
         else:
             result = self._secant(func, args, kwargs, moving)
         self._tell(func, args, kwargs, result)
@@ -314,6 +252,8 @@ class SecantDerivatives(ParameterInterception):
         result = func(*args, **kwargs)
         if func not in LINEAR and not any(True for _ in tensors_in((result,))):
             return result  # a shape or a dtype
+        if func in _MATRIX_PRODUCTS:
+            return self._carry(result, self._end_of_product(func, args, kwargs, result))
         return self._carry(result, _at_end(func, args, kwargs))
 
     def _carry(self, result: Any, end: Any) -> Any:
@@ -346,11 +286,15 @@ class SecantDerivatives(ParameterInterception):
         else:
             sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
             result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
-        held = self.held
-        end = None if held is None else held.end()
-        if held is not None:
-            held.hold(result)
-        return moves_to(result, _at_end(func, args, kwargs) if end is None else end)
+        return moves_to(result, self._end_of_product(func, args, kwargs, result))
+
+    def _end_of_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
+        """Return what a product is at the end, where the stretch after began."""
+        end = None
+        if self.held is not None:
+            end = self.held.end(func, result.shape)
+            self.held.hold(func, result)
+        return _at_end(func, args, kwargs) if end is None else end
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""
@@ -450,9 +394,7 @@ class SecantDerivatives(ParameterInterception):
         if copies is not inputs and any(value is copies[0] for value in results):  # in place
             end_of(inputs[0]).copy_(ends[0])
             return moves_to(inputs[0].copy_(found[0]), end_of(inputs[0]))
-        if isinstance(result, Tensor):
-            return found[0]
-        return type(result)(found)
+        return found[0] if isinstance(result, Tensor) else type(result)(found)
 
     def _averaged(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Any, results: list[Ends]
@@ -477,11 +419,8 @@ class SecantDerivatives(ParameterInterception):
 
         def function(node: float, *values: Tensor) -> Outputs:
             by_id = {id(value): end_of(value) if node > 0.5 else value for value in places}
-            again = call_all(substituted(args, by_id), substituted(kwargs, by_id), *values)
-            return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
-
-        def call_all(args: Any, kwargs: Any, *values: Tensor) -> list[Tensor]:
-            return list(tensors_in((_call_with(func, args, kwargs, inputs, *values),)))
+            again = _call_with(func, substituted(args, by_id), substituted(kwargs, by_id), inputs, *values)
+            return tuple(value for value, is_float in zip(tensors_in((again,)), floats, strict=True) if is_float)
 
         kept = [both for both, is_float in zip(results, floats, strict=True) if is_float]
         apply_segment: Any = SegmentSecant.apply

@@ -5,6 +5,7 @@ derives what is counted. Sizes are in bytes unless a name says otherwise.
 """
 
 import mmap
+import shutil
 import tempfile
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -122,7 +123,7 @@ MIN_STACKED, MAX_STACKED = 8, 256
 
 # Numbers that are asked for whose adjoints go through a run together in any case, mapped to temporary files where they
 # have no room in memory: each block of them repeats the passes of the training. A choice.
-MAPPED_ADJOINTS = 16
+MAPPED_ADJOINTS = 32
 
 # Directions along which the losses of a batch are differentiated together. Measured on batches of 64 images, float64:
 # 10 together take 0.6 to 0.8 of the time of 10 single passes (convolutions, attention), 0.3 to 0.4 (MLPs); 40 together
@@ -464,9 +465,18 @@ def rows_of_weights(num_rows: int, num_weights: int, reference: Tensor, max_rows
         num_weights: Numbers in each.
         reference: Gives dtype and device; a temporary file is on the CPU.
         max_rows: How many of them memory holds.
+
+    Raises:
+        OSError: The disk has no room for the temporary file.
     """
     if num_rows <= max_rows:
         return reference.new_empty(num_rows, num_weights)
+    size, free = num_rows * num_weights * reference.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:  # a mapped file that the disk cannot hold ends the process when it is written
+        raise OSError(
+            f"vectors that do not fit into memory_budget need {size:,} bytes of {tempfile.gettempdir()}, which has "
+            f"{free:,}: set TMPDIR to a folder with more, raise memory_budget, or ask for fewer points at a time."
+        )
     kind = np.dtype(str(reference.dtype).removeprefix("torch."))
     with tempfile.TemporaryFile() as file:
         return torch.from_numpy(np.memmap(file, dtype=kind, mode="w+", shape=(num_rows, num_weights)))

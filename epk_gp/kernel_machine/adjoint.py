@@ -10,7 +10,7 @@ they are mapped to a temporary file.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,14 @@ from epk_gp.core.plans import rows_of_weights, rows_per_pass
 from epk_gp.core.step import BEFORE, Step
 from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.kernel_machine.curvature import statistics_increments
-from epk_gp.kernel_machine.loss_products import LossProducts, add_products, coefficients_of, parts_of
+from epk_gp.kernel_machine.loss_products import (
+    LossProducts,
+    Part,
+    RecordedRows,
+    add_products,
+    coefficients_of,
+    parts_of,
+)
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
     Predictions,
@@ -48,7 +55,7 @@ from epk_gp.work.run import Sums
 Carried = dict[str, Tensor]
 
 
-def carried_before(trajectory: Trajectory, s: int, u: UpdateCoefficients, carried: Carried) -> set[str]:
+def carried_before(trajectory: Trajectory, s: int, u: UpdateCoefficients, carried: Iterable[str]) -> set[str]:
     """Return what the recursion carries in a step, given what it carried after it."""
     names, move = {*carried}, trajectory.moves.get(s)
     names |= {"momentum", "second"} if u.second else set()
@@ -141,6 +148,12 @@ def decay_buffers(u: UpdateCoefficients, sizes: tuple[int, ...], carried: Carrie
         N.mul_(second_coefficients(u, sizes, N)[1])
 
 
+def ended_moves(trajectory: Trajectory, s: int, carried: Iterable[str]) -> set[str]:
+    """Return what is carried of moves that no step before s knows of."""
+    moves = {name for name in carried if name.startswith("move.")}
+    return {name for name in moves if trajectory.moves[int(name.removeprefix("move."))].anchor >= s}
+
+
 @dataclass(frozen=True, eq=False)
 class StretchAverage:
     """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
@@ -150,14 +163,19 @@ class StretchAverage:
         of_weights: Phi, the averaged gradients in the weights.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
         integral: Along the stretch.
-        change: By how much the weights change the outputs along it, if that is known.
+        of_change: By how much the weights change the outputs along it, if that is known.
     """
 
     steps: range
     of_weights: Float[Tensor, "K N P"]
     of_statistics: Float[Tensor, "K N Q"] | None
     integral: Integral
-    change: Float[Tensor, "N K"] | None = None
+    of_change: Float[Tensor, "N K"] | None = None
+
+    @property
+    def change(self) -> Float[Tensor, "N K"] | None:
+        """The change of the outputs in the step, if it is the only one and that is known."""
+        return self.of_change if len(self.steps) == 1 else None
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
@@ -259,6 +277,93 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
 _PART_BYTES, _DEVICE_PART_BYTES = 16 << 20, 256 << 20
 
 
+@dataclass(eq=False)
+class StepBack:
+    """A step that the adjoints go back.
+
+    Attributes:
+        step: The step.
+        u: Its coefficients.
+        w: The weights before it.
+        d: Their recorded change.
+        residual: What the update rule leaves of it; None if it is rounding.
+        passes: Its forward passes.
+        recorded: The rows of each whose gradients are had layer by layer.
+        carried: Names of what is carried.
+        held: What the optimizer held before the step, by what is carried, where that is a source of its own.
+        whole: All columns of the adjoints of the gradient, where they are needed together.
+        values: Products of R adjoints with the rows of each pass, (R, B, G).
+        sums: Other terms, by their kinds, (R, G).
+    """
+
+    step: Step
+    u: UpdateCoefficients
+    w: Float[Tensor, " P"]
+    d: Float[Tensor, " P"]
+    residual: Float[Tensor, " P"] | None
+    passes: list[PassData]
+    recorded: list[list[RecordedRows] | None]
+    carried: set[str]
+    held: dict[str, Float[Tensor, " P"]]
+    whole: Float[Tensor, "R P"] | None
+    values: list[Float[Tensor, "R B G"]]
+    sums: dict[str, Float[Tensor, "R G"]]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all passes."""
+        return sum(len(data.X) for data in self.passes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows' gradients, and of some vectors of P numbers."""
+        rows = [own for blocks in self.recorded for own in blocks or ()]
+        layers = {id(layer.jacobian): layer.jacobian for own in rows for layer in own.gradients or ()}
+        return 8 * self.w.nbytes + sum(jacobian.nbytes for jacobian in layers.values())
+
+    def go_back(
+        self, trajectory: Trajectory, part: Part, Phi: Float[Tensor, "R p"], carried: Carried, *, knows_change: bool
+    ) -> None:
+        """Go back in some columns, and add their terms.
+
+        Args:
+            trajectory: The run.
+            part: The columns.
+            Phi: The averaged gradients of the outputs along the path in them.
+            carried: What the step after left in them; is overwritten with what the step before receives.
+            knows_change: The change of the outputs need not be summed.
+        """
+        columns, sizes, sums = part.columns, part.sizes, self.sums
+        u, w, d, g = coefficients_of(self.u, part, len(trajectory.model.names)), self.w[columns], self.d, part.group
+        tiles = {name: carried[name] for name in self.carried}
+        E, of_optimizer, H, scale, N = propagate_step(trajectory, self.step.index, u, sizes, Phi, tiles)
+        terms = [] if knows_change else [("change", Phi, d[columns])]
+        of_second = [] if N is None else [(N, second_coefficients(u, sizes, self.w)[-1])]
+        for adjoint, factor in ((H, scale * u.weight_decay), (of_optimizer, u.decoupled_decay), *of_second):
+            if factor.any():
+                terms.append(("decay", adjoint, -broadcast_to_params(factor, sizes, w) * w))
+        if self.residual is not None:
+            terms.append(("unexplained", E, self.residual[columns].to(E)))
+        for adjoint in {id(adjoint): adjoint for _, adjoint, _ in terms}.values():  # each is read once
+            own = [(name, vector) for name, other, vector in terms if other is adjoint]
+            products = adjoint @ torch.stack([vector for _, vector in own], dim=1)
+            for (name, _), values in zip(own, products.T, strict=True):
+                sums[name][:, g] += values
+        of_gradient = broadcast_to_params(u.grad_scale, sizes, H)
+        if of_gradient.stride() == (0,):
+            scale *= float(of_gradient[0])
+        else:
+            H = H * of_gradient
+        if self.whole is not None:
+            self.whole[:, columns] = scale * H
+        for value, blocks in zip(self.values, self.recorded, strict=True):
+            for rows in blocks if self.whole is None and blocks else ():
+                add_products(value[:, rows.rows, g], H, rows.gradients or [], part, scale)
+        decay_buffers(u, sizes, tiles)
+        for name in self.held.keys() & tiles.keys():
+            sums[BEFORE][:, g] += tiles[name] @ self.held[name][columns]
+
+
 class AdjointTerms(AttributionWork):
     """The terms of any linear update rule, by adjoints: each block of points goes through the whole run, backward.
 
@@ -275,92 +380,99 @@ class AdjointTerms(AttributionWork):
         products = LossProducts(block, RunReplay(block.recorded.trained, block.recorded_net.model, block.X))
         Phi, stretch = self._buffer(block), None
         carried = {name: self._buffer(block).copy_(value) for name, value in sums.carried.items()}
-        for s in reversed(range(trajectory.num_steps - sums.steps)):
-            step, uncounted = trajectory.steps[s], None
+        s = trajectory.num_steps - sums.steps - 1
+        while s >= 0:
+            uncounted = None
             if stretch is None or s not in stretch.steps:
                 steps, shape = stretch_of(self.kernel.path, s, trajectory.num_steps), Phi.view(K, N, -1)
                 stretch = average_over(block, steps, self.rows_per_block, shape, splits_statistics=self._splits(totals))
                 # a pass that resumes within a chord has counted it
                 uncounted = stretch.integral if s == steps[-1] else None
-            Phi, change = stretch.of_weights.flatten(0, 1), stretch.change if len(stretch.steps) == 1 else None
-            change = self._go_back(block, step, Phi, carried, products, totals, change)
-            if trajectory.statistics is not None:
-                self._add_statistics(totals, products, step, stretch, change)
-            yield uncounted, 1, carried
+            Phi = stretch.of_weights.flatten(0, 1)
+            together = self._steps_back(block, range(stretch.steps.start, s + 1), carried, products, totals)
+            self._go_back(block, together, Phi, carried, stretch)
+            for own in together:
+                self._add(block, own, products, totals, stretch)
+            s, count = s - len(together), len(together)
+            together.clear()  # before others are prepared
+            yield uncounted, count, carried
 
     def _buffer(self, block: Predictions) -> Float[Tensor, "R P"]:
         """Return a vector of weights for each number that is asked for, in memory or in a temporary file."""
         most = max(1, block.memory.adjoint_points(1))
         return rows_of_weights(block.num_outputs * len(block.X), block.net.model.num_weights, block.zeros(0), most)
 
+    def _steps_back(
+        self, block: Predictions, steps: range, carried: Carried, products: LossProducts, totals: TermSums
+    ) -> list[StepBack]:
+        """Prepare the last of some steps, and those before it that fit into an eighth of the budget with it.
+
+        Where all columns of the adjoints are needed together, no step before goes with it.
+        """
+        trajectory, found, left = block.trajectory, list[StepBack](), block.memory_budget // 8
+        names, G = {*carried}, int(self.parts.max()) + 1
+        P, R = block.net.model.num_weights, block.num_outputs * len(block.X)
+        for s in reversed(steps):
+            step, u, w = trajectory.steps[s], step_coefficients(trajectory, s, block.X), block.trained_state(s)[:P]
+            d, residual = block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
+            names = carried_before(trajectory, s, u, names)
+            for name in names - carried.keys():
+                carried[name] = self._buffer(block).zero_()
+            passes, recorded, num_held = products.run.data(step), [], 0
+            for data in passes:
+                recorded.append(products.start(step, data, R, num_held))
+                num_held += len(data.X)
+            has_all = all(blocks is not None and all(rows.gradients for rows in blocks) for blocks in recorded)
+            has_all = has_all and not self.takes_whole(totals, passes)
+            whole = None if has_all else block.zeros(R, P)
+            values = [block.zeros(R, len(data.X) if has_all else 0, G) for data in passes]
+            held = self._before_the_run(block, w) if s == 0 and BEFORE in trajectory.sources else {}
+            sums = defaultdict[str, Tensor](lambda: block.zeros(R, G))
+            own = StepBack(step, u, w, d, residual, passes, recorded, names, held, whole, values, sums)
+            found.append(own)
+            names, size = names - ended_moves(trajectory, s, names), own.nbytes
+            left -= size
+            if not has_all or left < size:
+                break
+        return found
+
     def _go_back(
         self,
         block: Predictions,
-        step: Step,
+        together: Sequence[StepBack],
         Phi: Float[Tensor, "R P"],
         carried: Carried,
-        products: LossProducts,
-        totals: TermSums,
-        change: Float[Tensor, "N K"] | None,
-    ) -> Float[Tensor, "N K"]:
-        """Go one step back, add its terms, and return the change of the outputs (`change`, if known)."""
-        trajectory, shapes, s, R = block.trajectory, block.net.model.shapes, step.index, len(Phi)
-        u, w, P = step_coefficients(trajectory, s, block.X), block.trained_state(s), Phi.shape[1]
-        w, d, residual = w[:P], block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
-        for name in carried_before(trajectory, s, u, carried) - carried.keys():
-            carried[name] = self._buffer(block).zero_()
-        passes, recorded, num_held = products.run.data(step), [], 0
-        for data in passes:
-            recorded.append(products.start(step, data, R, num_held))
-            num_held += len(data.X)
-        has_all = all(blocks is not None and all(rows.gradients for rows in blocks) for blocks in recorded)
-        has_all = has_all and not self.takes_whole(totals, passes)
-        groups, G = self.parts.tolist(), int(self.parts.max()) + 1
-        H_all = None if has_all else torch.empty_like(Phi)
-        values = [Phi.new_zeros(R, len(data.X) if has_all else 0, G) for data in passes]
-        sums: dict[str, Tensor] = defaultdict(lambda: Phi.new_zeros(R, G))
-        held = self._before_the_run(block, w) if s == 0 and BEFORE in trajectory.sources else {}
-        for part in parts_of(shapes, groups, self._width(Phi, num_held), {k for m in MATRICES for k in getattr(u, m)}):
-            columns, sizes, g = part.columns, part.sizes, part.group
-            own = coefficients_of(u, part, len(shapes))
-            tiles = {name: vectors[:, columns] for name, vectors in carried.items()}
-            E, of_optimizer, H, scale, N = propagate_step(trajectory, s, own, sizes, Phi[:, columns], tiles)
-            if change is None:
-                sums["change"][:, g] += Phi[:, columns] @ d[columns]
-            of_second = [] if N is None else [(N, second_coefficients(own, sizes, w)[-1])]
-            for adjoint, factor in ((H, scale * own.weight_decay), (of_optimizer, own.decoupled_decay), *of_second):
-                if factor.any():
-                    sums["decay"][:, g] -= adjoint @ (broadcast_to_params(factor, sizes, w) * w[columns])
-            if residual is not None:
-                sums["unexplained"][:, g] += E @ residual[columns].to(E)
-            of_gradient = broadcast_to_params(own.grad_scale, sizes, H)
-            if of_gradient.stride() == (0,):
-                scale *= float(of_gradient[0])
-            else:
-                H = H * of_gradient
-            if H_all is not None:
-                H_all[:, columns] = scale * H
-            for value, blocks in zip(values, recorded, strict=True):
-                for rows in blocks if H_all is None and blocks else ():
-                    add_products(value[:, rows.rows, g], H, rows.gradients or [], part, scale)
-            decay_buffers(own, sizes, tiles)
-            for name in held.keys() & tiles.keys():
-                sums[BEFORE][:, g] += tiles[name] @ held[name][columns]
-        for name in [name for name in carried if name.startswith("move.")]:
-            if trajectory.moves[int(name.removeprefix("move."))].anchor >= s:
-                del carried[name]
-        for data, value, blocks in zip(passes, values, recorded, strict=True):
-            if H_all is not None:
-                self.add_whole(totals, products, step, data, H_all)
-                value, rounding = products.of_whole(step, data, H_all, self.parts, blocks)
+        stretch: StretchAverage,
+    ) -> None:
+        """Go some steps back: some columns through all of them, then the next."""
+        kept = {k for own in together for name in MATRICES for k in getattr(own.u, name)}
+        width, knows_change = self._width(Phi, max(own.num_rows for own in together)), stretch.change is not None
+        for part in parts_of(block.net.model.shapes, self.parts.tolist(), width, kept):
+            tiles = {name: vectors[:, part.columns] for name, vectors in carried.items()}
+            for own in together:
+                own.go_back(block.trajectory, part, Phi[:, part.columns], tiles, knows_change=knows_change)
+        for name in ended_moves(block.trajectory, together[-1].step.index, carried):
+            del carried[name]
+
+    def _add(
+        self, block: Predictions, own: StepBack, products: LossProducts, totals: TermSums, stretch: StretchAverage
+    ) -> None:
+        """Add the terms of a step."""
+        s, sums = own.step.index, own.sums
+        for data, value, blocks in zip(own.passes, own.values, own.recorded, strict=True):
+            if own.whole is not None:
+                self.add_whole(totals, products, own.step, data, own.whole)
+                value, rounding = products.of_whole(own.step, data, own.whole, self.parts, blocks)
                 if rounding is not None:
                     sums["unexplained"] = sums["unexplained"] - rounding
             totals.add_samples(s, data.samples, -self._by_point(block, value))
-        change = self._by_point(block, sums.pop("change")).sum(dim=2) if change is None else change
+        if (change := stretch.change) is None:
+            change = self._by_point(block, sums.pop("change")).sum(dim=2)
         totals.add_change(change)
         for name, value in sums.items():
             totals.add(name, s, self._by_point(block, value))
-        return change
+        if block.trajectory.statistics is not None:
+            self._add_statistics(totals, products, own.step, stretch, change)
 
     def takes_whole(self, totals: TermSums, passes: Sequence[PassData]) -> bool:
         """Return whether `add_whole` needs the adjoints of a step with these passes."""
@@ -412,4 +524,4 @@ class AdjointTerms(AttributionWork):
             increments = statistics_increments(products.run.passes, state, data)
             samples.append(data.samples)
             added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
-        totals.add_statistics(s, total, (torch.cat(samples), torch.cat(added, dim=2)))
+        totals.add_statistics(s, total, (torch.cat(samples), torch.cat(added, dim=2)) if samples else None)

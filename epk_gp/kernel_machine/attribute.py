@@ -392,7 +392,8 @@ def attribution_work(
     if kind is None and not is_asked and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
-    rows_per_block = max(MAPPED_ADJOINTS // outputs_per_row, whole.memory.adjoint_points(outputs_per_row), 1)
+    mapped = MAPPED_ADJOINTS // outputs_per_row if X.device.type == "cpu" else 0
+    rows_per_block = max(mapped, whole.memory.adjoint_points(outputs_per_row), 1)
     recorded_plan = recorded_net.plan if is_asked else None
     kind = AdjointTerms if kind is None else kind
     return kind(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)

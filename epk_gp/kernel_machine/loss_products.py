@@ -46,8 +46,8 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 # that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
 _DOUBTS = 16.0
 
-# A way of taking products is compared with plain autograd in every so many passes of a kind: a choice. What it misses
-# in the others is seen by the certificate of the sum.
+# A way of taking products is compared with plain autograd in the first pass of a kind, and its sum over the rows in
+# every so many passes after it: a choice. What it misses in the others is seen by the certificate of the sum.
 _COMPARED_EVERY = 16
 
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
@@ -130,8 +130,8 @@ class RecordedRows:
 class LossProducts:
     """The training side of an attribution; to be used by one thread.
 
-    Every way is compared with plain autograd in the first pass of a kind and in every 16th one after it; forward mode
-    in all, where a preconditioner may amplify rounding.
+    Every way is compared with plain autograd, row by row in the first pass of a kind, and by the sum of all rows in
+    every 16th one after it; forward mode in all, where a preconditioner may amplify rounding.
 
     Attributes:
         block: The predictions.
@@ -168,7 +168,7 @@ class LossProducts:
             num_held: Number of rows whose gradients are held already: more are computed when they are needed.
         """
         kind, state, n = self._kind_of(data), self.block.trained_state(step.index), len(data.X)
-        is_compared = self._counts[kind] % _COMPARED_EVERY == 0
+        count, is_compared = self._counts[kind], self._counts[kind] % _COMPARED_EVERY == 0
         self._counts[kind] += 1
         self._is_compared = is_compared
         if not self._goes_by_layers(data, num_directions):
@@ -178,7 +178,7 @@ class LossProducts:
         blocks = [RecordedRows(slice(a, min(a + size, n))) for a in range(0, n, size)]
         if num_held + n <= at_once:
             blocks = [replace(own, gradients=self._record(state, data, own.rows)) for own in blocks]
-        if is_compared and not self._is_verified(state, data, blocks):
+        if is_compared and not self._is_verified(state, data, blocks, by_row=count == 0):
             self._in_modes[kind] = None
         return None if self._in_modes.get(kind, self.net) is None else blocks
 
@@ -318,7 +318,7 @@ class LossProducts:
             self._in_modes[key] = None
             return None
 
-    def _is_verified(self, state: Tensor, data: PassData, blocks: Sequence[RecordedRows]) -> bool:
+    def _is_verified(self, state: Tensor, data: PassData, blocks: Sequence[RecordedRows], *, by_row: bool) -> bool:
         """Compare products along a random direction with plain autograd's: their sum, and that of every row."""
         model, dtype = self.net.model, self.run.passes.dtype_of(data)
         noise = torch.randn(1, model.num_weights, generator=torch.Generator().manual_seed(0), dtype=dtype)
@@ -331,7 +331,7 @@ class LossProducts:
         replayed = self.run.passes.gradient(state, data, exact=True)
         if not _is_same(found.sum(), direction[0] @ replayed.gradient, found.abs().sum(), dtype):
             return False
-        if data.forward.is_deterministic:  # then rows do not depend on each other, which the plan was tried for
+        if not by_row or data.forward.is_deterministic:  # then rows do not depend on each other, which the plan tried
             return True
         if self._has_forward_mode and (slopes := self._slopes(state, data, direction, replayed.losses)) is not None:
             products = data.c.to(slopes) * slopes

@@ -1,13 +1,20 @@
 """The adjoint recursion: of every update rule, what per-sample buffers run forward give."""
 
+from functools import partial
+
+import moving_loops
 import pytest
 import torch
+from moving_loops import MOVES, mlp, sgd
 from optimizer_cases import OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded, zero_matrices
 from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.kernel_machine.adjoint import decay_buffers, propagate
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from epk_gp.kernel_machine.adjoint import AdjointTerms, StepBack, decay_buffers, propagate
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     SecondBuffer,
@@ -79,6 +86,38 @@ def test_contributions_are_those_of_per_sample_buffers_and_sum_to_the_network(na
     unexplained = 0.5 if name == "Muon" else None
     run = record(net, optimizer_for(name, options, net), X, y, batches(2), unexplained=unexplained).trajectory
     assert_are_shares(run, points(name), shares(run))
+
+
+def of_optimizer(name: str) -> epk.Trajectory:
+    net, X, y = problem(name)
+    return recorded(net, [optimizer_for(name, {}, net)], X, y, batches(3))[0]
+
+
+def averaged() -> epk.Trajectory:
+    run = of_optimizer("NAdam")
+    return averaged_trajectory(run, averaging_coefficients(run.num_steps, decay=0.8))
+
+
+TOGETHER = {
+    **{name: partial(of_optimizer, name) for name in ("AdamW", "Adafactor", "Muon")},
+    **{name: partial(lambda move: moving_loops.run(mlp, sgd, move)[0].trajectory, MOVES[name]) for name in MOVES},
+    "averaged": averaged,
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")  # Muon rounds to bfloat16
+def test_steps_of_a_chord_that_go_back_together_add_what_they_add_alone(name, monkeypatch):
+    torch.manual_seed(0)
+    run, sizes, found = TOGETHER[name](), [], []
+    X, real = points(name), AdjointTerms._go_back
+    monkeypatch.setattr(AdjointTerms, "_go_back", lambda *args: sizes.append(len(args[2])) or real(*args))
+    for kept in (StepBack.nbytes, 1 << 40):  # the second leaves no room for a step beside another
+        monkeypatch.setattr(StepBack, "nbytes", kept)
+        found.append(attribute_by(run, X, [by_sample(run), by_step(run)], path=epk.chords(4), head="logits"))
+    assert max(sizes) > 1 == sizes[-1]
+    for own in ("values", "decay", "unexplained", "statistics"):
+        assert torch.equal(*(getattr(parts, own) for parts in found)), own
 
 
 def test_a_run_of_several_optimizers_sums_to_the_network(monkeypatch):

@@ -1,6 +1,7 @@
 """Contributions of loss terms: those of per-term gradients that are pushed through AdamW by hand."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,9 @@ def test_outputs_apart_and_adjoints_in_a_file_give_the_same(monkeypatch):
     assert all(made)
     torch.testing.assert_close(apart.tokens, whole.tokens, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(apart.samples, whole.samples, rtol=1e-12, atol=1e-14)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))  # where writing would end the process
+    with pytest.raises(OSError, match="set TMPDIR to a folder with more"):
+        epk.attribute_tokens(run, TEST, **ask)
 
 
 def test_an_interrupted_pass_goes_on(tmp_path, monkeypatch):

@@ -64,6 +64,9 @@ def test_shares_are_those_of_per_row_gradients_pushed_through_the_optimizer_by_h
     assert parts.max_error <= 1e-10
     assert (parts.network - net.eval()(queries())).abs().max() <= 1e-13
     assert parts.unexplained.abs().max() <= 1e-15
+    by = attribute_by(trajectory, queries(), [by_sample(trajectory)], head="logits")  # whose statistics are split, too
+    assert (by.values - parts.samples).abs().max() <= 1e-12
+    assert (by.total - parts.total).abs().max() <= 1e-12
     still = epk.attribute(run(make_net, sgd, lambda *_: None)[0].trajectory, queries(), head="logits")
     assert not torch.allclose(still.samples, samples, rtol=1e-2)  # the control
 
