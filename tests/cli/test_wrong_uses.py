@@ -135,6 +135,7 @@ USES = OF_TYPER | {
     "--outputs must be predicted, all, or a number of classes from 1": "report run --outputs {most,0}",
     "a number of the 2 classes of a classifier: got 4": "report run --outputs 4",
     "--outside must stand beside --validation": "report run --outside ok.npz",
+    "--outputs answers must stand without": "report run --outputs answers {--map,--validation held-out}",
     "class_names must name each of the 2 outputs": "report run --class-names a",
     "names must name each of the": "report run --feature-names a,b",
     "--workers and --scheduler must not stand together": "gram run --workers 2 --scheduler tcp://h:1",
