@@ -128,7 +128,7 @@ USES = OF_TYPER | {
         "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
         "attribute run --path zigzag --estimate 1; uncertainty run --path chords:-1; report run --path layerwise:0",
     "leaves a rule no part: got nodes=4": "uncertainty run --nodes 4 --rule midpoint:2 --out full",
-    "on chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
+    "or chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
     "integrates along a path of the weights": "verify run --path layerwise",
     "--out must be an HTML file, as in report.html: got report.pdf": "report run --out report.pdf",
     "is a folder": "report run --out folder.html",
