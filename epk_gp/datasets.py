@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_generator, validate_integer, validate_labels
+from epk_gp.core.checks import validate_count, validate_generator, validate_labels
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 
 DATA_VARIABLE = "EPK_GP_DATA"
@@ -93,9 +93,7 @@ def three_gaussians(
     """
     _require_floating(dtype)
     validate_count(num_per_class, "num_per_class")
-    validate_integer(dim, "dim")
-    if dim < 2:
-        raise ValueError(f"dim must be at least 2: got {dim}. The class means differ in the first two coordinates.")
+    validate_count(dim, "dim", minimum=2)  # the class means differ in the first two coordinates
     validate_generator(generator)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     device = generator.device

@@ -38,14 +38,8 @@ def write_json(
     Raises:
         ValueError: A number is not finite, which JSON cannot express.
     """
-    content = {
-        "command": command,
-        "config": {
-            name: v if isinstance(v, int | float | str | list | dict | None) else str(v) for name, v in config.items()
-        },
-        "results": results,
-        **provenance(timer),
-    }
+    plain = {name: v if isinstance(v, int | float | str | list | dict | None) else str(v) for name, v in config.items()}
+    content = {"command": command, "config": plain, "results": results, **provenance(timer)}
     file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -58,11 +52,8 @@ def versions() -> dict[str, str]:
 
 def provenance(timer: Stopwatch) -> dict[str, object]:
     """Return the versions, the machine and the seconds of a result."""
-    return {
-        "versions": versions(),
-        "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
-        "seconds": {"total": timer.total},
-    }
+    machine = {"system": platform.platform(), "threads": torch.get_num_threads()}
+    return {"versions": versions(), "machine": machine, "seconds": {"total": timer.total}}
 
 
 def write_arrays(file: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

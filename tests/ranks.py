@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -281,6 +284,18 @@ def unwrapped_when_recorded() -> str:
             optimizer.step()
         except epk.StepMismatchError as error:
             return str(error)
+    return "nothing"
+
+
+def sharded_vocabulary() -> str:
+    """Return what a recorder says of a network whose last layer has some of the outputs on each rank."""
+    (X, y), net = data(), network()
+    mesh = init_device_mesh("cpu", (SIZE,))
+    parallelize_module(net, mesh, {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    try:
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y)
+    except ValueError as error:
+        return str(error)
     return "nothing"
 
 

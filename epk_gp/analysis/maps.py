@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.analysis.measures import rank_correlation
-from epk_gp.core.checks import validate_finite, validate_integer, validate_number, validate_tensor
+from epk_gp.core.checks import validate_count, validate_finite, validate_number, validate_tensor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.softmax import softmax_uncertainty
@@ -90,10 +90,8 @@ def square_grid(
         TypeError: `size` is not a whole number, or `margin` is not a number.
         ValueError: There are fewer than 2 nodes per side, or the margin is negative, or all points coincide.
     """
-    validate_integer(size, "size")
+    validate_count(size, "size", minimum=2)
     validate_number(margin, "margin")
-    if size < 2:
-        raise ValueError(f"a grid must have at least 2 nodes per side: got {size}.")
     if not 0 <= margin < float("inf"):
         raise ValueError(f"the margin must be finite and not negative: got {margin}.")
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
@@ -201,21 +199,14 @@ def uncertainty_on_plane(
     blocks, _ = point_blocks(gp.kernel.config, test_copy(X))
     scale = blocks.new_full((blocks.shape[1],), 1 / gp.kernel.scale)
     kernel = gp.coupling.covariances(scale[:, None, None] * blocks).diagonal(dim1=-2, dim2=-1).mean(1)
-
-    def shaped(values: Tensor) -> Tensor:
-        return values.reshape(len(y), len(x))
-
+    on_grid = {"kernel": kernel, "network_class": chosen, "probability": probability, "std": std}
+    on_grid |= {"entropy": u.entropy, "mutual_information": u.mutual_information}
     return UncertaintyMap(
         x=x,
         y=y,
         training=training,
-        kernel=shaped(kernel),
-        network_class=shaped(chosen),
+        **{name: values.reshape(len(y), len(x)) for name, values in on_grid.items()},
         boundary_classes=_predicted_classes(trajectory, plane, x, y, 5 * size),
-        probability=shaped(probability),
-        std=shaped(std),
-        entropy=shaped(u.entropy),
-        mutual_information=shaped(u.mutual_information),
         standard_error=float(error.max()),
         distance_correlation=rank_correlation(std, torch.cdist(nodes, training).amin(1)),
         plane=plane,

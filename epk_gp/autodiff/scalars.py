@@ -34,7 +34,8 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 
 _NUM_COMPARED = 64  # rows of which a function's numbers are compared with those of the row alone
-_DIGITS = 6  # of the numbers by which a checkpoint knows the function again
+# Digits of the numbers by which a checkpoint knows the function again: rounding on another machine moves the others.
+_DIGITS = {torch.float64: 10, torch.float32: 6}
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -156,7 +157,7 @@ def ask(
     for state in (0, -1):
         values = network_outputs(run, rows, state=state)
         _require_finite(values, "trained" if state else "initial")
-        digest.update(" ".join(f"{value:.{_DIGITS}g}" for value in values.flatten().tolist()).encode())
+        digest.update(" ".join(f"{value:.{_DIGITS[values.dtype]}g}" for value in values.flatten().tolist()).encode())
     return replace(run, digest=digest.hexdigest()), rows
 
 

@@ -88,9 +88,8 @@ def attribute(
     write_table(folder / "attribution.csv", COLUMNS, table_rows(breakdown, trajectory.targets, top))
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
-    num_outputs = trajectory.num_outputs if outputs == "all" else 1
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
-    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
+    typer.echo(f"{len(X)} points x {parts.network.shape[1]} outputs x {trajectory.num_points} training points{note}")
     typer.echo(
         f"the contributions sum to the network's outputs to within {results['max_error']:.2e} "
         f"({results['max_relative_error']:.1e} of each point's largest output)"
@@ -167,8 +166,7 @@ def influence(
     }
     write_json(folder / "influence.json", "influence", config, results, timer)
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
-    num_outputs = effect.outputs.shape[1]
-    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
+    typer.echo(f"{len(X)} points x {effect.outputs.shape[1]} outputs x {trajectory.num_points} training points{note}")
     typer.echo(f"the derivative in the weights is at most {growth:.3g} times as large along the run as at its end")
     typer.echo(f"written to {folder}: influence.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if not effect.certified:

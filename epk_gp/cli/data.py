@@ -190,13 +190,12 @@ def read_points(
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged or has no `inputs`, or there are no points.
     """
-    path, origin = run / HELD_OUT if file is None else file, f"points of {file}"
-    if file is not None or _has_held_out(run):
-        origin = "held-out points" if file is None else origin
-        arrays = read_arrays(path)
-    else:
+    path, origin = (run / HELD_OUT, "held-out points") if file is None else (file, f"points of {file}")
+    if file is None and not _has_held_out(run):
         origin = "training inputs, for the run has no held-out points (--points names others)"
         arrays = {"inputs": trajectory.inputs, "labels": trajectory.targets}
+    else:
+        arrays = read_arrays(path)
     X = _inputs_like_the_run(arrays, path, trajectory)
     rows = draw_rows(len(X), num_points, seed)
     chosen = cast_points(X[rows], trajectory, dtype)

@@ -108,11 +108,7 @@ RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by d
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
 Workers = Annotated[int | None, count("Processes of one thread each; by default this process computes.", 1, 4096)]
 Scheduler = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Compute on a Dask scheduler's workers: its address, tcp://host:8786, or scheduler file.",
-    ),
+    str | None, typer.Option(metavar="ADDRESS", help="Workers of a Dask scheduler: tcp://host:8786, or scheduler file.")
 ]
 NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
 Explained = Annotated[
@@ -196,10 +192,10 @@ def given_options(ctx: Context) -> dict[str, str]:
     return {name: option for name, option in options.items() if sources[name] == "COMMANDLINE"}
 
 
-def refuse_ignored(ctx: Context, meant: Container[str], reason: str) -> None:
-    """Raise if an option is on the command line that would be ignored: one whose name is not in `meant`."""
+def refuse_ignored(ctx: Context, ignored: Container[str], reason: str) -> None:
+    """Raise if an option is on the command line that would be ignored."""
     for name, option in given_options(ctx).items():
-        if name not in meant:
+        if name in ignored:
             raise ValueError(f"{option} would be ignored {reason}. Pass one of them, or both.")
 
 

@@ -78,7 +78,7 @@ def report(
     """
     opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), None if path is None else opt.parse_path(path)
-    explained_outputs = _parse_outputs(outputs)
+    shown: dict[str, Any] = {"outputs": _parse_outputs(outputs), "title": title, "top": top}
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"--out must be an HTML file, as in report.html: got {out}.")
     if out.is_dir():
@@ -94,17 +94,20 @@ def report(
     else:
         fitted, chosen = read_validation(validation, points, run, trajectory, seed=seed or 0)
     asked: dict[str, Any] = {"head": head}
-    shown: dict[str, Any] = {"y": chosen.labels, "outputs": explained_outputs}
     if outputs == "answers":
         chosen = chosen.taken(draw_rows(len(chosen.X), num_points, seed))
-        asked, shown = chosen.answered(head), {}
+        asked = chosen.answered(head)
+        del shown["outputs"]
+    else:
+        shown["y"] = chosen.labels
     X = cast_points(chosen.X, trajectory, opt.DTYPES.get(dtype))
     explained = draw_rows(len(X), num_points, seed)
     if outside is not None:
         shown["outside"] = read_labelled(outside, run, trajectory).X
-    classes, features = _parse_names(class_names), _parse_names(feature_names)
-    words = None if tokenizer is None else _read_tokenizer(tokenizer)
-    Appearance(trajectory, features, tokenizer=words)  # refuses names and words before anything is computed
+    look: dict[str, Any] = {"names": _parse_names(feature_names)}
+    look["tokenizer"] = None if tokenizer is None else _read_tokenizer(tokenizer)
+    Appearance(trajectory, **look)  # refuses names and words before anything is computed
+    shown |= {"class_names": _parse_names(class_names), "kernel_points": kernel_points, **look}
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
@@ -122,24 +125,8 @@ def report(
         finding = ""
         try:
             with filter_own_warnings("error" if isinstance(quadrature, AdaptiveRule) else "ignore", CertificateWarning):
-                write_report(
-                    out,
-                    trajectory,
-                    X,
-                    title=title,
-                    rule=quadrature,
-                    path=along,
-                    explained=explained.tolist(),
-                    class_names=classes,
-                    names=features,
-                    tokenizer=words,
-                    top=top,
-                    kernel_points=kernel_points,
-                    checkpoint=partial,
-                    **asked,
-                    **shown,
-                    **settings,
-                )
+                how: dict[str, Any] = settings | {"rule": quadrature, "path": along, "checkpoint": partial}
+                write_report(out, trajectory, X, explained=explained.tolist(), **asked, **shown, **how)
         except CertificateWarning as warning:  # once the report is written
             finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)

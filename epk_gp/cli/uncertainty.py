@@ -30,10 +30,6 @@ from epk_gp.quadrature.rules import QuadratureRule
 
 _OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
 _OF_MAPS = ("num_condition", "outputs", "targets", "plane", "grid", "margin", "rule", "fit_steps")
-_AXIS_NAMES = {
-    "principal": ("first principal direction", "second principal direction"),
-    "coordinates": ("$x_1$", "$x_2$"),
-}
 _MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
@@ -42,11 +38,7 @@ Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
 Plane = Literal["principal", "coordinates"]
 Features = Annotated[
-    str | None,
-    typer.Option(
-        help="Sketched features of each point, or exact for the kernel matrix itself; by default exact up to 5000 "
-        "training points if the matrix takes at most 10^13 multiplications, and 4096 features else."
-    ),
+    str | None, typer.Option(help="Sketched features, or exact for none: the default up to 5000 points; 4096 for more.")
 ]
 
 
@@ -94,10 +86,8 @@ def uncertainty(
     classes that hold the true one as often as asked for.
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    if validation is None:
-        opt.refuse_ignored(ctx, options.keys() - set(_OF_SCORES), "without --validation")
-    else:
-        opt.refuse_ignored(ctx, options.keys() - set(_OF_MAPS), "beside --validation")
+    ignored, reason = (_OF_SCORES, "without") if validation is None else (_OF_MAPS, "beside")
+    opt.refuse_ignored(ctx, ignored, f"{reason} --validation")
     opt.validate_run(run, out, workers, scheduler)
     timer, along = Stopwatch(), opt.parse_path(path)
     if validation is not None:
@@ -148,7 +138,8 @@ def uncertainty(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
     words = describe_plane(plane, trajectory.inputs[0].numel())
-    figure = map_figure(m, trajectory.targets, _AXIS_NAMES[plane], plane=words)
+    axes = ("first principal direction", "second principal direction") if plane == "principal" else ("$x_1$", "$x_2$")
+    figure = map_figure(m, trajectory.targets, axes, plane=words)
     save_figure(figure, folder / "uncertainty.png", palette=True)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     on_map = {name: getattr(m, name) for name in _MAP_ARRAYS} | {"origin": surface.origin, "axes": surface.axes}

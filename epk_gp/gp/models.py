@@ -22,7 +22,7 @@ from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernels.blocks import BlockCache, KernelConfig, block
+from epk_gp.kernels.blocks import BlockCache, block
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
 from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
 from epk_gp.kernels.values import normalized_block, point_blocks
@@ -304,29 +304,24 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 blocks, norms = point_blocks(config, rows, first=number * size)
                 prior = coupling.covariances(self._scale()[:, None, None] * blocks)
                 largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
-                mean_update, covariance_update = self._updates(config, rows, (norms, own_norms), factor, weights)
+                mean_update, covariance_update = self._updates(
+                    normalized_block(config, rows, self.train_inputs[0], (norms, own_norms)), factor, weights
+                )
                 means.append(self.prior_mean(rows) + mean_update)
                 covariances.append(prior - covariance_update)
                 bar.update(len(rows))
         tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
         return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
 
-    def _updates(
-        self,
-        config: KernelConfig,
-        x: Tensor,
-        norms: tuple[Tensor | None, Tensor | None],
-        factor: Tensor,
-        weights: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _updates(self, cross: Tensor, factor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
 
         The large arrays live in this function only: those of one block of test points are freed before the next.
         """
-        cross = normalized_block(config, x, self.train_inputs[0], norms).mul_(self._scale()[:, None, None])
+        cross.mul_(self._scale()[:, None, None])
         updates = (cross @ _by_matrix(weights, len(cross))).mT.reshape(len(weights), -1)  # (B, n R)
         V = torch.linalg.solve_triangular(factor, cross.mT, upper=False)  # (K, N R, n R)
-        return self.coupling.from_rows(updates), self.coupling.point_blocks_of_gram(V, len(x))
+        return self.coupling.from_rows(updates), self.coupling.point_blocks_of_gram(V)
 
     def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
         """Evaluate the prior mean at points with or without the copy column."""

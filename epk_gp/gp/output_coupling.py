@@ -82,10 +82,10 @@ class OutputCoupling(OutputStructure):
         blocks = matrices.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).diagonal(dim1=1, dim2=3)  # (K, R, R, n)
         return self.covariances(blocks.movedim(-1, 0))
 
-    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
+    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"]) -> Float[Tensor, "n C C"]:
         """Compute `point_blocks(V^T V)` without the products between different points."""
         if not self.is_batch:
-            W = V.reshape(V.shape[1], num_points, -1).permute(1, 2, 0).contiguous()  # (n, C, N C)
+            W = V.reshape(V.shape[1], -1, self.num_outputs).permute(1, 2, 0).contiguous()  # (n, C, N C)
             return W @ W.mT
         squares = torch.einsum("ij,ij->j", V[0], V[0])[None] if len(V) == 1 else V.square().sum(1)
         return self.covariances(squares.mT[..., None, None])

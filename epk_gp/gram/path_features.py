@@ -12,8 +12,15 @@ from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel, require_recorded
-from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients, validate_path_of_nodes
-from epk_gp.quadrature.rules import WeightPath, gauss_legendre, left_endpoint, path_identity, straight
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients
+from epk_gp.quadrature.rules import (
+    WeightPath,
+    gauss_legendre,
+    left_endpoint,
+    path_identity,
+    require_integrable,
+    straight,
+)
 
 EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
 
@@ -208,7 +215,7 @@ def trace_sketch(
     validate_integer(seed, "seed")
     chosen = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     require_recorded(trajectory)
-    validate_path_of_nodes(path)
+    require_integrable(path, "path_features")
     if nodes is None and path_identity(path):
         raise ValueError(f"nodes must be a number with path={path!r}, which they are spread along: got None.")
     run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path)

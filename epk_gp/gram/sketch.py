@@ -26,7 +26,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.path_kernel import require_gradients_of_rows, require_recorded
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.quadrature.rules import LayerwisePath, WeightPath, path_identity, straight, stretch_of, validate_path
+from epk_gp.quadrature.rules import WeightPath, path_identity, require_integrable, straight, stretch_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
@@ -63,7 +63,7 @@ def nodes_trajectory(
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
-    validate_path_of_nodes(path)
+    require_integrable(path, "a kernel by nodes")
     require_recorded(trajectory)
     if trajectory.update_rule == _RULE.format(nodes):
         if path_identity(path):
@@ -99,18 +99,6 @@ def run_of_states(
         digests=(),
         live=None,
     )
-
-
-def validate_path_of_nodes(path: WeightPath) -> None:
-    """Raise if single states of the weights cannot stand for a path.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: It is a layerwise path.
-    """
-    validate_path(path)
-    if isinstance(path, LayerwisePath):
-        raise ValueError(f"nodes lie on straight() steps or on chords(every=k): got layerwise(every={path.every}).")
 
 
 def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:
@@ -184,6 +172,9 @@ class NodeSketch:
     @property
     def _sketching(self) -> ContractionCost:
         return ContractionCost(1, 1, num_features=self.num_features)
+
+
+Parts = list[tuple[NodeSketch, Int64[Tensor, " rows"]]]  # some points of one copy each, and their sketch
 
 
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
@@ -270,7 +261,7 @@ class PathSketch:
                 work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
                 for piece, sums in run(work, options, "kernel"):
                     i, j = piece.place
-                    (_, n), (_, m), block = work.left[i], work.right[j], sums.added["block"]
+                    (_, n), (_, m), block = work.sides[0][i], work.sides[1][j], sums.added["block"]
                     result[n[:, None], m] = block
                     of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
                     if a is b and i != j:
@@ -291,9 +282,7 @@ class PathSketch:
         coefficients = (run.step_sizes.sqrt()[:, None] * self.coefficients).to(reference)
         return NodeSketch(net, states, self.head, coefficients, self.num_features, (self.seed, self.run.digest))
 
-    def parts(
-        self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]
-    ) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+    def parts(self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]) -> Parts:
         """Split points by copy, and into parts of at most so many as a sketch takes of points like these."""
         found = []
         for is_train in (True, False):
@@ -354,7 +343,7 @@ class FeatureWork(RunWork):
         return largest * self.sketch.num_features * self.net.itemsize
 
     @cached_property
-    def parts(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
+    def parts(self) -> Parts:
         """The points of each piece, and the sketch of their copy."""
         return self.sketch.parts(self.net, self.points, lambda sketch, X: PIECE_BLOCKS * sketch.block_rows(X))
 
@@ -382,7 +371,7 @@ class ProductWork(RunWork):
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Compute the products of the points of a piece, and those of each point with itself."""
-        (left, n), (right, m) = self.left[place[0]], self.right[place[1]]
+        (left, n), (right, m) = (side[number] for side, number in zip(self.sides, place, strict=True))
         is_symmetric, X = self.a is self.b and place[0] == place[1], self.a.X[n]
         Y = X if is_symmetric else self.b.X[m]
         total = GramAccumulator((1, len(X), len(Y)), left.states[0], is_symmetric)
@@ -405,31 +394,24 @@ class ProductWork(RunWork):
     @property
     def pieces(self) -> list[Piece]:
         """The pieces in their order; of a symmetric block, those on and above the diagonal."""
-        same, name = self.a is self.b, self.named("points")
-        return [
-            Piece(f"{name}-{i}-{j}", (i, j))
-            for i in range(len(self.left))
-            for j in range(i if same else 0, len(self.right))
-        ]
+        same, name, (rows, columns) = self.a is self.b, self.named("points"), map(len, self.sides)
+        return [Piece(f"{name}-{i}-{j}", (i, j)) for i in range(rows) for j in range(i if same else 0, columns)]
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of the largest piece."""
-        largest = max((len(rows) for _, rows in (*self.left, *self.right)), default=0)
+        largest = max((len(rows) for side in self.sides for _, rows in side), default=0)
         return largest**2 * self.net.itemsize
 
     @cached_property
-    def left(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
-        """The points of each part on the left, and their sketch: their layer Jacobians fit into the budget."""
-        return self._parts(self.a)
+    def sides(self) -> tuple[Parts, Parts]:
+        """The parts of the points on the left and on the right: their layer Jacobians fit into the budget."""
 
-    @cached_property
-    def right(self) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
-        """Those on the right."""
-        return self.left if self.a is self.b else self._parts(self.b)
+        def parts(points: Points) -> Parts:
+            return self.sketch.parts(self.net, points, lambda sketch, X: sketch.product_rows(X, self.memory_budget))
 
-    def _parts(self, points: Points) -> list[tuple[NodeSketch, Int64[Tensor, " rows"]]]:
-        return self.sketch.parts(self.net, points, lambda sketch, X: sketch.product_rows(X, self.memory_budget))
+        left = parts(self.a)
+        return left, left if self.a is self.b else parts(self.b)
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes C"]:

@@ -50,8 +50,7 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
         rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
         num_steps: Stretches that share the rule's tolerance.
     """
-    rounding = integral.rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
-    allowed = integral.num_intervals * rounding
+    allowed = integral.num_intervals * integral.rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
     largest = torch.stack([integral.residual.max(), (integral.residual / allowed).max()])
     counts = torch.bincount(integral.status, minlength=len(QuadratureStatus))
     added = {"statuses": counts, "evaluations": integral.evaluations.sum().double()}
@@ -97,7 +96,7 @@ def _mismatch_ratio(
             amplification of it explains the difference clearly.
 
     Returns:
-        The ratio; and the rounding of each parameter's gradient, where it was measured.
+        The ratio; and the rounding of each parameter's gradient, where it is known.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
     differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
@@ -108,12 +107,12 @@ def _mismatch_ratio(
         return float(torch.where(differences == 0, 0.0, differences / allowed).max())
 
     if differences.max() <= plain:
-        return ratio(torch.zeros_like(differences)), None
+        return ratio(torch.zeros_like(differences)), known
     coefficients = step_coefficients(run, step.index, w)
     ends = (predict_step(coefficients, model.sizes, w, torch.full_like(w, c), replayed.momentum)[0] for c in (0, 1))
     amplification = _largest_by_parameter(model, torch.sub(*ends)).clamp(min=torch.finfo(w.dtype).tiny)
     if known is not None and (found := ratio(known * amplification)) <= _CLEARLY:
-        return found, None
+        return found, known
     state = flat_state(run, step.index, w)
     moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
     g, _ = RunReplay(run, model, w).gradient_at(_moved_passes(step, dtype), moved, reverse=True)
@@ -180,8 +179,7 @@ class StepMismatches:
             if accepted is not None and difference.norm() <= accepted * change.norm():
                 return float(difference.norm() / (accepted * change.norm().double()).clamp(min=1e-300))
             known = self._rounding if index % _MEASURED_EVERY else None
-            ratio, rounding = _mismatch_ratio(trajectory, model, replayed, difference, dtype, known)
-            self._rounding = self._rounding if rounding is None else rounding
+            ratio, self._rounding = _mismatch_ratio(trajectory, model, replayed, difference, dtype, known)
             return ratio
 
         if recomputation is not None and recomputation.is_kept(index + 1):
@@ -459,9 +457,8 @@ class Certificate:
 
 def described_precision(net: PlannedModel) -> str:
     """Say whose rounding a network's outputs have, where it is not that of the computation."""
-    if net.coarsest_dtype == net.model.spec.dtype:
-        return ""
-    return "float32's: the network casts to float32 inside; net.float(), recorded so, is as exact and costs less"
+    text = "float32's: the network casts to float32 inside; net.float(), recorded so, is as exact and costs less"
+    return "" if net.coarsest_dtype == net.model.spec.dtype else text
 
 
 def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:

@@ -193,15 +193,10 @@ def distinct_points(
         y: (*c, m, D + 1); the copies are one object if x and y are.
 
     Returns:
-        The copies; a batch dimension along which one slice repeats has size 1.
+        The copies; a batch dimension along which one slice repeats, as SVGP and BoTorch repeat points, has size 1.
     """
-    own = squeeze_repeated(x.detach()).clone()
-    return own, own if x is y else squeeze_repeated(y.detach()).clone()
-
-
-def squeeze_repeated(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
-    """Reduce each batch dimension whose slices are all equal to size 1: SVGP and BoTorch repeat points there."""
-    return first_of(x, repeated_dims(x))
+    own = first_of(x.detach(), repeated_dims(x)).clone()
+    return own, own if x is y else first_of(y.detach(), repeated_dims(y)).clone()
 
 
 def first_of(x: Shaped[Tensor, "*b n columns"], dims: Sequence[int]) -> Shaped[Tensor, "*c n columns"]:

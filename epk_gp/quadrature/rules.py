@@ -332,15 +332,17 @@ def stretch_of(path: WeightPath, step: int, num_steps: int) -> range:
 
 
 def require_integrable(path: WeightPath, what: str) -> None:
-    """Raise if a path has no line on which something could be integrated.
+    """Raise if a path has no line on which something could be integrated, or single states could stand for it.
 
     Args:
         path: The path.
         what: What integrates along it, for the message.
 
     Raises:
+        TypeError: It is no path.
         ValueError: The path is a layerwise one.
     """
+    validate_path(path)
     if isinstance(path, LayerwisePath):
         raise ValueError(
             f"{what} integrates along a path of the weights, straight() or chords(every=k): got "

@@ -84,9 +84,12 @@ class Ranks:
                     "network that DistributedDataParallel has wrapped"
                 )
             return
-        mesh = next(self.net.parameters()).device_mesh if is_sharded else None
-        if mesh is not None and mesh.ndim > 1:
-            raise ValueError(f"fully_shard must divide the weights over one dimension of ranks: got {mesh}.")
+        mesh = next(self.net.parameters()).device_mesh if is_sharded and hasattr(self.net, "reshard") else None
+        if is_sharded and (mesh is None or mesh.ndim > 1):
+            raise ValueError(
+                "weights must be whole, or divided by fully_shard(net) over one dimension of ranks: got others. "
+                "Tensor parallelism, as of a vocabulary that is sharded, gives no process all outputs of a row."
+            )
         group = self._wrapper.process_group if mesh is None else mesh.get_group()
         members = dist.get_process_group_ranks(group)
         self.rank, self.size, self._first = members.index(dist.get_rank()), len(members), members[0]

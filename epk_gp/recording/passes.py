@@ -64,41 +64,18 @@ def draw_from(generator: torch.Generator) -> Iterator[None]:
         yield
 
 
-def draws_random_numbers(call: Callable[[], object]) -> bool:
-    """Return whether a call draws random numbers of torch in this thread, whatever other threads draw meanwhile.
-
-    It is stopped before it draws any. Where that cannot be seen, the answer is yes: for an operation that is none of
-    torch's own, and for a call that fails.
-    """
-    draws = _Draws()
-    try:
-        with _ENTERED, draws:
-            call()
-    except Exception:
-        return True
-    return draws.were_seen  # the call may have caught the error
-
-
-class _DrawError(Exception):
-    """Stops a call that is about to draw a random number."""
-
-
 @final
 class _Draws(TorchDispatchMode):
-    """Give a generator to every operation that takes one and got none; without one, stop at the first that may draw."""
+    """Give a generator to every operation that takes one and got none."""
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generator, self.were_seen = generator, False
+        self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call, or stop."""
+        """Make the call."""
         kwargs = dict(kwargs or {})
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if self.generator is None and (is_random or func.namespace != "aten"):
-            self.were_seen = True
-            raise _DrawError
-        if is_random and kwargs.get("generator") is None:
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             with suppress(RuntimeError, TypeError):  # it has no form that takes a generator
                 return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
         return func(*args, **kwargs)
@@ -146,16 +123,14 @@ class PassRecords:
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
         self._setup, self._state = setup, setup.state(weights)
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
-        self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
-    def step(self, index: int, made: MadeStep, start: Float[Tensor, " P"], statistics: tuple[Tensor, Tensor]) -> Step:
+    def step(self, index: int, made: MadeStep, statistics: tuple[Tensor, Tensor]) -> Step:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
         Args:
             index: Number of the step.
             made: What the optimizers did; it learns whether the loss of a pass may be another one, or its factor.
-            start: The weights before the step.
             statistics: The moving statistics at the start and at the end of the step.
 
         Raises:
@@ -166,43 +141,24 @@ class PassRecords:
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
-            weight = 1.0 if batch.weight is None else batch.weight
+            weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
-            forwards = [self._with_own_draws(forward, start) for forward in forwards]
             if self._setup.model.signature.graph is not None:
                 forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             used = list(stated.split(sizes))
-            for number, rows in enumerate(samples.split(sizes)):
-                record = ForwardPass(len(rows))
-                if forwards:
-                    record, used[number], is_doubtful = self._record(
-                        forwards[number], rows, used[number], statistics, batch.weight is None
-                    )
-                    made.is_doubtful |= is_doubtful
+            passes += [] if forwards else [ForwardPass(len(samples))]
+            for number, (forward, rows) in enumerate(zip(forwards, samples.split(sizes), strict=False)):
+                record, used[number], is_doubtful = self._record(forward, rows, used[number], statistics, is_read)
+                made.is_doubtful |= is_doubtful
                 passes.append(record)
             weights.append(torch.cat(used))
             is_stated = is_stated and torch.equal(weights[-1], stated)
         needed = () if all(forward.is_plain for forward in passes) else tuple(passes)
         if is_stated:
             return Step(index, made.lr, announced[0].indices, None, needed)
-        return Step(
-            index, made.lr, torch.cat([b.samples for b in announced]), torch.cat(weights).cpu().double(), needed
-        )
-
-    def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
-        """Leave out the random state of a pass in whose modes the network has drawn nothing: another thread drew."""
-        record, key = forward.record, forward.modes.numpy().tobytes()
-        has_none = record.random_state is None and record.device_random_state is None
-        if has_none or key in self._drawing or record.settings is not None:
-            return forward
-        model, state = self._setup.model, torch.cat([start, forward.statistics.to(start)])
-        call, _ = self._call_in(forward.modes, state)
-        with torch.enable_grad(), disable_fused_attention(), quiet_checkpoints():
-            if not draws_random_numbers(lambda: model.signature.call(call, forward.inputs)):
-                return replace(forward, record=replace(record, random_state=None, device_random_state=None))
-        self._drawing.add(key)
-        return forward
+        rows = torch.cat([batch.samples for batch in announced])
+        return Step(index, made.lr, rows, torch.cat(weights).cpu().double(), needed)
 
     def _record(
         self,
@@ -289,12 +245,17 @@ class PassRecords:
 
     def _differs_at(self, modes: Tensor, state: Tensor) -> bool:
         model = self._setup.model
+        module, params = copied_module(model.module), model.unflatten(state)  # of which a frozen base may be large
+        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
+            part.training = mode
+        named = {name: value.clone() for name, value in {**dict(module.named_buffers()), **params}.items()}
         # dropout may leave a few nodes as they are
         rows = (self._setup.X if model.signature.graph is not None else self._setup.X[:_NUM_ROWS]).clone()
-        params, (call, named) = model.unflatten(state), self._call_in(modes, state)
         with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
             try:
-                returned = model.signature.call(call, rows)
+                returned = model.signature.call(
+                    lambda *args, **kwargs: functional_call(module, named, args, kwargs), rows
+                )
             except (RuntimeError, ValueError):  # such as one value per channel in training mode
                 return True
             expected = model.returned(params, rows)
@@ -302,15 +263,6 @@ class PassRecords:
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True):
                 return True
         return any(not torch.equal(named[n], params[n]) for n in model.statistics)
-
-    def _call_in(self, modes: Tensor, state: Tensor) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-        """Return the network in some modes, and its parameters and buffers at some state, which it may change."""
-        module = copied_module(self._setup.model.module)  # of which a frozen base may be large
-        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
-            part.training = mode
-        named = {**dict(module.named_buffers()), **self._setup.model.unflatten(state)}
-        named = {name: value.clone() for name, value in named.items()}
-        return lambda *args, **kwargs: functional_call(module, named, args, kwargs), named
 
 
 def _places(

@@ -475,7 +475,7 @@ class Recorder:
         last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        step = self._passes.step(self.num_steps, made, last.end, known)
+        step = self._passes.step(self.num_steps, made, known)
         if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
             made.doubt = doubt_of_loss(self._setup, made, step)
         return step, before, after

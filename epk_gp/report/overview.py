@@ -181,9 +181,9 @@ def expected_classes(suspects: LabelErrors | None) -> dict[int, int]:
 
 def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str, ...]) -> dict[str, Any]:
     """List the most suspicious labels."""
-    rows = []
+    rows, place = [], {index: k for k, index in enumerate(found.points.tolist())}
     for index, expected in expected_classes(found).items():
-        k = int((found.points == index).nonzero()[0, 0])
+        k = place[index]
         numbers = (significant(float(values[k]), 4) for values in (found.scores, found.margin, found.aum))
         rows.append([index, names[int(labels[index])], names[expected], *numbers])
     sentence = (

@@ -182,24 +182,21 @@ def words_asked(request: ReportRequest) -> WordsAsked | None:
     return WordsAsked(F.pad(answers, (left_out, 0), value=-100), F.pad(operator.sub(*ends), (left_out, 0)))
 
 
-class WordShares(NamedTuple):
-    """Why shares of words are not certified, and why there are none; empty if they are, and there are."""
-
-    findings: Sequence[str] = ()
-    missing: str = ""
-
-
 def split_texts(
     request: ReportRequest, found: Explained, text: Text, rule: Rule, path: WeightPath | None
-) -> WordShares:
-    """Add to the content of each explained output what each word of the training texts adds that it names."""
+) -> tuple[Sequence[str], str]:
+    """Add to the content of each explained output what each word of the training texts adds that it names.
+
+    Returns:
+        Why these shares are not certified, and why there are none; empty if they are, and there are.
+    """
     run = request.trajectory
     contents = [found.outputs[place] for place in zip(request.rows.tolist(), request.classes.tolist(), strict=True)]
     views = [content["views"]["*|*"] for content in contents]
     named = [[(index, share) for index, share, _ in view["raised"] + view["lowered"]] for view in views]
     longest = max(map(len, named))
     if not longest or not any(term >= 0 for index, _ in max(named, key=len) for term in text.training(index).terms):
-        return WordShares(missing="the targets are no words of the texts")
+        return (), "the targets are no words of the texts"
     sequences = torch.tensor([[row[min(k, len(row) - 1)][0] if row else 0 for k in range(longest)] for row in named])
     rows = request.points if request.function is not None else request.points[request.rows]
     chosen, asked = sequences.reshape(len(rows), -1, longest), request.asked("words", rows, request.classes)
@@ -207,14 +204,14 @@ def split_texts(
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it
             result = attribute_tokens(run, sequences=chosen, rule=rule, path=path, **asked)
     except ValueError as error:  # its arguments were accepted before: the loss or the network has no such shares
-        return WordShares(missing=str(error))
+        return (), str(error)
     for content, row, tokens in zip(contents, named, result.tokens.flatten(0, 1), strict=True):
         units = [to_units(value, found.quantum).tolist() for value in tokens]
         content["tokens"] = {
             str(index): text.training(index).part(shares, share)
             for (index, share), shares in zip(row, units, strict=False)
         }
-    return WordShares(result.findings[len(Certificate.of(result).findings) :])
+    return result.findings[len(Certificate.of(result).findings) :], ""
 
 
 def sentences(

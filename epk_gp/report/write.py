@@ -33,7 +33,7 @@ from epk_gp.report.explanations import Explained, divide, explain, is_margin, sh
 from epk_gp.report.overview import expected_classes, overview, reason_without_kernel
 from epk_gp.report.points import Appearance, Certainty, Decode, certainty
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, parse_request, validate_results
-from epk_gp.report.text import Tokenizer, WordsAsked, WordShares, split_texts, words_asked
+from epk_gp.report.text import Tokenizer, WordsAsked, split_texts, words_asked
 from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -147,8 +147,8 @@ def write_report(
     require_room(request, axes, MAX_BYTES)
 
     found = explain(request, axes, rule, path, top)
-    of_words = WordShares() if look.text is None else split_texts(request, found, look.text, rule, path)
-    found = found._replace(findings=[*found.findings, *of_words.findings])
+    of_words, unsplit = ((), "") if look.text is None else split_texts(request, found, look.text, rule, path)
+    found = found._replace(findings=[*found.findings, *of_words])
     missing, cut = reason_without_kernel(request), look.describe_cut()
     how = [
         ("network explained", trajectory.explained),
@@ -161,7 +161,7 @@ def write_report(
         ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
         ("samples named", f"the {top} that raised and the {top} that lowered an output most"),
         *([] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]),
-        *([("shares of words", f"left out: {of_words.missing}")] if of_words.missing else []),
+        *([("shares of words", f"left out: {unsplit}")] if unsplit else []),
         *([] if cut is None else [("shown of an input", cut)]),
     ]
     content = _content(request, axes, found, look, how) | ({"title": title} if title else {})

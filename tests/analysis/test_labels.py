@@ -69,7 +69,7 @@ def test_some_points_are_judged_from_each_other(wrong_run, unchecked):
     assert int(found.indices[0]) in wrong
     with pytest.raises(ValueError, match="at least 2: got 1"):
         epk.label_errors(run, points=[3])
-    with pytest.raises(ValueError, match=r"nodes lie on straight.*got layerwise"):
+    with pytest.raises(ValueError, match=r"integrates along a path.*got layerwise"):
         epk.label_errors(run, path=epk.layerwise())
 
 

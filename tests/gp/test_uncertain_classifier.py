@@ -210,7 +210,7 @@ SETTINGS = [
     ({"nodes": 0}, ValueError, "nodes must be at least 1"),
     ({"power": 0}, ValueError, "power must be"),
     ({"points": [0, 0]}, ValueError, "points must not repeat"),
-    ({"path": epk.layerwise()}, ValueError, r"nodes lie on straight.*got layerwise\(every=1\)"),
+    ({"path": epk.layerwise()}, ValueError, r"integrates along a path.*got layerwise\(every=1\)"),
     ({"path": "chords"}, TypeError, "path must be a path such as .*: got 'chords'"),
 ]
 

@@ -143,7 +143,7 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
 def test_paths_that_cannot_be_followed_are_refused(tmp_path):
     run = recorded("relu_sgd")
     nodes_run, points, chords = nodes_trajectory(run, 4), mixed_points(run), epk.chords(2)
-    one_state, no_path = "nodes lie on straight.*got layerwise", "path must be a path such as .*: got"
+    one_state, no_path = "integrates along a path.*got layerwise", "path must be a path such as .*: got"
     for call, error, message in (
         (lambda: epk.gram_block(run, points, points, path="chords"), TypeError, no_path),
         (lambda: epk.path_features(run, queries(2), 8, path=4), TypeError, no_path),

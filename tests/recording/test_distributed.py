@@ -19,6 +19,7 @@ from ranks import (
     on_ranks,
     on_whole_batches,
     resumable,
+    sharded_vocabulary,
     unwrapped_when_recorded,
     with_fault,
     with_join,
@@ -94,6 +95,13 @@ def test_a_fault_on_one_rank_is_named_on_all(fault, tmp_path):
 def test_a_sound_loop_says_nothing(tmp_path):
     """The negative control."""
     assert on_ranks(SIZE, with_fault, tmp_path, "none") == ["nothing"] * SIZE
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_is_sharded_over_processes_is_refused(tmp_path):
+    for said in on_ranks(SIZE, sharded_vocabulary, tmp_path):
+        assert "weights must be whole, or divided by fully_shard(net)" in said
+        assert "vocabulary that is sharded, gives no process all outputs of a row" in said
 
 
 @pytest.mark.slow
