@@ -60,9 +60,7 @@ def report(
     ] = None,
     label_errors: Annotated[bool, typer.Option("--label-errors", help="Show suspicious labels.")] = False,
     map: Annotated[bool, typer.Option("--map", help="Map a GP's uncertainty over a plane.")] = False,  # noqa: A002
-    kernel_points: Annotated[
-        int, opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500)
-    ] = 100,
+    kernel_points: Annotated[int, opt.count("Training points in the kernel matrix; 0 leaves it out.", 0, 500)] = 100,
     memory: opt.Memory = 1.0,
     points: opt.PointsFile = None,
     network: opt.Network = None,
@@ -86,6 +84,8 @@ def report(
     out.parent.mkdir(parents=True, exist_ok=True)
     if outside is not None and validation is None:
         raise ValueError("--outside must stand beside --validation: its scores are those of the process fitted there.")
+    if outputs == "answers" and (validation is not None or map):
+        raise ValueError("--outputs answers must stand without --validation and --map, which are of the outputs.")
     trajectory = open_run(run, network)
     if label_errors or validation is not None:
         training_labels(trajectory, "report --label-errors" if label_errors else "report --validation")
@@ -130,8 +130,7 @@ def report(
         except CertificateWarning as warning:  # once the report is written
             finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)
-    size = out.stat().st_size / 1e6
-    typer.echo(f"written to {out}: {size:.2f} MB, to be opened in a browser ({timer.total:.1f} s)")
+    typer.echo(f"written to {out}: {out.stat().st_size / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)")
     if finding:
         raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
 

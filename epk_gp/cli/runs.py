@@ -56,8 +56,7 @@ def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = Fal
     if header["keep_every"] > 1:
         lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
     if header["statistics"]:
-        num_statistics = chunk_schema(header).num_statistics
-        lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"
+        lines["moving statistics"] = f"{chunk_schema(header).num_statistics} in {len(header['statistics'])} tensors"
     if summary.num_passes:
         num_bytes = sum(forward.num_bytes for step in summary.steps for forward in step.passes)
         lines["forward passes"] = f"{summary.num_passes} recorded, {num_bytes / 1e6:.2f} MB"

@@ -72,9 +72,7 @@ def uncertainty(
     rule: Annotated[str, typer.Option(help="Map: a fixed rule, as gauss-legendre:N.")] = "gauss-legendre:4",
     fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
     network: opt.Network = None,
-    dtype: Annotated[
-        opt.Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
-    ] = "float64",
+    dtype: Annotated[opt.Dtype, typer.Option(help="Type of written arrays; computed is in float64.")] = "float64",
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
     seed: opt.Seed = 0,

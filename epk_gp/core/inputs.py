@@ -346,9 +346,7 @@ class Signature:
         outputs = returned if self.output is None else self.output(returned)
         return outputs.unsqueeze(1) if isinstance(outputs, Tensor) and outputs.ndim == 1 else outputs
 
-    def pack_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
-    ) -> Tensor | None:
+    def pack_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Any = None) -> Tensor | None:
         """Return what a network was called with as one tensor, or None if the call was not one with these inputs.
 
         Arguments that are not part of the inputs are left out.
@@ -390,10 +388,10 @@ class Signature:
         entry: dict[str, Any] = {"inputs": described or None, "has_output": self.output is not None}
         if self.layout is not None and self.layout.ragged is not None:
             entry["ragged"] = self.layout.ragged
-        if self.graph is None:  # without the entry, headers are those of runs before there were graphs
-            return entry
-        parts = self.graph.tensors.items()
-        return entry | {"graph": [{"key": k, "shape": list(v.shape), "dtype": str(v.dtype)} for k, v in parts]}
+        if self.graph is not None:  # without the entry, headers are those of runs before there were graphs
+            parts = self.graph.tensors.items()
+            entry["graph"] = [{"key": k, "shape": list(v.shape), "dtype": str(v.dtype)} for k, v in parts]
+        return entry
 
     def stored_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the graph by their names on disk."""
@@ -466,7 +464,7 @@ def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | 
 
 
 def arguments_of_call(
-    keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
+    keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any]
 ) -> list[Any] | None:
     """Return the arguments of a call that stand for given positions and keywords; None if it is no such call.
 
@@ -487,12 +485,8 @@ def arguments_of_call(
     return [given.get(parameter_of[key]) for key in keys]
 
 
-def _by_parameter(
-    forward: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[int | str, Any]:
+def _by_parameter(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
     """Return the arguments of a call by the parameters that take them."""
-    if forward is None:
-        return dict([*enumerate(args), *kwargs.items()])
     signature, result = inspect.signature(forward), dict[int | str, Any]()
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind

@@ -411,7 +411,7 @@ class Recomputation:
         if self.is_kept(state):
             return kept_state(self.kept, state, spec)
         with self._lock:
-            return aligned(self._made(state, spec).state(state).to(dtype=spec.dtype, device=spec.device))
+            return aligned(self.computation(state, spec).state(state).to(dtype=spec.dtype, device=spec.device))
 
     def is_kept(self, state: int) -> bool:
         """Whether a state is kept."""
@@ -431,21 +431,17 @@ class Recomputation:
     def stretch(self, step: int, spec: TensorSpec) -> tuple[Segment, int]:
         """Return the steps that are computed together with one, and its place in them."""
         with self._lock:
-            return self._made(step, spec).segment(step)
+            return self.computation(step, spec).segment(step)
 
-    def is_replayed(self, step: int, spec: TensorSpec) -> bool:
-        """Whether a step lies between kept states that were made again bit by bit."""
-        with self._lock:
-            return isinstance(self._made(step, spec), BitwiseReplay)
-
-    def _made(self, step: int, spec: TensorSpec) -> Segments:
+    def computation(self, step: int, spec: TensorSpec) -> Segments:
         """Return what computes a step: the loop's own steps, or the update rule where they give other bits."""
-        replay = self.replay_on(spec.device)
-        if replay.has(step):
-            return replay
-        if spec not in self._computations:
-            self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
-        return self._computations[spec]
+        with self._lock:
+            replay = self.replay_on(spec.device)
+            if replay.has(step):
+                return replay
+            if spec not in self._computations:
+                self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
+            return self._computations[spec]
 
     def replay_on(self, device: torch.device) -> BitwiseReplay:
         """Return the loop's own steps, made again on a device."""
@@ -534,7 +530,9 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
 def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
     """Return how a step is computed, of a run whose states at both ends may miss the recorded ones; None if neither."""
     recomputation = recomputation_of(trajectory)
-    return None if recomputation is None or recomputation.is_replayed(step, spec) else recomputation
+    if recomputation is None or isinstance(recomputation.computation(step, spec), BitwiseReplay):
+        return None
+    return recomputation
 
 
 def described_states(trajectory: Trajectory) -> str:

@@ -18,16 +18,7 @@ from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, va
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
 from epk_gp.core.step import Step, content_key, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
-from epk_gp.gp.data import (
-    NodesWithoutData,
-    class_inputs,
-    class_labels,
-    class_names,
-    count_seen,
-    float_inputs,
-    labelled_points,
-    like_inputs,
-)
+from epk_gp.gp import data as gp_data
 from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
@@ -163,14 +154,14 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 read from a file, which holds no training data.
         """
         trajectory = self.trajectory
-        points, own = labelled_points(trajectory, self.points, "UncertainClassifier")
+        points, own = gp_data.labelled_points(trajectory, self.points, "UncertainClassifier")
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
-        held_out = class_inputs(trajectory, X)
-        names = class_names(self.classes, trajectory.num_outputs)
-        classes = class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
+        held_out = gp_data.class_inputs(trajectory, X)
+        names = gp_data.class_names(self.classes, trajectory.num_outputs)
+        classes = gp_data.class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
             raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
-        count_seen(held_out, trajectory)
+        gp_data.count_seen(held_out, trajectory)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
         judged = _judge(trajectory, process, held_out)
@@ -190,17 +181,19 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict_proba(self, X: object) -> Float[Tensor, "n C"] | Float[np.ndarray, "n C"]:
         """Return the class probabilities of network and process together, float64."""
-        return like_inputs(self._probability(self._judged(X)), X)
+        return gp_data.like_inputs(self._probability(self._judged(X)), X)
 
     def predict(self, X: object) -> Int64[Tensor, " n"] | Shaped[np.ndarray, " n"]:
         """Return the most likely class of each point, which need not be the network's own."""
         predicted = self._probability(self._judged(X)).argmax(1)
-        return like_inputs(predicted, X) if self._fitted.classes is None else self.classes_[predicted.cpu().numpy()]
+        if self._fitted.classes is None:
+            return gp_data.like_inputs(predicted, X)
+        return self.classes_[predicted.cpu().numpy()]  # type: ignore[no-any-return]  # NumPy's index
 
     def score(self, X: object, y: object) -> float:
         """Return the share of points whose most likely class is the true one."""
         predicted = self._probability(self._judged(X)).argmax(1)
-        labels = class_labels(self._fitted.trajectory, y, len(predicted), classes=self._fitted.classes)
+        labels = gp_data.class_labels(self._fitted.trajectory, y, len(predicted), classes=self._fitted.classes)
         return float((predicted == labels.to(predicted.device)).double().mean())
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
@@ -230,7 +223,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             u.mutual_information,
             (by_process.square() + largest * (1 - largest) / (self.stacking_.num_labels + 2)).sqrt(),
         )
-        return ClassUncertainty(*(like_inputs(values, X) for values in scores))
+        return ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))
 
     def logit_posterior(self, X: object) -> LogitPosterior:
         """Return the posterior of the logits whose softmax are the probabilities, with the process's error bars.
@@ -264,7 +257,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             RuntimeError: The classifier is not fitted.
         """
         sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_.cpu(), alpha)
-        return like_inputs(sets, X)
+        return gp_data.like_inputs(sets, X)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to a new or empty folder: nodes, process, and the weights of both.
@@ -362,7 +355,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             classifier.process_ = _read_process(description.process, data, nodes, settings.seed)
             classifier.stacking_ = Stacking(**description.stacking)  # type: ignore[arg-type]  # numbers
             classifier.conformity_scores_ = scores
-            classifier.classes_ = class_names(description.classes, nodes.num_outputs)
+            classifier.classes_ = gp_data.class_names(description.classes, nodes.num_outputs)
             classifier._validate_said(data["posterior"])
         return classifier
 
@@ -400,7 +393,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Evaluate network and process, once for the same points."""
         self._require_fitted()
         trajectory = self._fitted.trajectory
-        points = class_inputs(trajectory, X)
+        points = gp_data.class_inputs(trajectory, X)
 
         def joined() -> Tensor:
             judged = _judge(trajectory, self.process_, points)
@@ -424,7 +417,7 @@ def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:
 def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> _Judgement:
     """Evaluate network and process on the process's device; results are on that of the points."""
     with torch.no_grad():
-        points = float_inputs(X.to(process.values.device), torch.float64)
+        points = gp_data.float_inputs(X.to(process.values.device), torch.float64)
         logits = network_outputs(trajectory, points).to(torch.float64)
         mean, variance = process.predict(points)
     return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
@@ -512,7 +505,7 @@ def _read_nodes(
     """Build the run of nodes; its training data are a few points, by which the network is recognised."""
     states, length = tuple(data["states"]), description.step_size
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
-    trajectory = NodesWithoutData(
+    trajectory = gp_data.NodesWithoutData(
         model=model,
         inputs=data["probe_inputs"],
         targets=data["targets"],

@@ -71,8 +71,7 @@ def measure_sketch_error(
     if count < 2:
         return None
     rows = (torch.arange(count) * len(points) // count).to(points.X.device)
-    mask = points.is_train if isinstance(points.is_train, bool) else points.is_train.to(rows.device)[rows]
-    probe = Points(points.X[rows], mask)
+    probe = Points(points.X[rows], points.mask.to(rows.device)[rows])
     chosen = ComputeOptions(memory_budget=options.memory_budget)
     kernel, reference = _reference(sketch)
     block, own = kernel.trace_block(probe, probe, chosen).double(), features[rows].double()

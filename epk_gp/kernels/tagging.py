@@ -163,8 +163,7 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
         if not torch.equal(integers.to(X.dtype), X):
             raise ValueError("inputs must be whole numbers, as those of the run: got a fraction. Round them.")
         X = integers
-    is_one_kind = len(is_train) and bool((is_train == is_train[:1]).all())
-    return Points(X, bool(is_train[0]) if is_one_kind else is_train)
+    return Points(X, is_train)
 
 
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:

@@ -451,7 +451,8 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Check and record a step that the optimizers have made."""
         self._has_refused = True
-        with self._schedule.recording(), _errors_of_step(self.num_steps), self._ranks.together():
+        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
+        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
             self._schedule.begin_step()
             self._record_step(made)
         self._has_refused = False

@@ -183,9 +183,8 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     """List the most suspicious labels."""
     rows, place = [], {index: k for k, index in enumerate(found.points.tolist())}
     for index, expected in expected_classes(found).items():
-        k = place[index]
-        numbers = (significant(float(values[k]), 4) for values in (found.scores, found.margin, found.aum))
-        rows.append([index, names[int(labels[index])], names[expected], *numbers])
+        values = (column[place[index]] for column in (found.scores, found.margin, found.aum))
+        rows.append([index, names[int(labels[index])], names[expected], *(significant(float(v), 4) for v in values)])
     sentence = (
         f"The {len(rows)} most suspicious of {len(found)} labels, the worst first. The score is from 0 to 1 and is a "
         "mean of two ranks: the margin of the label when the process predicts the sample from all others (below 0 "

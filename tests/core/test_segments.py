@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from epk_gp.core import replay
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replay import Segment, Segments
 
 STEPS = 100_000
@@ -16,7 +17,8 @@ class Counted(Segments):
     """States are their numbers; a step may only be made from the state before it."""
 
     def __init__(self, every):
-        super().__init__(SimpleNamespace(numbers=[*range(0, STEPS, every), STEPS]), None, 8)
+        spec = TensorSpec(torch.float64, torch.device("cpu"))
+        super().__init__(SimpleNamespace(numbers=[*range(0, STEPS, every), STEPS]), spec, 8)
         self.count, self.most = 0, 0
 
     def is_stored(self, state):

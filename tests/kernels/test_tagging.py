@@ -20,7 +20,7 @@ def test_a_copy_is_the_flattened_input_and_one_column(shape, dtype):
 def test_points_know_their_copies(trajectory):
     X = torch.randn(3, 2, dtype=torch.float64)
     for tag, is_train in ((train_copy, True), (test_copy, False)):
-        assert as_points(trajectory, tag(X)).is_train is is_train
+        assert as_points(trajectory, tag(X)).is_train.tolist() == [is_train] * 3
     mixed = as_points(trajectory, torch.cat([train_copy(X), test_copy(X)]))
     assert mixed.is_train.tolist() == [True] * 3 + [False] * 3
 
