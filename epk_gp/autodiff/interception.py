@@ -15,6 +15,7 @@ function is never missed.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any, final
 
 import torch
@@ -83,7 +84,7 @@ def has_rows(value: Tensor) -> bool:
 
 def spread_mark(result: Any, arguments: Any) -> None:
     """Mark the results of a call of which an argument is marked."""
-    results = [value for value in tensors_in((result,)) if not has_rows(value)]
+    results = list(filterfalse(has_rows, tensors_in((result,))))
     marked = next(filter(has_rows, tensors_in(arguments)), None) if results else None
     if marked is not None:
         for value in results:

@@ -121,7 +121,7 @@ class FunctionalModel:
             ValueError: The network, or the function `output` of its signature, does not return one row of outputs per
                 input.
         """
-        outputs = self.evaluate(params, X)
+        outputs = self.signature.outputs(self.returned(params, X))
         is_own = self.signature.output is None  # whether the network itself returns the outputs
         if isinstance(outputs, Tensor) and not outputs.is_floating_point():
             raise TypeError(
