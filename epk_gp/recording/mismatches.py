@@ -439,7 +439,8 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         stated = f"batch(indices, weight={ratio:.6g})" if is_scaled else f"clip=ClipNorm({float(used.norm()):.6g})"
         if isinstance(setup.loss, UnstatedLoss) and any(batch.weight not in (None, 1.0) for batch in made.announced):
             stated = "no weight= with loss=None, for what came through the outputs has the loop's factors already"
-        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}"
+        hint = ", and weight=None where the loss of accumulated batches is divided" if len(made.announced) > 1 else ""
+        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}{hint}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
     if made.has_left_over:

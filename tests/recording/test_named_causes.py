@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import ClipNorm
+from loops import data, mlp
 
 POINTS, ROWS, STEPS, FAULTY = 24, 8, 3, 1
 CLASSES = 4
@@ -350,3 +351,20 @@ def test_where_the_gradient_in_the_outputs_is_not_seen_no_cause_is_made_up():
         lambda: small(Returning(), value=lambda z, t: F.cross_entropy(z["logits"], (t + 1) % 3), **options)
     )
     assert cause.startswith("the gradient is not that of the stated loss on X[batch], y[batch]: ")
+
+
+def test_a_factor_of_accumulated_batches_is_a_cause_that_clipping_hides():
+    X, y = data()
+    for weight in (1.0, None):
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            for rows in (torch.arange(4), torch.arange(4, 8)):
+                (F.cross_entropy(net(X[rows]), y[rows]) / 2).backward()
+                recorder.batch(rows, weight=weight)
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            if weight is None:
+                optimizer.step()
+            else:
+                with pytest.raises(epk.StepMismatchError, match="weight=None where the loss of accumulated batches"):
+                    optimizer.step()
