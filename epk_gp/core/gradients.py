@@ -499,6 +499,8 @@ def batch_gradient(
     y: Shaped[Tensor, "B ..."],
     loss: Loss,
     c: Float[Tensor, " B"],
+    *,
+    in_statistics: bool = False,
 ) -> Float[Tensor, " P"]:
     """Return the gradient of a batch's loss, sum_i c_i grad loss_i, of the network in evaluation mode.
 
@@ -509,11 +511,13 @@ def batch_gradient(
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
+        in_statistics: Differentiate in the moving statistics too, which then follow the weights: (P + Q,).
     """
     weights = {name: value.detach() for name, value in model.unflatten(state).items()}
-    leaves = [weights[name].requires_grad_() for name in model.names]
+    names = (*model.names, *model.statistics) if in_statistics else model.names
+    leaves = [weights[name].requires_grad_() for name in names]
     rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, X[0].numel()))
-    total = torch.zeros_like(state[: model.num_weights])
+    total = torch.zeros_like(state if in_statistics else state[: model.num_weights])
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
             value = c_block @ loss_terms(model.signature, loss, model.returned(weights, X_block), y_block)
