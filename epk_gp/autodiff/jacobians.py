@@ -367,9 +367,13 @@ class _RecordedPass:
             )
         own = [(number, call) for number, call in every if isinstance(call, LayerCall)]
         if len(own) < len(every):
-            uses = [(number, call.as_use(self.params[call.names[0]])) for number, call in every]
+            weight, uses = self.params[name], dict[int, ParameterUse]()
+            for number, call in every:
+                if isinstance(call, LayerCall):
+                    call = ParameterUse(weight, call.names, call.call, call.shape, call.edge)
+                uses[number] = call
             options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
-            return UseBuilder(self.params[name], uses, **options)
+            return UseBuilder(weight, [*uses.items()], **options)
         head, last = self.cotangents.head, own[-1][1]
         is_linear_last = self.are_last(own) and last.call.function is LINEAR
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):

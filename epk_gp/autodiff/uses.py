@@ -106,10 +106,6 @@ class ParameterUse:
             found = [torch.autograd.grad(result, leaf, v, True, create_graph)[0] for v in grads]
         return torch.stack(found).reshape(K, n, *self.value.shape[is_of_rows:])
 
-    def as_use(self, weight: Tensor) -> "ParameterUse":
-        """Return the use itself."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
@@ -130,10 +126,6 @@ class LayerCall:
     input_is_constant: bool
     shape: torch.Size
     edge: GradientEdge
-
-    def as_use(self, weight: Tensor) -> ParameterUse:
-        """Return the call as a use of its weight, which has others."""
-        return ParameterUse(weight, self.names, self.call, self.shape, self.edge)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -224,7 +224,8 @@ def attribute(
     parsed = parse_options("attribute", ("accumulate",), **options)
     kernel = attribution_kernel(trajectory, head, rule, path, function)
     groupings = ((by_sample(trajectory),),)
-    (parts,) = _attribute(kernel, X, groupings, (classes, function), parsed, path, splits_statistics=False)
+    asked = (kernel, X, groupings, (classes, function), parsed, path)
+    (parts,), _ = split_predictions(*asked, splits_statistics=False)
     return Attribution(**terms_by_sample(parts))
 
 
@@ -297,7 +298,7 @@ def attribute_many(
     """
     parsed = parse_options("attribute_many", ("accumulate",), **options)
     kernel = attribution_kernel(trajectory, head, rule, path, function)
-    return _attribute(kernel, X, groupings, (classes, function), parsed, path)
+    return split_predictions(kernel, X, groupings, (classes, function), parsed, path)[0]
 
 
 _LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
@@ -397,19 +398,6 @@ def attribution_work(
     recorded_plan = recorded_net.plan if is_asked else None
     kind = AdjointTerms if kind is None else kind
     return kind(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
-
-
-def _attribute(
-    kernel: PathKernel,
-    X: Inputs,
-    groupings: Sequence[Sequence[Axis]],
-    explained: Explained,
-    options: ComputeOptions,
-    path: WeightPath | None,
-    *,
-    splits_statistics: bool = True,
-) -> tuple[GroupedAttribution, ...]:
-    return split_predictions(kernel, X, groupings, explained, options, path, splits_statistics=splits_statistics)[0]
 
 
 def split_predictions(
