@@ -174,7 +174,7 @@ class NodeSketch:
         return ContractionCost(1, 1, num_features=self.num_features)
 
 
-Parts = list[tuple[NodeSketch, Int64[Tensor, " rows"]]]  # some points of one copy each, and their sketch
+Parts = list[tuple[NodeSketch, Int64[Tensor, " _"]]]  # some points of one copy each, and their sketch
 
 
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
