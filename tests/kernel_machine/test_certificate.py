@@ -306,7 +306,7 @@ class Noisy(Base):
         return NoisyBackward.apply(super().hidden(x))
 
 
-@pytest.mark.filterwarnings("ignore:step 0. the network's derivative:epk_gp.core.show.CertificateWarning")
+@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")
 def test_a_backward_pass_that_is_not_deterministic_is_not_certified():
     """Measured rounding of a step holds its noise, so that the steps are no finding; the sum is."""
     run = trained(Noisy)
