@@ -287,3 +287,28 @@ def test_statistics_are_compared_in_the_precision_that_moved_them(dtype):
     run = record(net, optimizer, X, y, torch.arange(12).split(6), loss=in_bfloat16, unexplained=0.2)
     for call in (epk.attribute, epk.reconstruct):
         assert call(run, X[:2].to(dtype)).certified
+
+
+class NoisyBackward(torch.autograd.Function):
+    """As of an attention kernel whose backward pass adds in another order each time, in few digits."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + 0.01 * torch.randn_like(g))
+
+
+class Noisy(Base):
+    def hidden(self, x):
+        return NoisyBackward.apply(super().hidden(x))
+
+
+@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")
+def test_a_backward_pass_that_is_not_deterministic_is_not_certified():
+    """Measured rounding of a step holds its noise, so that the steps are no finding; the sum is."""
+    run = trained(Noisy)
+    with pytest.warns(epk.CertificateWarning, match="the attribution is not certified: .*the sum misses"):
+        assert not epk.attribute(run, run.inputs[:2], path=epk.layerwise()).certified
