@@ -26,13 +26,7 @@ from epk_gp.autodiff.interception import (
     substituted,
     tensors_in,
 )
-from epk_gp.autodiff.representations import (
-    DenseJacobian,
-    LayerJacobian,
-    LeftFactor,
-    ProductSum,
-    expect_representation,
-)
+from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, LeftFactor, ProductSum, expect_representation
 from epk_gp.autodiff.secants import is_in_place
 from epk_gp.core.model import BATCH_MARK
 

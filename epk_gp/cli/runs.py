@@ -85,7 +85,6 @@ def verify(
     path: opt.PathOption = "straight",
     tol: Annotated[float | None, opt.number("Largest error allowed; 1e-9, or 1e-3 if float32 is used.")] = None,
     num_points: Annotated[int | None, opt.count("Most points; 10 by default, of a --points file all.")] = None,
-    all_points: Annotated[bool, typer.Option("--all-points", help="Use every point, in as much more time.")] = False,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
@@ -98,9 +97,7 @@ def verify(
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
     options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
-    if all_points and num_points is not None:
-        raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
-    if num_points is None and points is None and not all_points:
+    if num_points is None and points is None:
         num_points = _NUM_POINTS
     timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     trajectory = open_run(run, network)
@@ -110,7 +107,7 @@ def verify(
     allowed = _TOLERANCE[coarsest] if tol is None else tol
     heads = _verified_heads(head, trajectory)
     folder = None if out is None else opt.make_folder(out)
-    more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
+    more = "" if len(X) == chosen.available else f" (--num-points {chosen.available} takes all)"
     typer.echo(f"verifying at {chosen}{more}")
     with computing(1.0, workers, scheduler, quiet) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule

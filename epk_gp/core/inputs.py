@@ -17,16 +17,7 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_finite, validate_tensor
-from epk_gp.core.graphs import (
-    DTYPES,
-    Graph,
-    Ragged,
-    RaggedCall,
-    RecordedGraph,
-    as_ragged,
-    call_ragged,
-    graph_from_json,
-)
+from epk_gp.core.graphs import DTYPES, Graph, Ragged, RaggedCall, RecordedGraph, as_ragged, call_ragged, graph_from_json
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).

@@ -227,11 +227,11 @@ class MemoryPlan:
     def adjoint_samples(self) -> int:
         """Count the training samples whose loss gradients are held at a time.
 
-        A quarter of the budget holds 2 passes of each, the layers' inputs and output gradients, and where gradients are
-        not had layer by layer P numbers.
+        A quarter of the budget holds a pass of each, for the layers' inputs and output gradients (measured: half of it
+        for BERT), and where gradients are not had layer by layer P numbers.
         """
         is_dense = bool(self.plan.dense_params) or not self.plan.supports_interpolation
-        per_sample = 2 * self.plan.activations_per_sample + is_dense * self.num_weights
+        per_sample = self.plan.activations_per_sample + is_dense * self.num_weights
         return max(1, self.budget // (4 * self.itemsize * per_sample))
 
     def forward_mode_directions(self, num_rows: int) -> int:

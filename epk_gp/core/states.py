@@ -228,11 +228,7 @@ class AveragedStates:
     """
 
     def __init__(
-        self,
-        states: States,
-        coefficients: Float64[Tensor, " S"],
-        lead: Float64[Tensor, " P"] | None,
-        spec: TensorSpec,
+        self, states: States, coefficients: Float64[Tensor, " S"], lead: Float64[Tensor, " P"] | None, spec: TensorSpec
     ) -> None:
         self.states, self.coefficients, self._lead, self._spec = states, coefficients, lead, spec
         self.stride, start = max(1, int(len(states) ** 0.5)), read_state(states, 0, spec)

@@ -32,12 +32,7 @@ from epk_gp.kernel_machine.loss_products import (
     coefficients_of,
     parts_of,
 )
-from epk_gp.kernel_machine.terms import (
-    AttributionWork,
-    Predictions,
-    TermSums,
-    integrate_stretch,
-)
+from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums, integrate_stretch
 from epk_gp.optimizers.update_rules import (
     MATRICES,
     UpdateCoefficients,

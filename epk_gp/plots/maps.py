@@ -163,11 +163,7 @@ def map_handles(
 
 @style.styled
 def map_figure(
-    m: UncertaintyMap,
-    labels: Shaped[Tensor, "M ..."],
-    axis_names: tuple[str, str] = _COORDINATES,
-    *,
-    plane: str = "",
+    m: UncertaintyMap, labels: Shaped[Tensor, "M ..."], axis_names: tuple[str, str] = _COORDINATES, *, plane: str = ""
 ) -> Figure:
     """Draw the misclassification probability, its standard deviation, the entropy and the kernel over a plane.
 

@@ -122,7 +122,6 @@ USES = OF_TYPER | {
         "gram run --rule left-endpoint:3 --estimate 1; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
         f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
         "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
-    "--all-points must stand without --num-points": "verify run --all-points --num-points 3",
     "--points must have a side": "gram run --rows train --points ok.npz",
     "chords:K or layerwise[:K]: got":
         "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
@@ -303,8 +302,8 @@ def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys)
     assert run(*asked) == 0
     said = capsys.readouterr().out
     assert said.startswith("verifying at 10 of 12 training inputs")
-    assert "--all-points takes all" in said.splitlines()[0]
-    assert run(*asked, "--all-points") == 0
+    assert "--num-points 12 takes all" in said.splitlines()[0]
+    assert run(*asked, "--num-points", 12) == 0
     assert capsys.readouterr().out.startswith("verifying at 12 training inputs")
     save_file({"inputs": torch.from_numpy(X[:11].copy())}, tmp_path / "points.safetensors")
     assert run(*asked, "--points", tmp_path / "points.safetensors") == 0
