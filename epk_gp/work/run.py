@@ -421,8 +421,9 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
     if stored.has(name):
         return
     sums = Sums.load(stored, name + BEGUN, work.device)
-    for sums in work.compute(place, sums):  # noqa: B020  the last ones are those of the piece
-        _save_begun(stored, name, sums)
+    with disable_fused_attention():  # as where no worker computes
+        for sums in work.compute(place, sums):  # noqa: B020  the last ones are those of the piece
+            _save_begun(stored, name, sums)
     try:
         sums.save(stored, name)
     except OSError as error:

@@ -67,6 +67,18 @@ def test_a_killed_worker_ends_the_pool_and_costs_the_piece_in_hand(folder, work,
     assert [len(work.noted(n, "done")) for n in range(COUNT)] == [1] * COUNT
 
 
+def require_precise_kernels(n: int) -> None:
+    """Fail where torch may take fused attention, which goes with TF32."""
+    assert not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_workers_take_the_kernels_that_the_owner_takes(folder, work, fresh_processes):
+    precise = Squares(work.notes, fault=require_precise_kernels)
+    assert torch.backends.cuda.flash_sdp_enabled()  # the control: switched off in the pieces alone
+    for executor in (None, fresh_processes):
+        assert squares(precise, executor, folder / str(executor is None), COUNT) == RESULT
+
+
 def test_a_pool_that_was_shut_down_and_what_is_no_executor_are_refused(folder, work, unchecked):
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
