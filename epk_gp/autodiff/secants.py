@@ -376,7 +376,8 @@ class SecantDerivatives(ParameterInterception):
         """Make a call that is not linear in what moves."""
         inputs = list({id(value): value for value in moving if value.is_floating_point()}.values())
         places = [value for value in moving if not value.is_floating_point()]
-        copies = _clones(inputs) if _may_write(func, args, kwargs) else inputs
+        may_write = is_in_place(func) or kwargs.get("inplace", False) or any(value is True for value in args)
+        copies = [value.detach().clone() for value in inputs] if may_write else inputs
         with torch.no_grad():
             result = _call_with(func, args, kwargs, inputs, *copies)
             others = [end_of(value).clone() if copies is not inputs else end_of(value) for value in inputs]
@@ -465,15 +466,6 @@ def is_in_place(func: Any) -> bool:
     """Return whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
     return name in {"__setitem__", "__iadd__", "__isub__"} or (name.endswith("_") and not name.endswith("__"))
-
-
-def _may_write(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call may overwrite its input."""
-    return is_in_place(func) or kwargs.get("inplace", False) or any(value is True for value in args)
-
-
-def _clones(values: Sequence[Tensor]) -> list[Tensor]:
-    return [value.detach().clone() for value in values]
 
 
 def _at_end(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

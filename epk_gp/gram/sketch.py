@@ -294,8 +294,7 @@ class PathSketch:
 
     def identity(self, *of_points: object) -> str:
         """Return a fingerprint of what is computed of some points."""
-        coefficients = self.coefficients[:, None]  # as a matrix of one row at each node, which fingerprints knew first
-        return fingerprint(self.run.digest, self.head, coefficients, self.num_features, self.seed, *of_points)
+        return fingerprint(self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *of_points)
 
 
 def _reference(net: PlannedModel) -> Float[Tensor, " 0"]:

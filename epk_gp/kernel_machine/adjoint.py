@@ -158,19 +158,14 @@ class StretchAverage:
         of_weights: Phi, the averaged gradients in the weights.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
         integral: Along the stretch.
-        of_change: By how much the weights change the outputs along it, if that is known.
+        change: By how much the weights change the outputs along it, if it is of one step, and that is known.
     """
 
     steps: range
     of_weights: Float[Tensor, "K N P"]
     of_statistics: Float[Tensor, "K N Q"] | None
     integral: Integral
-    of_change: Float[Tensor, "N K"] | None = None
-
-    @property
-    def change(self) -> Float[Tensor, "N K"] | None:
-        """The change of the outputs in the step, if it is the only one and that is known."""
-        return self.of_change if len(self.steps) == 1 else None
+    change: Float[Tensor, "N K"] | None = None
 
 
 # A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
@@ -263,7 +258,7 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         status=status,
         rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
-    return StretchAverage(steps, Phi, of_statistics if Q else None, integral, change)
+    return StretchAverage(steps, Phi, of_statistics if Q else None, integral, change if len(steps) == 1 else None)
 
 
 # Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied
@@ -305,16 +300,12 @@ class StepBack:
     sums: dict[str, Float[Tensor, "R G"]]
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows of all passes."""
-        return sum(len(data.X) for data in self.passes)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of the rows' gradients, and of some vectors of P numbers."""
+        """Bytes of the rows' gradients, of their products, and of some vectors of P numbers."""
         rows = [own for blocks in self.recorded for own in blocks or ()]
         layers = {id(layer.jacobian): layer.jacobian for own in rows for layer in own.gradients or ()}
-        return 8 * self.w.nbytes + sum(jacobian.nbytes for jacobian in layers.values())
+        of_rows = sum(jacobian.nbytes for jacobian in layers.values())
+        return 8 * self.w.nbytes + of_rows + sum(value.nbytes for value in self.values)
 
     def go_back(
         self, trajectory: Trajectory, part: Part, Phi: Float[Tensor, "R p"], carried: Carried, *, knows_change: bool
@@ -389,7 +380,8 @@ class AdjointTerms(AttributionWork):
             for own in together:
                 self._add(block, own, products, totals, stretch)
             s, count = s - len(together), len(together)
-            together.clear()  # before others are prepared
+            together.clear()  # and the last of them, before others are prepared
+            del own
             yield uncounted, count, carried
 
     def _buffer(self, block: Predictions) -> Float[Tensor, "R P"]:
@@ -411,6 +403,8 @@ class AdjointTerms(AttributionWork):
             step, u, w = trajectory.steps[s], step_coefficients(trajectory, s, block.X), block.trained_state(s)[:P]
             d, residual = block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
             names = carried_before(trajectory, s, u, names)
+            if found and names - carried.keys():  # there is room for the buffers of one move
+                break
             for name in names - carried.keys():
                 carried[name] = self._buffer(block).zero_()
             passes, recorded, num_held = products.run.data(step), [], 0
@@ -441,7 +435,8 @@ class AdjointTerms(AttributionWork):
     ) -> None:
         """Go some steps back: some columns through all of them, then the next."""
         kept = {k for own in together for name in MATRICES for k in getattr(own.u, name)}
-        width, knows_change = self._width(Phi, max(own.num_rows for own in together)), stretch.change is not None
+        num_rows = max(sum(len(data.X) for data in own.passes) for own in together)
+        width, knows_change = self._width(Phi, num_rows), stretch.change is not None
         for part in parts_of(block.net.model.shapes, self.parts.tolist(), width, kept):
             tiles = {name: vectors[:, part.columns] for name, vectors in carried.items()}
             for own in together:

@@ -46,8 +46,9 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 # that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
 _DOUBTS = 16.0
 
-# A way of taking products is compared with plain autograd in the first pass of a kind, and its sum over the rows in
-# every so many passes after it: a choice. What it misses in the others is seen by the certificate of the sum.
+# A way of taking products is compared with plain autograd, row by row where random numbers are drawn, in the first pass
+# of a kind, and its sum over the rows in every so many passes after it: a choice. What the sum misses in the others is
+# seen by its certificate.
 _COMPARED_EVERY = 16
 
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
@@ -130,8 +131,9 @@ class RecordedRows:
 class LossProducts:
     """The training side of an attribution; to be used by one thread.
 
-    Every way is compared with plain autograd, row by row in the first pass of a kind, and by the sum of all rows in
-    every 16th one after it; forward mode in all, where a preconditioner may amplify rounding.
+    Every way is compared with plain autograd in the first pass of a kind, row by row where random numbers are drawn
+    (elsewhere the plan was tried for that), and by the sum of all rows in every 16th one after it; forward mode in all,
+    where a preconditioner may amplify rounding.
 
     Attributes:
         block: The predictions.
@@ -149,6 +151,7 @@ class LossProducts:
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
     _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # of passes of a kind
+    _by_row: set[tuple[bytes, torch.dtype]] = field(default_factory=set)  # kinds of which every row was compared
     _is_compared: bool = True  # the present one
     _present: Any = None  # its data
 
@@ -168,9 +171,8 @@ class LossProducts:
             num_held: Number of rows whose gradients are held already: more are computed when they are needed.
         """
         kind, state, n = self._kind_of(data), self.block.trained_state(step.index), len(data.X)
-        count, is_compared = self._counts[kind], self._counts[kind] % _COMPARED_EVERY == 0
+        self._is_compared = self._counts[kind] % _COMPARED_EVERY == 0
         self._counts[kind] += 1
-        self._is_compared = is_compared
         if not self._goes_by_layers(data, num_directions):
             return None
         at_once = self.memory.adjoint_samples()
@@ -178,8 +180,10 @@ class LossProducts:
         blocks = [RecordedRows(slice(a, min(a + size, n))) for a in range(0, n, size)]
         if num_held + n <= at_once:
             blocks = [replace(own, gradients=self._record(state, data, own.rows)) for own in blocks]
-        if is_compared and not self._is_verified(state, data, blocks, by_row=count == 0):
+        is_first = kind not in self._by_row
+        if (self._is_compared or is_first) and not self._is_verified(state, data, blocks, by_row=is_first):
             self._in_modes[kind] = None
+        self._by_row.add(kind)
         return None if self._in_modes.get(kind, self.net) is None else blocks
 
     def of_whole(

@@ -298,7 +298,8 @@ def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[
     for units in recorder.calls:
         grad = grad_of.get(id(units.edge))
         outputs = units.inputs if units.argmax is None else units.argmax
-        affects = torch.zeros_like(outputs, dtype=torch.bool) if grad is None else grad.reshape(len(X), -1) != 0
+        none = outputs.new_zeros(len(X), outputs.shape[1], dtype=torch.bool)
+        affects = none if grad is None else grad.reshape(len(X), -1) != 0
         listed.append((units, affects))
     return listed
 

@@ -67,7 +67,9 @@ class RecorderCallback(RunOfCallback, Callback):
         clip, bound = self._clip, trainer.gradient_clip_val
         if clip is None and bound:
             clip = ClipValue(float(bound)) if trainer.gradient_clip_algorithm == "value" else ClipNorm(float(bound))
-        self._recorder = Recorder(self._net, trainer.optimizers, *self._data, clip=clip, **self._options)
+        first, *rest = trainer.optimizers
+        own = trainer.optimizers if rest else first
+        self._recorder = Recorder(self._net, own, *self._data, clip=clip, **self._options)
         self._recorder.__enter__()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -252,7 +252,7 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
 def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say what the kernels that torch chose in the loop do otherwise than those of a replay; None if nothing."""
     replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
-    with kernels_of_the_loop():
+    with disable_fused_attention(), kernels_of_the_loop():  # the kernels of before, also within a pass
         gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
     again = gradient * check.clip_factor
     missed, left = ((check.used - g).abs().max() for g in (check.expected, again))
