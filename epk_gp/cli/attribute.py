@@ -27,6 +27,7 @@ from epk_gp.quadrature.rules import AdaptiveRule
 
 _ANSWER = "log-probability of the answer"
 _MAX_DRAWN = 6  # points that are drawn
+_SMOOTHING = "Average over so many runs, trained again with random weights, for ReLUs; 0: the derivative itself."
 _INFLUENCE_COLUMNS = ("point", "output", "network", "training_point", "label", "influence", "predicted_without")
 
 
@@ -107,9 +108,7 @@ def influence(
     top: opt.TopListed = 8,
     head: opt.HeadOption = None,
     outputs: opt.Explained = "predicted",
-    smoothing: Annotated[
-        int, opt.count("Average over so many runs, trained again with random weights; for ReLUs.", 0, 10_000)
-    ] = 0,
+    smoothing: Annotated[int, opt.count(_SMOOTHING, 0, 10_000)] = 0,
     memory: opt.Memory = 1.0,
     points: opt.PointsFile = None,
     network: opt.Network = None,

@@ -89,10 +89,9 @@ PointsFile = Annotated[
         "or its training inputs if it has none."
     ),
 ]
-HeadOption = Annotated[
-    Head | None, typer.Option(help="Explain the logits, or their log-softmax: the default for cross entropy alone.")
-]
-_RULES = "adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint"
+_HEAD = "Explain the logits, or their log-softmax; by default log_softmax for cross entropy, else logits."
+HeadOption = Annotated[Head | None, typer.Option(help=_HEAD)]
+_RULES = "adaptive[:TOL], gauss-legendre:N (N <= 1000), left-riemann:N, midpoint:N (N <= 10000) or left-endpoint"
 RuleOption = Annotated[str, typer.Option(help=f"{_RULES}; N nodes in each step.")]
 PathOption = Annotated[
     str,
@@ -118,10 +117,8 @@ Explained = Annotated[
         "of the classes or words that the file of --points holds as `answers`."
     ),
 ]
-Estimate = Annotated[
-    float | None,
-    number("Write nothing; say what it costs: pieces, bytes, seconds, measured in about so many.", 0.1, below=1e5),
-]
+_ESTIMATE = "Only estimate pieces, bytes and seconds, measuring for so many seconds; nothing is written."
+Estimate = Annotated[float | None, number(_ESTIMATE, 0.1, below=1e5)]
 TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 

@@ -162,7 +162,7 @@ def _parse_outputs(text: str) -> int | str:
         return text
     if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
         return int(text)
-    raise ValueError(f"--outputs must be predicted, all, or a number of classes from 1, or answers: got {text[:40]!r}.")
+    raise ValueError(f"--outputs must be predicted, all, answers, or a number of classes from 1: got {text[:40]!r}.")
 
 
 def _parse_names(text: str | None) -> list[str] | None:

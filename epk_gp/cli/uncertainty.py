@@ -37,15 +37,13 @@ _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_
 Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
 Plane = Literal["principal", "coordinates"]
-Features = Annotated[
-    str | None, typer.Option(help="Sketched features, or exact for none: the default up to 5000 points; 4096 for more.")
-]
-
-
-Nodes = Annotated[
-    int | None,
-    opt.count("Nodes in place of all steps: 20 by default, or one an output up to 256; of a map no fewer.", 1, 10**6),
-]
+_FEATURES = "Sketched features, or exact for none; by default exact up to 5000 points if that is cheap, else 4096."
+Features = Annotated[str | None, typer.Option(help=_FEATURES)]
+_NODES = (
+    "Nodes in place of all steps: 20 by default, or one an output up to 256; a map takes all steps by default, 20 are "
+    "faster."
+)
+Nodes = Annotated[int | None, opt.count(_NODES, 1, 10**6)]
 
 
 def uncertainty(
@@ -72,7 +70,7 @@ def uncertainty(
     rule: Annotated[str, typer.Option(help="Map: a fixed rule, as gauss-legendre:N.")] = "gauss-legendre:4",
     fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
     network: opt.Network = None,
-    dtype: Annotated[opt.Dtype, typer.Option(help="Type of written arrays; computed is in float64.")] = "float64",
+    dtype: Annotated[opt.Dtype, typer.Option(help="Type of results; everything is computed in float64.")] = "float64",
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
     seed: opt.Seed = 0,

@@ -77,7 +77,7 @@ class Segments(ABC):
     """The steps of a run, made again when they are read; to be used by one thread at a time.
 
     Args:
-        kept: The kept states, [s], which `numbers` names in ascending order: the first, the last, and others.
+        kept: The kept states, [s], which `numbers` names.
         spec: Dtype and device in which states are made.
         step_bytes: Bytes that a step takes in a segment.
     """

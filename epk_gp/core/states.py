@@ -453,7 +453,7 @@ class Recomputation:
         return next((reason for reason in known if reason is not None), None)
 
     def jump(self, state: int, spec: TensorSpec) -> float:
-        """Return the norm by which a kept state but the first misses the computed one."""
+        """Return the norm of the kept less the computed state; state >= 1."""
         made, place = self.stretch(state - 1, spec)
         end = self.at(state, spec)
         return float((end - made.states[place + 1].to(end)).norm())

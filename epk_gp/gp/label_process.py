@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from epk_gp.autodiff.sketches import covering_order, rbf_features, tensor_sketch
-from epk_gp.core.checks import ComputeOptions, validate_count
+from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs
@@ -415,12 +415,13 @@ class LabelSettings:
     path: WeightPath = straight()
 
     def __post_init__(self) -> None:
-        """Raise if a setting cannot be used; nodes, path and seed are checked where they are.
+        """Raise if a setting cannot be used; nodes and path are checked by `nodes_trajectory`.
 
         Raises:
             TypeError: A number is of the wrong kind.
             ValueError: A number is out of range, or a name is not known.
         """
+        validate_integer(self.seed, "seed")
         if self.power is not None:
             validate_count(self.power, "power")
         if isinstance(self.features, str) and self.features != "exact":

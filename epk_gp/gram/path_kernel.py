@@ -173,7 +173,11 @@ class PathKernel:
         )
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-        """Return inputs as one tensor, after checking that the network can be evaluated at them (`core.trajectory`)."""
+        """Return inputs as one tensor.
+
+        Raises:
+            TypeError, ValueError: The network cannot be evaluated at them.
+        """
         return parse_inputs(self.trajectory, X, name)
 
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:

@@ -4,9 +4,10 @@ A normalisation in training mode moves its statistics by b' - b = m (stat - b), 
 the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
 
 The averaged gradients along the path, and each vector that the recursion carries, are buffers of one row for each
-number that is asked for and P columns. Each step goes through some columns at a time, which stay in the cache while
-they are moved one step back and multiplied with everything that the step adds. Where buffers have no room in memory
-they are mapped to a temporary file.
+number that is asked for and P columns. A step goes through some columns at a time, which stay in the cache while they
+are moved one step back and multiplied with everything that the step adds. Steps of one stretch go in groups: some
+columns through all steps of the group, then the next columns. So a group goes through the buffers once. Where buffers
+have no room in memory they are mapped to a temporary file.
 """
 
 from collections import defaultdict

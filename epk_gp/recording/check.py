@@ -395,8 +395,8 @@ def _gradient_of(
 ) -> tuple[Float[Tensor, " P"], float]:
     """Return the gradient of a step's loss before it, and the error of its moving statistics.
 
-    It is zero for parameters that have none. At another state, or in its dtype, rows without recorded passes come in
-    reverse order.
+    It is zero for parameters that have none. `other` is a state to take it at in place of the one before the step, in
+    its own dtype; rows without recorded passes then come in reverse order.
     """
     model, error, step = setup.model, 0.0, observed.step
     state = torch.cat([observed.start, observed.start_statistics]) if other is None else other

@@ -52,8 +52,10 @@ _LOST_PRECISION = 2e-4
 
 _SINGLE = (
     "the network computes in float32 inside, though its weights are float64 (as normalisations of transformers' Llama "
-    "do), or its derivative is wrong by less than 1 %. Recorded in float32, net.float(), it costs less and is as exact"
+    "do), or its derivative is wrong by less than 1 %. Recorded in float32, net.float(), it costs less and is as exact."
+    " Results are certified if the contributions sum to the prediction up to float32's rounding."
 )
+_MAY_NOT_SUM = ". Contributions may then not sum to the prediction, and results that do not will not be certified."
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +115,7 @@ class DerivativeProbe:
         if cause is None:
             return
         self.next = 1 << 62
-        warn_uncertified(
-            f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
-            "contributions may not sum to the prediction, and results that do not will not be certified."
-        )
+        warn_uncertified(f"step {index}: {cause}{'' if cause is _SINGLE else _MAY_NOT_SUM}")
 
 
 def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
@@ -145,7 +144,7 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
         look = _Look.at(own, 0.0, few, _NUM_COMBINATIONS)
     if not 0 < look.size < math.inf:  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
         return None
-    if (fault := _derivative_fault(look, segment, few, own_dtype)) is not None:
+    if (fault := _derivative_fault(look, segment, few, own_dtype)) not in (None, _SINGLE):
         return fault
     lost = float((own.outputs(0.0).double() - F[_NUM_INTERVALS // 2]).abs().max()) / look.size
     if lost > _LOST_PRECISION:
@@ -153,13 +152,14 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
             f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
             "their size (autocast, or a cast in forward)"
         )
-    jump = _largest_jump(segment, F, 64 * torch.finfo(own_dtype).eps * look.size)
+    size, dtype = (look.size, own_dtype) if fault is None else (float(F.abs().max()), torch.float32)
+    jump = _largest_jump(segment, F, 64 * torch.finfo(dtype).eps * size)
     if jump:
         return (
             f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
             "rounding, or a training that diverges)"
         )
-    return None
+    return fault
 
 
 @dataclass(frozen=True, eq=False)

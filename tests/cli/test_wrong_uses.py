@@ -131,7 +131,7 @@ USES = OF_TYPER | {
     "integrates along a path of the weights": "verify run --path layerwise",
     "--out must be an HTML file, as in report.html: got report.pdf": "report run --out report.pdf",
     "is a folder": "report run --out folder.html",
-    "--outputs must be predicted, all, or a number of classes from 1": "report run --outputs {most,0}",
+    "--outputs must be predicted, all, answers, or a number of classes from 1": "report run --outputs {most,0}",
     "a number of the 2 classes of a classifier: got 4": "report run --outputs 4",
     "--outside must stand beside --validation": "report run --outside ok.npz",
     "--outputs answers must stand without": "report run --outputs answers {--map,--validation held-out}",

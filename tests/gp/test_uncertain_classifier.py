@@ -209,6 +209,7 @@ SETTINGS = [
     ({"inputs_kernel": "linear"}, ValueError, "inputs_kernel must be 'rbf' or None"),
     ({"nodes": 0}, ValueError, "nodes must be at least 1"),
     ({"power": 0}, ValueError, "power must be"),
+    ({"seed": 0.5, "features": "exact"}, TypeError, "seed must be a whole number"),
     ({"points": [0, 0]}, ValueError, "points must not repeat"),
     ({"path": epk.layerwise()}, ValueError, r"integrates along a path.*got layerwise\(every=1\)"),
     ({"path": "chords"}, TypeError, "path must be a path such as .*: got 'chords'"),
