@@ -109,7 +109,7 @@ def _mismatch_ratio(
     if differences.max() <= plain:
         return ratio(torch.zeros_like(differences)), known
     coefficients = step_coefficients(run, step.index, w)
-    unit = torch.arange(len(w), dtype=w.dtype, device=w.device).sin()  # of any signs: a step may leave equal ones out
+    unit = torch.arange(len(w), dtype=w.dtype, device=w.device).cos()  # of any signs, none is 0
     ends = (predict_step(coefficients, model.sizes, w, c * unit, replayed.momentum)[0] for c in (0, 1))
     amplification = _largest_by_parameter(model, torch.sub(*ends)).clamp(min=torch.finfo(w.dtype).tiny)
     if known is not None and (found := ratio(known * amplification)) <= _CLEARLY:

@@ -48,7 +48,7 @@ _DOUBTS = 16.0
 
 # A way of taking products is compared with plain autograd, row by row where random numbers are drawn, in the first pass
 # of a kind, and its sum over the rows in every so many passes after it: a choice. What the sum misses in the others is
-# seen by its certificate.
+# seen by the certificate; shares that rows exchange in a later pass of the kind would not be.
 _COMPARED_EVERY = 16
 
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
