@@ -55,6 +55,7 @@ CAPABILITIES = {
         "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/retrain.py",
     ),
     "other kernel machines": ("kernel_machine/baselines.py",),
+    "networks that were not recorded": ("trained/*.py",),
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (

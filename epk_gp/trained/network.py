@@ -1,0 +1,52 @@
+"""A network that was not recorded, as a run of no steps: what all functions on runs take."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Loss
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.recording.recorder import Recorder
+
+
+def as_trajectory(
+    net: nn.Module,
+    X: Inputs,
+    y: Shaped[Tensor, "n ..."] | None = None,
+    *,
+    loss: Loss | nn.Module | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Trajectory:
+    """Return the run of no steps of a network in evaluation mode, at its present weights: those that require gradients.
+
+    The network is copied; its modes are left as they are. Its moving statistics are constants, as all of its buffers.
+
+    Args:
+        net: The network.
+        X: n inputs, as `Recorder` takes them, which stand in the place of the training inputs.
+        y: Their targets, where a loss is stated.
+        loss: The loss of the targets; None states none.
+        output: Takes outputs (n, C) from what the network returns, where that is something else.
+
+    Raises:
+        TypeError, ValueError: Network, inputs, targets and loss do not fit, or no weight requires a gradient.
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"the network must be a torch.nn.Module: got {type(net).__name__}.")
+    if not any(p.requires_grad for p in net.parameters()):
+        raise ValueError(
+            "the network must have weights that require gradients, with respect to which it is differentiated: it has "
+            "none. Call net.requires_grad_(True), or of those parameters that are meant."
+        )
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        run = Recorder(net, None, X, y, loss=loss, output=output).trajectory
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return replace(run, live=None)
