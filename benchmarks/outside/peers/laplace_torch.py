@@ -21,29 +21,29 @@ GRID = {"log_prior_prec_min": -2.0, "log_prior_prec_max": 4.0, "grid_size": 13}
 
 
 def calibration(job: dict[str, Any]) -> dict[str, Any]:
-    """Return probabilities and summed variances of the logits by each method, and seconds."""
-    net, found = job["net"], {}
-    train, validation = (DataLoader(TensorDataset(*job[name]), batch_size=512) for name in ("train", "validation"))
-    for structure in ("kron", "diag"):
-        with seconds() as fitting:
-            la = Laplace(net, "classification", subset_of_weights="last_layer", hessian_structure=structure)
-            la.fit(train)
-            la.optimize_prior_precision("glm", method="gridsearch", val_loader=validation, link_approx="probit", **GRID)
-        found[f"last layer, {structure}"] = predicted(la, job["sets"], 512, fitting)
-        found[f"last layer, {structure}"]["prior precision"] = float(la.prior_precision.flatten()[0])
-    loader = DataLoader(TensorDataset(*job["train"]), batch_size=BATCH)
-    for m in job["subsets"]:
-        with seconds() as fitting:
+    """Return probabilities and summed variances of the logits by a method, and seconds.
+
+    The method is a structure of the last layer's Hessian, or a number of points of the functional posterior.
+    """
+    net, method, is_functional = job["net"], job["method"], isinstance(job["method"], int)
+    loader = DataLoader(TensorDataset(*job["train"]), batch_size=BATCH if is_functional else 512)
+    with seconds() as fitting:
+        if is_functional:
             la = Laplace(
                 net, "classification", subset_of_weights="all", hessian_structure="gp", independent_outputs=True,
-                n_subset=m, prior_precision=job["prior_precision"],
+                n_subset=method, prior_precision=job["prior_precision"],
             )  # fmt: skip
             la.fit(loader)
-        found[f"functional, {m} points"] = predicted(la, job["few"], BATCH, fitting)
-    return found
+        else:
+            held_out = DataLoader(TensorDataset(*job["validation"]), batch_size=512)
+            la = Laplace(net, "classification", subset_of_weights="last_layer", hessian_structure=method)
+            la.fit(loader)
+            la.optimize_prior_precision("glm", method="gridsearch", val_loader=held_out, link_approx="probit", **GRID)
+    found = predicted(la, job["sets"], BATCH if is_functional else 512)
+    return found | {"fit": fitting[0], "prior precision": float(la.prior_precision.flatten()[0])}
 
 
-def predicted(la: Any, sets: dict[str, Tensor], size: int, fitting: list[float]) -> dict[str, Any]:
+def predicted(la: Any, sets: dict[str, Tensor], size: int) -> dict[str, Any]:
     """Predict: the probit approximation, which is the library's default, and the variance of the logits beside it."""
     probabilities, variances = {}, {}
     with seconds() as predicting:
@@ -55,7 +55,7 @@ def predicted(la: Any, sets: dict[str, Tensor], size: int, fitting: list[float])
             variances[name] = variance.sum(1).detach()
     first = next(iter(sets))
     torch.testing.assert_close(probabilities[first][:size], la(sets[first][:size]).detach(), rtol=1e-4, atol=1e-5)
-    return {"probabilities": probabilities, "variances": variances, "fit": fitting[0], "predict": predicting[0]}
+    return {"probabilities": probabilities, "variances": variances, "predict": predicting[0]}
 
 
 def regression(job: dict[str, Any]) -> dict[str, Any]:
