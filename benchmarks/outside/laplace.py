@@ -5,6 +5,7 @@ Usage: python benchmarks/outside/laplace.py [--out FILE] [--quick]
 1. Its example "calibration with a GP": a CNN on Fashion-MNIST (`fashion_cnn.py` says what its training has of theirs).
 2. Its regression example: a sine with noise, one layer of 50 units of tanh.
 3. Its functional posterior is that of our `LogitGP` with the kernel of the last weights: mean and covariance.
+4. What the recorded path gives beyond the last weights: the same network by `UncertainClassifier` and by its `of`.
 
 Whatever is chosen is chosen on 2000 images that nobody was trained on. Costs are processor seconds on one thread. What
 a system says of the CNN's images is stored in a folder, and is not computed again.
@@ -12,6 +13,7 @@ a system says of the CNN's images is stored in a folder, and is not computed aga
 
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from os import environ
@@ -52,15 +54,16 @@ PACKAGES += [
 ]
 PACKAGES += ["mpmath", "networkx", "numpy<3", "opt-einsum", "packaging", "scipy", "setuptools", "sympy", "tqdm"]
 PACKAGES += ["typing-extensions", "unfoldnd"]
-HELD_OUT, VALIDATION, FEW, OUTSIDE, FEW_OUTSIDE = 5000, 2000, 500, 1000, 250  # images
+SEEDS = 3
+HELD_OUT, VALIDATION, FEW, OUTSIDE, FEW_OUTSIDE = 5000, 2000, 500, 1000, 200  # images
 METHODS = {  # of laplace-torch; its example takes 50 to 1600 points, on a GPU
     "last layer, KFAC": "kron", "last layer, diagonal": "diag",
     "functional, 50 points": 50, "functional, 200 points": 200,
 }  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
     "all weights, one combination of outputs": {"nodes": 1, "features": 4096},
-    "all weights, every output, 3000 points": {"features": 4096, "points": range(3000)},
-    "last layer": {"features": 4096},
+    "all weights, every output, 3000 points": {"features": 2048, "points": range(3000)},
+    "last layer": {"features": 2048},
 }
 Rows = list[dict[str, Any]]
 
@@ -79,7 +82,8 @@ def main(
     rows, epochs = classification(python, folder, minutes, quick)
     rows += regression(python, steps=20 if quick else 1000)
     rows += posteriors(python)
-    repeats = f"one network each: the CNN after {epochs} epochs; the sine's with one seed"
+    rows += path_or_last(1 if quick else SEEDS, quick=quick)
+    repeats = f"one network each: the CNN after {epochs} epochs, the sine's; path and last weights of {SEEDS} seeds"
     save(out, rows, repeats, timer, {} if quick else {"laplace-torch": "0.3"})
     typer.echo(f"written: {out}")
 
@@ -137,7 +141,7 @@ def classification(python: Path | None, folder: Path, minutes: float, quick: boo
     }
     judged = network_alone(net, held_out, sets)
     for name, settings in OURS.items():
-        compute = partial(ours, net, name, settings, known, held_out, sets, quick=quick)
+        compute = partial(ours, net, name, settings, known, held_out, few if "every" in name else sets, quick=quick)
         judged[f"epk_gp of, {name}"] = compute() if quick else once(folder / f"{name}.pt", compute)
     for name, method in METHODS.items() if python else ():
         asked = job | {"method": method, "sets": few if isinstance(method, int) else sets}
@@ -206,9 +210,8 @@ def judged_rows(system: str, found: dict[str, Any], test: Dataset) -> Rows:
             for kind, values in (("entropy", {key: torch.special.entr(q).sum(1) for key, q in p.items()}),
                                  ("variance", found.get("variances"))):  # fmt: skip
                 if values is not None:
-                    auroc = ood_metrics(values["test"][:count], values[name][:share]).auroc
-                    unit = f"AUROC by {kind}"
-                    rows.append(row(system, "out of distribution", f"{data} and {name}", [auroc], unit, seconds, note))
+                    number, unit = auroc(values["test"][:count], values[name][:share]), f"AUROC by {kind}"
+                    rows.append(row(system, "out of distribution", f"{data} and {name}", [number], unit, seconds, note))
     return rows
 
 
@@ -331,6 +334,71 @@ def functional_posterior(
         gp.likelihood.noise = torch.full_like(gp.likelihood.noise, sigma**2)
     posterior = gp.logit_posterior(points)
     return posterior.mean, posterior.covariance
+
+
+def path_or_last(seeds: int, *, quick: bool) -> Rows:
+    """Return the rows of recorded networks on MNIST, or digits, judged with the kernel of the path and of the end."""
+    if quick:
+        train_data = test = digits(dtype=torch.float32)
+        outside, count = {"noise": torch.rand(100, 1, 8, 8)}, 200
+    else:
+        train_data, test = (fashion("mnist", split) for split in ("train", "test"))
+        outside = {name: fashion(name, "test").inputs[:1000] for name in ("fashion-mnist", "kmnist")}
+        count = 1000
+    test, inputs = test[-2000:], train_data.inputs[0].numel()
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for seed in range(seeds):
+        draws = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(train_data), generator=draws)
+        known, held_out = train_data[order[:count]], train_data[order[count : count + 500]]
+        wrong = torch.rand(count, generator=draws) < 0.1
+        noisy = torch.where(wrong, (known.labels + torch.randint(1, 10, (count,), generator=draws)) % 10, known.labels)
+        for labels in (known.labels, noisy):
+            torch.manual_seed(seed)
+            net = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 10))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+            run = epk.train(net, known.inputs, labels, optimizer=optimizer, steps=200, batch_size=min(count, 200))
+            of = partial(epk.UncertainClassifier.of, net, known.inputs, labels)
+            makers = {"recorded path": partial(epk.UncertainClassifier, run), "last weights": of}
+            makers["last weights, one combination of outputs"] = partial(of, nodes=1)
+            for name, make in makers.items():
+                with Seconds() as taken:
+                    judge = make()
+                    if labels is noisy:
+                        errors = epk.label_errors(judge.trajectory, nodes=judge.nodes)
+                        values = {"AUROC of wrong labels": auroc(errors.scores[~wrong], errors.scores[wrong])}
+                    else:
+                        judge.fit(held_out.inputs, held_out.labels)
+                        values = scores_of(judge, net, test, outside)
+                for unit, value in values.items():
+                    found[name, unit].append((value, taken.value))
+    rows, data = Rows(), f"{train_data.name}, {count} training points, an MLP"
+    for (name, unit), values in found.items():
+        numbers, seconds = zip(*values, strict=True)
+        rows.append(row(f"epk_gp, {name}", "last weights or path", data, numbers, unit, seconds))
+    return rows
+
+
+def scores_of(
+    judge: epk.UncertainClassifier, net: nn.Module, test: Dataset, outside: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return how likely test labels are, and how well errors and other data are found."""
+    scores, p = judge.uncertainty(test.inputs, num_samples=2), judge.predict_proba(test.inputs)
+    with torch.no_grad():
+        mistaken = net(test.inputs).argmax(1) != test.labels
+    values = {
+        "nll": quality(p, test.labels).nll,
+        "AUROC of errors": auroc(scores.error[~mistaken], scores.error[mistaken]),
+    }
+    for name, X in outside.items():
+        other = judge.uncertainty(X, num_samples=2).out_of_distribution
+        values[f"AUROC of {name}"] = auroc(scores.out_of_distribution, other)
+    return values
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """Return the area under the ROC curve of a score that is larger outside."""
+    return ood_metrics(inside, outside).auroc
 
 
 if __name__ == "__main__":
