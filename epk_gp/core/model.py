@@ -217,6 +217,8 @@ class FunctionalModel:
 
     def variant(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
+        if spec == self.spec:
+            return self
         with self.cache.lock:
             if spec not in self._variants:
                 self._variants[spec] = self.converted(spec)
