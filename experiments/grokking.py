@@ -1,4 +1,4 @@
-"""Grokking from checkpoints alone: ExPLAIND's transformer on sums modulo 113, split by part and by stretch of training."""
+"""Grokking from checkpoints alone: a transformer on sums modulo 113, split by its parts and by stretch of training."""
 
 import math
 import os
@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.plots import new_figure
-from epk_gp.plots.style import EXACT, GREY, INK, PALETTE, SIGNED, SMALL, styled
+from epk_gp.plots.style import EXACT, GREY, INK, LOWERED, RAISED, SIGNED, SMALL, styled
 from harness import Experiment, main
 from saved_rows import ROWS_VARIABLE
 
@@ -50,7 +51,8 @@ class Config:
         shown: Steps of the stretches that are shown, a multiple of `every`.
         stretches: Numbers of stretches with which the network is put together again.
         nodes: Nodes a stretch of ExPLAIND's integral, to compare with.
-        peer_pairs: Held-out pairs that ExPLAIND's own code is given, on one stretch.
+        asked_pairs: Held-out pairs at which it is put together.
+        peer_pairs: Those of them that ExPLAIND's own code is given, on one stretch.
     """
 
     modulus: int = 113
@@ -58,15 +60,16 @@ class Config:
     hidden: int = 512
     heads: int = 4
     num_train: int = 4000
-    steps: int = 3400
-    every: int = 50
+    steps: int = 1800
+    every: int = 25
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 4.0
     seed: int = 43
-    shown: int = 200
-    stretches: tuple[int, ...] = (1, 4, 17)
+    shown: int = 100
+    stretches: tuple[int, ...] = (1, 3, 18)
     nodes: tuple[int, ...] = (10, 100)
+    asked_pairs: int = 200
     peer_pairs: int = 8
 
 
@@ -79,21 +82,19 @@ class Result:
         bounds: Checkpoints, as steps, between which the stretches lie.
         shares: By set of pairs and part of the network: what its weights added to the mean log-probability of the right
             sum in each stretch.
-        miss_of_shares: Largest difference of the sum of a stretch's shares from what the log-probability rose.
-        finer: Largest difference of a share from the sum over stretches of a quarter of the length.
+        finer: Largest difference of a share at held-out pairs from the sum over both halves of the stretch.
         table: A way to put the network together again a line: the stretches, evaluations a stretch, the accuracy, and
             the largest difference from an output of the network.
         cost: The cost of all outputs a line: seconds a pair and stretch, and the memory that the process took.
         pairs: Numbers of pairs.
         num_weights: Number of weights.
-        seconds_training: Seconds of the training, or none if its checkpoints were there.
+        seconds_training: Seconds of processor time of the training, or none if its checkpoints were there.
         left_out: What could not be measured, and why.
     """
 
     curves: dict[str, list[float]]
     bounds: list[int]
     shares: dict[str, dict[str, list[float]]]
-    miss_of_shares: float
     finer: float
     table: list[dict[str, Any]]
     cost: list[dict[str, Any]]
@@ -138,15 +139,6 @@ class Head(nn.Module):
         return self.decoder(F.scaled_dot_product_attention(h[:, -1:], h, h)[:, 0])
 
 
-PARTS = {  # of the network, by the beginning of the names of their weights
-    "embedding": "embedding.",
-    **{f"head {n + 1}": f"heads.{n}." for n in range(4)},
-    "wide layer, in": "wide.",
-    "wide layer, out": "narrow.",
-    "unembedding": "unembedding.",
-}
-
-
 @dataclass(frozen=True)
 class Sums:
     """All unordered pairs: the network cannot tell a + b from b + a."""
@@ -179,13 +171,11 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def train(config: Config, data: Sums, folder: Path) -> float | None:
-    """Train by a plain loop in float32 that saves checkpoints, and return its seconds; None if they are there."""
+    """Train by a plain loop that saves checkpoints; return seconds of processor time, or None if they are there."""
     if checkpoint(folder, config.steps).exists():
         return None
-    start, net = time.perf_counter(), network(config)
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-    )
+    start, net = time.process_time(), network(config)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     X, y = data.X[data.train], data.y[data.train]
     for step in range(config.steps + 1):
         if step % config.every == 0:
@@ -193,7 +183,7 @@ def train(config: Config, data: Sums, folder: Path) -> float | None:
         optimizer.zero_grad()
         F.nll_loss(net(X), y).backward()
         optimizer.step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def run(config: Config) -> Result:
@@ -202,21 +192,18 @@ def run(config: Config) -> Result:
         data = sums(config)
         seconds = train(config, data, folder)
         sets = {"training pairs": data.train, "held-out pairs": data.held_out}
-        shares, misses, finer = {}, [0.0], [0.0]
+        shares, finer = {}, list[float]()
         for name, rows in sets.items():
-            X, y = data.X[rows], data.y[rows]
-            values, changes = split(config, folder, X, y, config.shown)
-            shares[name] = dict(zip(PARTS, values.T.tolist(), strict=True))
-            misses.append(float((values.sum(dim=1) - changes).abs().max()))
-            if config.shown % (4 * config.every) == 0:
-                quarters, _ = split(config, folder, X, y, config.shown // 4)
-                finer.append(float((quarters.unflatten(0, (-1, 4)).sum(dim=1) - values).abs().max()))
+            asked = config, folder, data.X[rows], data.y[rows]
+            parts = split(*asked, config.shown)
+            shares[name] = {part: values.tolist() for part, values in parts.items()}
+        for part, values in split(*asked, config.shown // 2).items():
+            finer.append(float((values.unflatten(0, (-1, 2)).sum(dim=1) - parts[part]).abs().max()))
         table, cost, left_out = together_again(config, folder, data)
         return Result(
             curves=curves(config, folder, data, sets),
             bounds=list(range(0, config.steps + 1, config.shown)),
             shares=shares,
-            miss_of_shares=max(misses),
             finer=max(finer),
             table=table,
             cost=cost,
@@ -262,13 +249,14 @@ def _share(right: Tensor) -> float:
     return float(right.double().mean())
 
 
-def split(config: Config, folder: Path, X: Tensor, y: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Split the change of the mean log-probability of the right sum.
-
-    Returns:
-        What each part of the network added in each stretch, (stretches, parts), and what each stretch changed.
-    """
-    raise NotImplementedError
+def split(config: Config, folder: Path, X: Tensor, y: Tensor, length: int) -> dict[str, Tensor]:
+    """Return what each part of the network added to the mean log-probability of the right sum, in each stretch."""
+    files = [str(file) for file in files_of(config, folder, length)]
+    shares = epk.between(network(config), files, X, classes=y).by("module", "stretch", depth=2)
+    means = shares.values[:, 0].double().mean(dim=0)
+    names = {f"heads.{n}": f"head {n + 1}" for n in range(config.heads)}
+    names |= {"wide": "wide layer, in", "narrow": "wide layer, out"}
+    return {names.get(module, module): values for module, values in zip(shares.axes[0].names, means, strict=True)}
 
 
 def outputs_of_midpoints(config: Config, files: list[Path], X: Tensor, nodes: int) -> Tensor:
@@ -281,7 +269,7 @@ def outputs_of_midpoints(config: Config, files: list[Path], X: Tensor, nodes: in
     states = [{name: value.double() for name, value in load_file(file).items()} for file in files]
     with torch.no_grad():
         total = outputs(states[0])
-        for start, end in zip(states, states[1:], strict=False):
+        for start, end in pairwise(states):
             way = {name: end[name] - start[name] for name in start}
             for node in range(nodes):
                 at = {name: start[name] + (node + 0.5) / nodes * way[name] for name in start}
@@ -291,14 +279,14 @@ def outputs_of_midpoints(config: Config, files: list[Path], X: Tensor, nodes: in
 
 def outputs_of_explaind(config: Config, files: list[Path], X: Tensor, nodes: int) -> Tensor:
     """Sum ExPLAIND's integral for all outputs by its own code, which takes float32 alone."""
-    from explaind.model_paths import ModelPath
+    from explaind.model_paths import ModelPath  # noqa: PLC0415  an optional peer
 
     states = [load_file(file) for file in files]
     outputs, where = torch.eye(config.modulus + 2), torch.device("cpu")
     path = ModelPath(network(config), device=where, checkpoints=states, output_dim=len(outputs))
     at = [(node + 0.5) / nodes for node in range(nodes)]
     total = path.forward(X, step=0).detach()
-    for k, (start, end) in enumerate(zip(states, states[1:], strict=False)):
+    for k, (start, end) in enumerate(pairwise(states)):
         averages = path.gradient_step_integral(X, None, k, k + 1, outputs, at)
         for name, average in averages.items():
             total += average @ (end[name] - start[name]).flatten()
@@ -307,7 +295,8 @@ def outputs_of_explaind(config: Config, files: list[Path], X: Tensor, nodes: int
 
 def outputs_of_between(config: Config, files: list[Path], X: Tensor, nodes: int) -> Tensor:
     """Sum what `epk.between` says, for all outputs."""
-    raise NotImplementedError
+    found = epk.between(network(config), [str(file) for file in files], X)
+    return found.initial.double() + found.pieces.double().sum(dim=(2, 3))
 
 
 WAYS: dict[str, Callable[[Config, list[Path], Tensor, int], Tensor]] = {
@@ -320,7 +309,8 @@ def together_again(
     config: Config, folder: Path, data: Sums
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Put the network together from its initial outputs and all terms, and measure what that takes."""
-    X, y, table, cost = data.X[data.held_out], data.y[data.held_out], [], []
+    rows = data.held_out[: config.asked_pairs]
+    X, y, table, cost = data.X[rows], data.y[rows], [], []
     net = network(config).double()
     net.load_state_dict(load_file(checkpoint(folder, config.steps)))
     with torch.no_grad():
@@ -377,47 +367,75 @@ def _bytes(which: str) -> int:
 @styled
 def draw(result: Result) -> Figure:
     """Draw what the network can do along training, and below what each part added to it in each stretch."""
-    figure = new_figure(7.4)
-    axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.25, 2, 2))
+    figure = new_figure(7.2)
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.5, 2, 2))
     _curves(axes[0], result)
     for ax, name in zip(axes[1:], result.shares, strict=True):
         _shares(ax, result, name)
-    axes[-1].set_xlabel("step of training; lines stand at the checkpoints that were used")
+    axes[-1].set_xlabel(f"step of training; a column: from one checkpoint to the next, {result.bounds[1]} steps")
     return figure
 
 
 def _curves(ax: Axes, result: Result) -> None:
-    """Draw the accuracy on both sets of pairs."""
-    steps = result.curves["step"]
-    for name, colour in zip(result.shares, (GREY, EXACT), strict=True):
-        ax.plot(steps, 100 * np.array(result.curves[f"accuracy, {name}"]), color=colour)
-    ax.set(ylim=(-3, 106), yticks=(0, 50, 100), ylabel="right, %", xlim=(0, result.bounds[-1]))
-    ax.set_title("Grokking: first the training pairs are learnt by heart, much later the rule for all pairs")
+    """Draw the accuracy on both sets of pairs, each curve named where it is half way up."""
+    steps = np.array(result.curves["step"])
+    for name, colour, side in zip(result.shares, (GREY, EXACT), ("left", "right"), strict=True):
+        right = 100 * np.array(result.curves[f"accuracy, {name}"])
+        ax.plot(steps, right, color=colour, linewidth=2)
+        half, shift = steps[np.argmax(right >= 50)], 9 if side == "left" else -14
+        words = f"{result.pairs[name]:,} {name}"
+        ax.annotate(words, (half, 50), (shift, 0), textcoords="offset points", color=colour, ha=side, va="center")
+    ax.set(ylim=(-4, 108), yticks=(0, 50, 100), ylabel="right sums, %", xlim=(0, result.bounds[-1]))
+    ax.set_title("Grokking: the network learns the training pairs by heart, and much later the rule", weight="bold")
+
+
+WORDS = {  # above the shares
+    "training pairs": "Training pairs: what each part of the network added to the log-probability of the right sum",
+    "held-out pairs": "Held-out pairs: learning by heart lowered it here (orange), before the rule raised it (blue)",
+}
 
 
 def _shares(ax: Axes, result: Result, name: str) -> None:
     """Draw what each part added to the log-probability in each stretch: blue raised it, orange lowered it."""
     values = np.array(list(result.shares[name].values()))
-    values = np.vstack([values, values.sum(axis=0)])
-    size = max(np.abs(list(shares.values())).max() for shares in result.shares.values())
+    # the first stretch leaves the random start, and would make all others pale
+    size = max(np.abs(np.array(list(shares.values()))[:, 1:]).max() for shares in result.shares.values())
     edges, rows = np.array(result.bounds), np.arange(len(values) + 1)
+    middles, below = (edges[1:] + edges[:-1]) / 2, len(values) + 0.65
     ax.pcolormesh(edges, rows, values, cmap=SIGNED, vmin=-size, vmax=size, edgecolor="white", linewidth=0.6)
     for (row, column), value in np.ndenumerate(values):
-        x = edges[column : column + 2].mean()
-        colour = "white" if abs(value) > 0.6 * size else INK
-        ax.text(x, row + 0.5, f"{value:+.1f}".replace("-", "−"), ha="center", va="center", fontsize=6.5, color=colour)
-    ax.set_yticks(rows[:-1] + 0.5, [*result.shares[name], "all parts"], fontsize=SMALL)
-    ax.set_ylim(len(values), 0)
-    ax.tick_params(axis="y", length=0)
+        _number(ax, middles[column], row + 0.5, value, "white" if abs(value) > 0.6 * size else INK)
+    for x, value in zip(middles, values.sum(axis=0), strict=True):
+        _number(ax, x, below, value, RAISED if value > 0 else LOWERED, "bold")
+    ax.set_yticks([*rows[:-1] + 0.5, below], [*result.shares[name], "all together"], fontsize=SMALL)
+    ax.set_ylim(len(values) + 1.1, 0)
+    ax.tick_params(axis="both", length=0)
     ax.grid(visible=False)
-    ax.set_title(f"What each part added to the log-probability of the right sum: {name}")
+    ax.spines[:].set_visible(False)
+    ax.set_title(WORDS[name])
+
+
+def _number(ax: Axes, x: float, y: float, value: float, colour: str, weight: str = "normal") -> None:
+    """Write a number of one digit; nothing where it is zero."""
+    if abs(value) >= 0.05:
+        text = f"{value:+.1f}".replace("-", "−")
+        ax.text(x, y, text, ha="center", va="center", fontsize=SMALL, color=colour, weight=weight)
 
 
 EXPERIMENT = Experiment(
     "grokking",
     Config(),
     Config(
-        modulus=5, width=8, hidden=8, num_train=8, steps=8, every=1, shown=4, stretches=(1, 2), nodes=(2,), peer_pairs=1
+        modulus=5,
+        width=8,
+        hidden=8,
+        num_train=8,
+        steps=8,
+        every=1,
+        shown=4,
+        stretches=(1, 2),
+        nodes=(2,),
+        peer_pairs=1,
     ),
     Result,
     run,
