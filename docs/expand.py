@@ -300,7 +300,7 @@ def _grokking(saved: dict) -> str:
     found = {(row["way"], row["evaluations"], row["stretches"]): row for row in table}
     rows = [
         [way, str(evaluations)]
-        + [f"{row['accuracy']:.3f}, {row['miss']:.1g}" for n in numbers if (row := found[way, evaluations, n])]
+        + [f"{row['accuracy']:.3f}, {row['miss']:.2g}" for n in numbers if (row := found[way, evaluations, n])]
         for way, evaluations in dict.fromkeys((row["way"], row["evaluations"]) for row in table)
     ]
     head = ["sum of all terms", "evaluations a stretch", *(f"{n + 1} checkpoints" for n in numbers)]
