@@ -245,6 +245,23 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | 
     return None if np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
 
 
+def is_constant(values: Float[Tensor, "n m"]) -> Bool[Tensor, " n"]:
+    """Return which rows hold one number only."""
+    return (values == values[:, :1]).all(dim=1)
+
+
+def row_cosines(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
+    """Compute the cosine of each row of a with that of b: NaN where one of them is 0."""
+    cosines: Tensor = (a * b).sum(dim=1) / (a.norm(dim=1) * b.norm(dim=1))
+    return cosines
+
+
+def row_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
+    """Compute Pearson's correlation of each row of a with that of b: NaN where one of them is constant."""
+    a, b = ((v - v.mean(dim=1, keepdim=True)).masked_fill(is_constant(v)[:, None], 0.0) for v in (a, b))
+    return row_cosines(a, b)
+
+
 def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpectrum:
     """Decompose a Gram matrix.
 

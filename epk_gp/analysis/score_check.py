@@ -1,0 +1,405 @@
+"""Anybody's scores of training samples, judged by exact contributions, by exact derivatives, and by training again.
+
+A positive score means that the presence of a sample raises the number that is explained.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int64
+from scipy.stats import bootstrap
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from epk_gp.analysis.counterfactual import Agreement, random_subsets, rank_agreement, without
+from epk_gp.analysis.measures import is_constant, row_correlations, row_cosines
+from epk_gp.autodiff.scalars import Function
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import ClassLoss, Head, ignored_class
+from epk_gp.core.show import NAME_LENGTH, Displayed, Entry, Summary, Table, count, shortened
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.kernel_machine.attribute import attribute, attribution_kernel, parse_request
+from epk_gp.kernel_machine.influence import influence
+from epk_gp.kernel_machine.plan import seconds_of_step
+from epk_gp.kernel_machine.retrain import Retraining, retrain
+from epk_gp.quadrature.rules import adaptive
+
+_TOP = 10  # samples of a query that are removed together
+_NEAR = 0.9  # cosine from which scores are exact numbers, but for their scale, order or precision
+_MISSED = 0.01  # share of the change of a number that sums of contributions may miss
+_EXACT = {torch.float64: 1e-4, torch.float32: 1e-3}  # relative error up to which nothing is said
+_COARSE = 0.03  # relative error that rounding to bfloat16 may explain
+_CHANCE, _SHUFFLES = 0.01, 199  # share of shuffles of the samples that may agree as much, of so many
+_FITS, _MATCHED = 0.25, 256  # share of squared distances that is left in the right order, and profiles that are tried
+_RESAMPLES, _DISTINCT, _LISTED = 199, 16, 5  # of the bootstrap; scores that tell a precision; places that are named
+
+
+class Cost(NamedTuple):
+    """What a check took: seconds, how many trainings of the recorded network take as long, and networks trained."""
+
+    seconds: float
+    trainings: float
+    networks: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedScores:
+    """One system's scores of M samples for q queries, and what was found about them.
+
+    Attributes:
+        scores: In float64; NaN and infinity are 0.
+        miss: Sum of the scores minus the change of the explained number, (q,).
+        likeness: How they are like exact "contributions" and "derivatives", by query, (q,) each, NaN where a side is
+            constant: "cosine"; "pearson" and "spearman" over samples; "sign", the share of samples whose signs agree;
+            "slope", how many times the exact numbers they are, by least squares; "error", what this leaves of them, by
+            norms; and "chance", (): the share of shuffles of the samples that reach the mean of |pearson|.
+        findings: What looks wrong, in sentences with the evidence; empty where nothing was found.
+        lds: Linear datamodeling score; None without retrainings.
+        lds_interval: 95 % of a bootstrap of its mean over the retrainings.
+        left_out: Rank correlation with the effects of leaving out single samples.
+        left_out_interval: The same over the samples.
+        predicted: Change of the number without a query's 10 highest samples as the scores have it, (r,).
+        measured: That change after training without them, (r,).
+    """
+
+    scores: Float64[Tensor, "q M"]
+    miss: Float64[Tensor, " q"]
+    likeness: Mapping[str, Mapping[str, Float64[Tensor, " q"]]]
+    findings: tuple[str, ...] = ()
+    lds: Agreement | None = None
+    lds_interval: tuple[float, float] = (float("nan"), float("nan"))
+    left_out: Agreement | None = None
+    left_out_interval: tuple[float, float] = (float("nan"), float("nan"))
+    predicted: Float64[Tensor, " r"] | None = None
+    measured: Float64[Tensor, " r"] | None = None
+
+    @property
+    def nearest(self) -> str:
+        """What is most like the scores, "contributions" or "derivatives", by the mean cosine."""
+        return max(self.likeness, key=lambda kind: abs(_mean(self.likeness[kind]["cosine"])), default="")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreCheck(Displayed):
+    """What scores of training samples are worth, beside what is exact.
+
+    Attributes:
+        systems: The scores that were judged, by name.
+        references: The same of "exact contributions" and "exact derivatives", as far as they were computed.
+        change: By how much training changed the explained number of each query, (q,).
+        costs: What each check took, by name.
+        notes: What was not computed, or is not certified, and why.
+    """
+
+    systems: Mapping[str, CheckedScores]
+    references: Mapping[str, CheckedScores]
+    change: Float64[Tensor, " q"]
+    costs: Mapping[str, Cost]
+    notes: tuple[str, ...]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What looks wrong with any of the scores; empty where nothing was found."""
+        named = [(f"{name}: " * (len(self.systems) > 1), each) for name, each in self.systems.items()]
+        return tuple(f"{name}{found}" for name, each in named for found in each.findings)
+
+    def _summary(self) -> Summary:
+        entries = [Entry(name, " ".join(a.findings) or "No fault was found.") for name, a in self.systems.items()]
+        entries += [Entry("note", note) for note in self.notes]
+        for name, (seconds, trainings, networks) in self.costs.items():
+            trained = f"{count(networks, 'network')}, " if networks else ""
+            entries.append(Entry(f"cost of {name}", f"{trained}{seconds:.2g} s = {trainings:.2g} trainings"))
+        columns = ("", "sum misses", "contributions", "derivatives", "LDS", "left out", f"without top {_TOP}")
+        note = (
+            "Means over queries. Sum misses: relative to the change. Contributions, derivatives: cosine, × slope. LDS: "
+            f"95 % over retrainings. Without top {_TOP}: change of the number, predicted / measured."
+        )
+        rows = tuple(self._row(name, each) for name, each in {**self.systems, **self.references}.items())
+        title = f"Scores for {count(len(self.change), 'explained number')}, checked"
+        return Summary(title, tuple(entries), Table(columns, rows, note))
+
+    def _row(self, name: str, a: CheckedScores) -> tuple[str, ...]:
+        like = {kind: f"{_mean(b['cosine']):.2f} ×{_median(b['slope']):.2g}" for kind, b in a.likeness.items()}
+        cells = (f"{100 * _relative(a.miss, self.change):.3g} %", like.get("contributions"), like.get("derivatives"))
+        low, high = a.lds_interval
+        retrained = (
+            a.lds and f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]",
+            a.left_out and f"{a.left_out.mean:.2f}",
+            None
+            if a.predicted is None or a.measured is None
+            else f"{_mean(a.predicted):.2g} / {_mean(a.measured):.2g}",
+        )
+        return shortened(name, NAME_LENGTH), *(cell or "–" for cell in (*cells, *retrained))
+
+
+def check_scores(
+    trajectory: Trajectory,
+    scores: Any,
+    X: Inputs,
+    *,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    head: Head | None = None,
+    contributions: bool = True,
+    derivatives: bool = True,
+    retrainings: int = 50,
+    share: float = 0.5,
+    left_out: int = 20,
+    removals: int = 5,
+    seed: int = 0,
+    **options: Unpack[ComputeSettings],
+) -> ScoreCheck:
+    """Judge scores of training samples from any system: by what is exact, and by training again.
+
+    A positive score means that the presence of a sample raises the explained number. A system that explains the loss
+    instead, or the effect of leaving a sample out, needs its sign turned, or `function=epk_gp.loss_value(targets)`.
+
+    Args:
+        trajectory: The recorded run, with its M training samples in the order of the scores.
+        scores: (n, M), or (n, C, M) for all outputs, as an array or tensor of any precision; or several by name.
+        X: The n inputs that the scores explain, of the structure of the training inputs.
+        classes: Which output of each input the scores explain; not needed where there is one.
+        function: What they explain in place of outputs, such as `epk_gp.log_probability(answers)`; see `attribute`.
+        head: "logits" or "log_softmax"; None follows the loss, as of `attribute`.
+        contributions: Compare with exact contributions, at the cost of `attribute`.
+        derivatives: Compare with exact derivatives, at the cost of `influence`.
+        retrainings: Networks that are trained on random subsets, for the linear datamodeling score; 0 for none.
+        share: Share of the samples that a subset keeps.
+        left_out: Random samples that are left out one by one, a network each; 0 for none.
+        removals: First queries whose 10 highest samples (at most half of all) are removed together, a network each for
+            every system; 0 for none.
+        seed: Seed of subsets, samples that are left out, shuffles and bootstrap.
+        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
+
+    Returns:
+        All numbers, and findings in sentences. It shows itself as a table; `epk_gp.plots.scores.check_figure` draws it.
+
+    Raises:
+        TypeError, ValueError: As `attribute`; or the scores do not fit the run and the inputs, or are no numbers.
+    """
+    parse_options("check_scores", ("accumulate", "checkpoint"), **options)
+    for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
+        validate_count(value, name, minimum=0)
+    kernel = attribution_kernel(trajectory, head, adaptive(), None, function)
+    kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
+    run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
+
+    def explained(outputs: Tensor) -> Tensor:
+        outputs = outputs.double().cpu()
+        return outputs.flatten(-2) if classes is None else outputs[..., torch.arange(n), classes.cpu()]
+
+    given = scores if isinstance(scores, Mapping) else {"scores": scores}
+    raw = {str(name): _parsed(name, s, (n, run.num_outputs if classes is None else 1, M)) for name, s in given.items()}
+    if not raw:
+        raise ValueError("scores must hold those of one system at least: got none.")
+    start, end = (explained(network_outputs(run, rows, state=state, head=kernel.head)) for state in (0, -1))
+    judged = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in raw.items()}
+    singles = torch.from_numpy(rng.permutation(M)[:left_out, None])
+    tops = [s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()]
+    subsets = random_subsets(M, max(1, retrainings), share=share, seed=seed)[:retrainings]
+    weights = [subsets, *(without(M, places) for places in (singles, *tops))]
+    asked: dict[str, Any] = {"X": X, "classes": classes, "function": function, "head": head}
+    ways: dict[str, Any] = {"contributions": partial(attribute, **asked)} if contributions else {}
+    ways |= {"derivatives": partial(influence, **asked)} if derivatives else {}
+    ways |= {"retraining": partial(retrain, weights=torch.cat(weights))} if any(map(len, weights)) else {}
+    training, costs = seconds_of_step(trajectory, rows, 1.0) * max(1, trajectory.num_steps), dict[str, Cost]()
+    truths, notes, networks = dict[str, Tensor](), list[str](), list[tuple[Tensor, Tensor]]()
+    for name, compute in ways.items():
+        begin = time.perf_counter()
+        try:
+            found = compute(trajectory, **options)
+        except ValueError as error:
+            notes.append(f"{name}: {error}")
+            continue
+        seconds = time.perf_counter() - begin
+        notes += [f"{name} not certified: {finding}" for finding in found.findings]
+        if isinstance(found, Retraining):
+            outcomes = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
+            networks = list(zip(weights, outcomes.split(list(map(len, weights))), strict=True))
+            sizes = {"LDS": len(subsets), "left out": len(singles), f"top {_TOP}": sum(map(len, tops))}
+            shares = {check: size / len(outcomes) * seconds for check, size in sizes.items()}
+            costs |= {check: Cost(share, share / training, sizes[check]) for check, share in shares.items() if share}
+            continue
+        costs[name] = Cost(seconds, seconds / training)
+        values = found.samples if name == "contributions" else found.values
+        truths |= {name: values.flatten(0, 1).double().cpu()} if values.isfinite().all() else {}
+
+    checked = dict[str, CheckedScores]()
+    for k, (name, s) in enumerate([*judged.items(), *((f"exact {kind}", truth) for kind, truth in truths.items())]):
+        like = {kind: _likeness(s, truth, rng) for kind, truth in truths.items()}
+        retrained = _retrained(s, end, [*networks[:2], *networks[k + 2 : k + 3]], seed)
+        checked[name] = each = CheckedScores(s, s.sum(dim=1) - (end - start), like, **retrained)
+        if name in raw:
+            checked[name] = replace(each, findings=tuple(_findings(trajectory, raw[name], each, truths, rng)))
+    return ScoreCheck({name: checked.pop(name) for name in raw}, checked, end - start, costs, tuple(notes))
+
+
+def _findings(
+    run: Trajectory, raw: Tensor, each: CheckedScores, truths: Mapping[str, Tensor], rng: np.random.Generator
+) -> Iterator[str]:
+    """Say what looks wrong with scores, given also as they came and beside the exact numbers, with the evidence."""
+    s, like, exact = each.scores, each.likeness, _EXACT.get(run.dtype, 1e-2)
+    if bool((wrong := ~raw.isfinite()).any()):
+        yield f"{int(wrong.sum())} scores, of {_listed('samples', wrong.any(dim=0))}, are NaN or infinite, and count as 0."
+    if bool((flat := is_constant(s)).any()):
+        yield f"All samples have one score for {_listed('queries', flat)}."
+    if not truths or bool(flat.all()):
+        return
+    varies = torch.stack([~is_constant(t.T) for t in truths.values()]).any(dim=0)
+    if len(s) > 1 and bool((flat := is_constant(s.T) & varies).any()):
+        yield f"All queries have one score for {_listed('samples', flat)}, whose exact numbers differ."
+    stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
+    if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
+        yield f"The precision is low: every score is a number of {stored[0]}."
+    unseen = torch.stack([(t == 0).all(dim=0) for t in truths.values()]).all(dim=0)
+    if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
+        yield f"No step trained on {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
+
+    nearest, words = like[each.nearest], f"exact {each.nearest}"
+    cosine, slope, error = abs(_mean(nearest["cosine"])), _median(nearest["slope"].abs()), _median(nearest["error"])
+    disorder = list(_disorder(s, truths, rng)) if error > exact else []
+    yield from disorder
+    chance = [float(other["chance"]) for other in like.values()]
+    is_turned = max(chance) <= _CHANCE and all(_mean(other["pearson"]) < 0 for other in like.values())
+    if is_turned:
+        found = ", ".join(f"{_mean(other['pearson']):.2f} with exact {kind}" for kind, other in like.items())
+        yield f"The sign looks turned: the correlation is {found}."
+    elif not disorder and cosine < _NEAR and min(chance) > _CHANCE:
+        yield f"They agree with nothing exact beyond chance: {100 * min(chance):.0f} % of shuffled scores do as well."
+        return
+    total, change = (-1 if is_turned else 1) * s.sum(dim=1), s.sum(dim=1) - each.miss
+    missed = min(_relative(total - sums, sums) for sums in (change, truths.get("contributions", s).sum(dim=1)))
+    if each.nearest == "contributions" and missed > _MISSED:
+        k = int((total - change).abs().argmax())
+        instead = f"(query {k}: {float(total[k]):.4g} instead of {float(change[k]):.4g})"
+        yield f"Their sums miss the change of the number by {100 * missed:.2g} % {instead}, as contributions must not."
+    if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and error > exact:
+        ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
+        differs = (s - nearest["slope"].nan_to_num()[:, None] * truths[each.nearest]).norm(dim=0)
+        growth = rank_agreement(differs[None], ignored[None]).mean
+        if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
+            yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
+    if cosine < _NEAR or disorder:
+        return
+    if abs(slope - 1) > 0.02 + 2 * (1 - cosine):
+        low, high = (float(end) for end in nearest["slope"].abs().nan_to_num(slope).aminmax())
+        spread = f", from {low:.4g} to {high:.4g} over queries" if high > 1.1 * low else ""
+        yield f"The scale is off: they are {slope:.4g} times the {words}{spread}."
+    is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
+    if error > exact and not is_path and not wrong.any():
+        hint = "; rounding to bfloat16 leaves about 0.2 %, and so may a coarse rule or few checkpoints"
+        yield f"They differ from the {words} by {100 * error:.2g} %{hint if error <= _COARSE else ''}."
+
+
+def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[str]:
+    """Say whether samples or queries are in another order: their scores are like the exact numbers of others.
+
+    A sample's profile is its scores for all queries, each query's scores scaled to norm 1; a query's its scores.
+    """
+    sides = [(kind, sign * normalize(s), normalize(t)) for kind, t in truths.items() for sign in (1, -1)]
+    for plural in ("samples", "queries"):
+        pairs = [(kind, *((S.T, T.T) if plural == "samples" else (S, T))) for kind, S, T in sides]
+        ratio, rows, places, kind = min(((*_fit(S, T, rng), kind) for kind, S, T in pairs), key=lambda fit: fit[0])
+        moved = rows != places
+        if ratio < _FITS and int(moved.sum()) > 1:  # no order moves one alone
+            named = zip(rows[moved][:_LISTED].tolist(), places[moved][:_LISTED].tolist(), strict=True)
+            found = f"{int(moved.sum())} of {len(rows)} are nearest the exact {kind} of another one"
+            yield f"The {plural} look out of order: {found} ({', '.join(f'#{i} that of #{j}' for i, j in named)})."
+
+
+def _fit(S: Tensor, T: Tensor, rng: np.random.Generator) -> tuple[float, Tensor, Tensor]:
+    """Find the exact profile that is nearest to each profile of scores.
+
+    Returns:
+        The sum of their squared distances, relative to the least of: that to the profiles' own ones, that to profiles
+        which are mixed of different ones, and the profiles' own size; the profiles; and those nearest to them.
+    """
+    rows, mixed = torch.from_numpy(rng.permutation(len(S))[:_MATCHED]), torch.from_numpy(rng.permuted(T, axis=0))
+    distances, by_chance = (torch.cdist(S[rows], profiles).square() for profiles in (T, mixed))
+    own, (best, places) = (S - T)[rows].square().sum(dim=1), distances.min(dim=1)
+    limit = min(own.sum(), by_chance.amin(dim=1).sum(), S[rows].square().sum())
+    return float(best.sum() / limit), rows, torch.where(best < own, places, rows)
+
+
+def _likeness(s: Tensor, t: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
+    pearson, slope = row_correlations(s, t), (s * t).sum(dim=1) / t.square().sum(dim=1)
+    shuffled = [row_correlations(s[:, rng.permutation(s.shape[1])], t).nanmean() for _ in range(_SHUFFLES)]
+    reached = (torch.stack(shuffled).abs() >= pearson.nanmean().abs()).sum()
+    like = {"cosine": row_cosines(s, t), "pearson": pearson, "spearman": rank_agreement(s, t).per_point, "slope": slope}
+    like["sign"] = ((s.sign() == t.sign()) & (t != 0)).sum(dim=1) / (t != 0).sum(dim=1)
+    error = (s - slope[:, None] * t).norm(dim=1) / (slope[:, None] * t).norm(dim=1)
+    return like | {"error": error, "chance": (1 + reached) / (1 + _SHUFFLES)}
+
+
+def _retrained(s: Tensor, end: Tensor, networks: Sequence[tuple[Tensor, Tensor]], seed: int) -> dict[str, Any]:
+    """Compare what scores predict of networks, from their weights of the samples, with their numbers.
+
+    Args:
+        s: The scores.
+        end: The numbers of the recorded network.
+        networks: Weights and numbers of subsets, of single samples left out, and of each query without its highest.
+        seed: Seed of the bootstrap.
+    """
+    found = dict[str, Any]()
+    for name, (weights, outcomes) in zip(("lds", "left_out", "top"), networks, strict=False):
+        good = outcomes.isfinite().all(dim=1)
+        predicted, measured = s @ (weights[good] - 1).T, (outcomes[good] - end).T
+        if name == "top":
+            found |= {"predicted": predicted.diagonal(), "measured": measured.diagonal()}
+        elif len(measured.T) > 2:
+            found |= {
+                name: rank_agreement(predicted, measured),
+                f"{name}_interval": _interval(predicted, measured, seed),
+            }
+    return found
+
+
+def _interval(predicted: Tensor, measured: Tensor, seed: int) -> tuple[float, float]:
+    """Return 95 % of a bootstrap, over networks, of the mean rank correlation."""
+
+    def mean(drawn: np.ndarray) -> float:
+        return float(rank_agreement(predicted[:, drawn], measured[:, drawn]).per_point.nanmean().nan_to_num())
+
+    low, high = bootstrap(
+        (np.arange(predicted.shape[1]),), mean, vectorized=False, n_resamples=_RESAMPLES, method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return float(low), float(high)
+
+
+def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
+    """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
+    n, K, M = shape
+    try:
+        array = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        found = torch.from_numpy(array.astype(np.float64))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of real numbers: got {type(values).__name__}.") from error
+    if tuple(found.shape) not in (shape, (n * K, M) if K == 1 else shape):
+        wanted = f"({n}, {M})" if K == 1 else f"({n}, {K}, {M}), or ({n}, {M}) with classes= or function="
+        advice = " Transpose them." if tuple(found.shape) == (M, n) else ""
+        raise ValueError(f"{name} must have the shape (inputs, samples), {wanted}: got {tuple(found.shape)}.{advice}")
+    return found.reshape(n * K, M)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _median(values: Tensor) -> float:
+    return float(values.nanmedian())
+
+
+def _relative(difference: Tensor, size: Tensor) -> float:
+    return float(difference.norm() / size.norm().clamp(min=torch.finfo(size.dtype).tiny))
+
+
+def _listed(noun: str, places: Bool[Tensor, " m"]) -> str:
+    numbers = [f"#{i}" for i in places.nonzero()[:, 0].tolist()]
+    return f"{noun} {', '.join(numbers[:_LISTED])}{', ...' * (len(numbers) > _LISTED)}"
