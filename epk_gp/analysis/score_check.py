@@ -126,16 +126,13 @@ class ScoreCheck(Displayed):
 
     def _row(self, name: str, a: CheckedScores) -> tuple[str, ...]:
         like = {kind: f"{_mean(b['cosine']):.2f} ×{_median(b['slope']):.2g}" for kind, b in a.likeness.items()}
-        cells = (f"{100 * _relative(a.miss, self.change):.3g} %", like.get("contributions"), like.get("derivatives"))
-        low, high = a.lds_interval
-        retrained = (
-            a.lds and f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]",
-            a.left_out and f"{a.left_out.mean:.2f}",
-            None
-            if a.predicted is None or a.measured is None
-            else f"{_mean(a.predicted):.2g} / {_mean(a.measured):.2g}",
-        )
-        return shortened(name, NAME_LENGTH), *(cell or "–" for cell in (*cells, *retrained))
+        cells = dict.fromkeys(("sums", "contributions", "derivatives"), "–") | like
+        cells["sums"], (low, high) = f"{100 * _relative(a.miss, self.change):.3g} %", a.lds_interval
+        cells["lds"] = f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]" if a.lds else "–"
+        cells["left out"] = f"{a.left_out.mean:.2f}" if a.left_out else "–"
+        is_known = a.predicted is not None and a.measured is not None
+        cells["top"] = f"{_mean(a.predicted):.2g} / {_mean(a.measured):.2g}" if is_known else "–"
+        return shortened(name, NAME_LENGTH), *cells.values()
 
 
 def check_scores(
@@ -246,7 +243,7 @@ def _findings(
     """Say what looks wrong with scores, given also as they came and beside the exact numbers, with the evidence."""
     s, like, exact = each.scores, each.likeness, _EXACT.get(run.dtype, 1e-2)
     if bool((wrong := ~raw.isfinite()).any()):
-        yield f"{int(wrong.sum())} scores, of {_listed('samples', wrong.any(dim=0))}, are NaN or infinite, and count as 0."
+        yield f"{int(wrong.sum())} scores of {_listed('samples', wrong.any(dim=0))} are NaN or infinite: taken as 0."
     if bool((flat := is_constant(s)).any()):
         yield f"All samples have one score for {_listed('queries', flat)}."
     if not truths or bool(flat.all()):
@@ -388,8 +385,8 @@ def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
     return found.reshape(n * K, M)
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.nanmean())
+def _mean(values: Tensor | None) -> float:
+    return float("nan") if values is None else float(values.nanmean())
 
 
 def _median(values: Tensor) -> float:
