@@ -9,11 +9,10 @@ from typing import Unpack
 
 import torch
 from jaxtyping import Float, Float64, Int64
-from scipy.stats import rankdata
 from torch import Tensor
 
-from epk_gp.analysis.measures import row_correlations
-from epk_gp.core.checks import ComputeSettings, parse_indices, validate_count, validate_finite, validate_tensor
+from epk_gp.analysis.measures import rank_correlations
+from epk_gp.core.checks import ComputeSettings, parse_indices, validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
@@ -108,13 +107,7 @@ def rank_agreement(scores: Float[Tensor, "n M"], effects: Float[Tensor, "n M"]) 
     """
     validate_tensor(scores, "scores", ndim=2, floating=True)
     validate_tensor(effects, "effects", ndim=2, floating=True)
-    if scores.shape != effects.shape or scores.shape[1] < 2:
-        shapes = f"{tuple(scores.shape)}, {tuple(effects.shape)}"
-        raise ValueError(f"scores and effects must both be (n, M) with 2 samples or more: got {shapes}.")
-    for values, name in ((scores, "scores"), (effects, "effects")):
-        validate_finite(values, name)
-    ranks = (torch.from_numpy(rankdata(v.detach().cpu().numpy(), axis=1)).double() for v in (scores, effects))
-    return Agreement(row_correlations(*ranks))
+    return Agreement(rank_correlations(scores, effects))
 
 
 def datamodeling_score(

@@ -4,7 +4,7 @@ A positive score means that the presence of a sample raises the number that is e
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from scipy.stats import bootstrap
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cosine_similarity, normalize
 
 from epk_gp.analysis.counterfactual import Agreement, random_subsets, rank_agreement, without
-from epk_gp.analysis.measures import is_constant, row_correlations, row_cosines
+from epk_gp.analysis.measures import is_constant, row_correlations
 from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
@@ -30,22 +30,17 @@ from epk_gp.kernel_machine.plan import seconds_of_step
 from epk_gp.kernel_machine.retrain import Retraining, retrain
 from epk_gp.quadrature.rules import adaptive
 
-_TOP = 10  # samples of a query that are removed together
-_NEAR = 0.9  # cosine from which scores are exact numbers, but for their scale, order or precision
-_MISSED = 0.01  # share of the change of a number that sums of contributions may miss
-_EXACT = {torch.float64: 1e-4, torch.float32: 1e-3}  # relative error up to which nothing is said
-_COARSE = 0.03  # relative error that rounding to bfloat16 may explain
-_CHANCE, _SHUFFLES = 0.01, 199  # share of shuffles of the samples that may agree as much, of so many
-_FITS, _MATCHED = 0.25, 256  # share of squared distances that is left in the right order, and profiles that are tried
-_RESAMPLES, _DISTINCT, _LISTED = 199, 16, 5  # of the bootstrap; scores that tell a precision; places that are named
+_TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples that a finding names
+_NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for which a scale and rounding are named; share of change
+_CHANCE, _SHUFFLES, _RESAMPLES = 0.01, 199, 199  # share of shuffles that may agree as much; draws of the bootstrap
+_FITS, _MATCHED, _DISTINCT = 0.25, 256, 16  # share of squared distances left in order; profiles; scores of a dtype
 
 
 class Cost(NamedTuple):
-    """What a check took: seconds, how many trainings of the recorded network take as long, and networks trained."""
+    """What a check took: seconds, and how many trainings of the recorded network take as long."""
 
     seconds: float
     trainings: float
-    networks: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +77,7 @@ class CheckedScores:
     @property
     def nearest(self) -> str:
         """What is most like the scores, "contributions" or "derivatives", by the mean cosine."""
-        return max(self.likeness, key=lambda kind: abs(_mean(self.likeness[kind]["cosine"])), default="")
+        return max(self.likeness, key=lambda kind: self.likeness[kind]["cosine"].nanmean().abs(), default="")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,8 +92,8 @@ class ScoreCheck(Displayed):
         notes: What was not computed, or is not certified, and why.
     """
 
-    systems: Mapping[str, CheckedScores]
-    references: Mapping[str, CheckedScores]
+    systems: dict[str, CheckedScores]
+    references: dict[str, CheckedScores]
     change: Float64[Tensor, " q"]
     costs: Mapping[str, Cost]
     notes: tuple[str, ...]
@@ -112,26 +107,23 @@ class ScoreCheck(Displayed):
     def _summary(self) -> Summary:
         entries = [Entry(name, " ".join(a.findings) or "No fault was found.") for name, a in self.systems.items()]
         entries += [Entry("note", note) for note in self.notes]
-        for name, (seconds, trainings, networks) in self.costs.items():
-            trained = f"{count(networks, 'network')}, " if networks else ""
-            entries.append(Entry(f"cost of {name}", f"{trained}{seconds:.2g} s = {trainings:.2g} trainings"))
+        entries += [Entry(f"cost of {k}", f"{a:.2g} s = {b:.2g} trainings") for k, (a, b) in self.costs.items()]
         columns = ("", "sum misses", "contributions", "derivatives", "LDS", "left out", f"without top {_TOP}")
         note = (
-            "Means over queries. Sum misses: relative to the change. Contributions, derivatives: cosine, × slope. LDS: "
-            f"95 % over retrainings. Without top {_TOP}: change of the number, predicted / measured."
+            "Means over queries: of cosine, × slope; LDS in 95 % of draws; change of the number, predicted / measured."
         )
-        rows = tuple(self._row(name, each) for name, each in {**self.systems, **self.references}.items())
+        rows = tuple(self._row(name, each) for name, each in (self.systems | self.references).items())
         title = f"Scores for {count(len(self.change), 'explained number')}, checked"
         return Summary(title, tuple(entries), Table(columns, rows, note))
 
     def _row(self, name: str, a: CheckedScores) -> tuple[str, ...]:
-        like = {kind: f"{_mean(b['cosine']):.2f} ×{_median(b['slope']):.2g}" for kind, b in a.likeness.items()}
-        cells = dict.fromkeys(("sums", "contributions", "derivatives"), "–") | like
+        cells = dict.fromkeys(("sums", "contributions", "derivatives", "lds", "left out", "top"), "–")
         cells["sums"], (low, high) = f"{100 * _relative(a.miss, self.change):.3g} %", a.lds_interval
-        cells["lds"] = f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]" if a.lds else "–"
-        cells["left out"] = f"{a.left_out.mean:.2f}" if a.left_out else "–"
-        is_known = a.predicted is not None and a.measured is not None
-        cells["top"] = f"{_mean(a.predicted):.2g} / {_mean(a.measured):.2g}" if is_known else "–"
+        cells |= {k: f"{b['cosine'].nanmean():.2f} ×{b['slope'].nanmedian():.2g}" for k, b in a.likeness.items()}
+        cells |= {"lds": f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]"} if a.lds else {}
+        cells |= {"left out": f"{a.left_out.mean:.2f}"} if a.left_out else {}
+        if a.predicted is not None and a.measured is not None:
+            cells["top"] = f"{a.predicted.nanmean():.2g} / {a.measured.nanmean():.2g}"
         return shortened(name, NAME_LENGTH), *cells.values()
 
 
@@ -187,9 +179,8 @@ def check_scores(
     kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
     run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
 
-    def explained(outputs: Tensor) -> Tensor:
-        outputs = outputs.double().cpu()
-        return outputs.flatten(-2) if classes is None else outputs[..., torch.arange(n), classes.cpu()]
+    def explained(z: Tensor) -> Tensor:
+        return (z.flatten(-2) if classes is None else z[..., torch.arange(n), classes.cpu()]).double().cpu()
 
     given = scores if isinstance(scores, Mapping) else {"scores": scores}
     raw = {str(name): _parsed(name, s, (n, run.num_outputs if classes is None else 1, M)) for name, s in given.items()}
@@ -197,43 +188,42 @@ def check_scores(
         raise ValueError("scores must hold those of one system at least: got none.")
     start, end = (explained(network_outputs(run, rows, state=state, head=kernel.head)) for state in (0, -1))
     judged = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in raw.items()}
+    tops = torch.cat([s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()])
     singles = torch.from_numpy(rng.permutation(M)[:left_out, None])
-    tops = [s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()]
-    subsets = random_subsets(M, max(1, retrainings), share=share, seed=seed)[:retrainings]
-    weights = [subsets, *(without(M, places) for places in (singles, *tops))]
+    weights = {"LDS": random_subsets(M, max(1, retrainings), share=share, seed=seed)[:retrainings]}
+    weights |= {"left out": without(M, singles), f"top {_TOP}": without(M, tops)}
     asked: dict[str, Any] = {"X": X, "classes": classes, "function": function, "head": head}
-    ways: dict[str, Any] = {"contributions": partial(attribute, **asked)} if contributions else {}
-    ways |= {"derivatives": partial(influence, **asked)} if derivatives else {}
-    ways |= {"retraining": partial(retrain, weights=torch.cat(weights))} if any(map(len, weights)) else {}
+    ways: dict[str, Any] = {"contributions": partial(attribute, **asked), "derivatives": partial(influence, **asked)}
+    ways |= {name: partial(retrain, weights=rows) for name, rows in weights.items()}
+    wanted = contributions, derivatives, *map(len, weights.values())
     training, costs = seconds_of_step(trajectory, rows, 1.0) * max(1, trajectory.num_steps), dict[str, Cost]()
-    truths, notes, networks = dict[str, Tensor](), list[str](), list[tuple[Tensor, Tensor]]()
-    for name, compute in ways.items():
+    truths, outcomes, notes = dict[str, Tensor](), dict[str, Tensor](), list[str]()
+    for name, compute in (way for way, is_wanted in zip(ways.items(), wanted, strict=True) if is_wanted):
         begin = time.perf_counter()
         try:
             found = compute(trajectory, **options)
         except ValueError as error:
             notes.append(f"{name}: {error}")
             continue
-        seconds = time.perf_counter() - begin
+        costs[name] = Cost(seconds := time.perf_counter() - begin, seconds / training)
         notes += [f"{name} not certified: {finding}" for finding in found.findings]
         if isinstance(found, Retraining):
-            outcomes = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
-            networks = list(zip(weights, outcomes.split(list(map(len, weights))), strict=True))
-            sizes = {"LDS": len(subsets), "left out": len(singles), f"top {_TOP}": sum(map(len, tops))}
-            shares = {check: size / len(outcomes) * seconds for check, size in sizes.items()}
-            costs |= {check: Cost(share, share / training, sizes[check]) for check, share in shares.items() if share}
+            outcomes[name] = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
             continue
-        costs[name] = Cost(seconds, seconds / training)
         values = found.samples if name == "contributions" else found.values
         truths |= {name: values.flatten(0, 1).double().cpu()} if values.isfinite().all() else {}
 
-    checked = dict[str, CheckedScores]()
+    checked, size = dict[str, CheckedScores](), len(tops) // len(judged)
     for k, (name, s) in enumerate([*judged.items(), *((f"exact {kind}", truth) for kind, truth in truths.items())]):
-        like = {kind: _likeness(s, truth, rng) for kind, truth in truths.items()}
-        retrained = _retrained(s, end, [*networks[:2], *networks[k + 2 : k + 3]], seed)
-        checked[name] = each = CheckedScores(s, s.sum(dim=1) - (end - start), like, **retrained)
-        if name in raw:
-            checked[name] = replace(each, findings=tuple(_findings(trajectory, raw[name], each, truths, rng)))
+        like, found = {kind: _likeness(s, truth, rng) for kind, truth in truths.items()}, dict[str, Any]()
+        for field, check in (("lds", "LDS"), ("left_out", "left out")):
+            found |= _agreement(field, s, weights[check], outcomes[check] - end, seed) if check in outcomes else {}
+        if f"top {_TOP}" in outcomes and name in raw:
+            own = slice(k * size, (k + 1) * size)
+            found["predicted"] = ((weights[f"top {_TOP}"][own] - 1) * s[:size]).sum(dim=1)
+            found["measured"] = (outcomes[f"top {_TOP}"][own] - end).diagonal()
+        each = CheckedScores(s, s.sum(dim=1) - (end - start), like, **found)
+        checked[name] = replace(each, findings=tuple(_findings(trajectory, raw.get(name, s), each, truths, rng)))
     return ScoreCheck({name: checked.pop(name) for name in raw}, checked, end - start, costs, tuple(notes))
 
 
@@ -241,31 +231,30 @@ def _findings(
     run: Trajectory, raw: Tensor, each: CheckedScores, truths: Mapping[str, Tensor], rng: np.random.Generator
 ) -> Iterator[str]:
     """Say what looks wrong with scores, given also as they came and beside the exact numbers, with the evidence."""
-    s, like, exact = each.scores, each.likeness, _EXACT.get(run.dtype, 1e-2)
+    s, like, exact = each.scores, each.likeness, 1e-4 if run.dtype == torch.float64 else 1e-3
     if bool((wrong := ~raw.isfinite()).any()):
         yield f"{int(wrong.sum())} scores of {_listed('samples', wrong.any(dim=0))} are NaN or infinite: taken as 0."
     if bool((flat := is_constant(s)).any()):
         yield f"All samples have one score for {_listed('queries', flat)}."
     if not truths or bool(flat.all()):
         return
-    varies = torch.stack([~is_constant(t.T) for t in truths.values()]).any(dim=0)
-    if len(s) > 1 and bool((flat := is_constant(s.T) & varies).any()):
-        yield f"All queries have one score for {_listed('samples', flat)}, whose exact numbers differ."
+    unseen = torch.stack([(t == 0).all(dim=0) for t in truths.values()]).all(dim=0)
+    if len(s) > 1 and bool((flat := is_constant(s.T) & ~unseen).any()):
+        yield f"All queries have one score for {_listed('samples', flat)}."
+    if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
+        yield f"No step trained on {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
     stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
     if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
         yield f"The precision is low: every score is a number of {stored[0]}."
-    unseen = torch.stack([(t == 0).all(dim=0) for t in truths.values()]).all(dim=0)
-    if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
-        yield f"No step trained on {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
-
     nearest, words = like[each.nearest], f"exact {each.nearest}"
-    cosine, slope, error = abs(_mean(nearest["cosine"])), _median(nearest["slope"].abs()), _median(nearest["error"])
+    cosine, slope = float(nearest["cosine"].nanmean().abs()), float(nearest["slope"].abs().nanmedian())
+    error, chance = float(nearest["error"].nanmedian()), [float(other["chance"]) for other in like.values()]
     disorder = list(_disorder(s, truths, rng)) if error > exact else []
     yield from disorder
-    chance = [float(other["chance"]) for other in like.values()]
-    is_turned = max(chance) <= _CHANCE and all(_mean(other["pearson"]) < 0 for other in like.values())
+    correlations = {kind: float(other["pearson"].nanmean()) for kind, other in like.items()}
+    is_turned = max(chance) <= _CHANCE and max(correlations.values()) < 0
     if is_turned:
-        found = ", ".join(f"{_mean(other['pearson']):.2f} with exact {kind}" for kind, other in like.items())
+        found = ", ".join(f"{value:.2f} with exact {kind}" for kind, value in correlations.items())
         yield f"The sign looks turned: the correlation is {found}."
     elif not disorder and cosine < _NEAR and min(chance) > _CHANCE:
         yield f"They agree with nothing exact beyond chance: {100 * min(chance):.0f} % of shuffled scores do as well."
@@ -285,9 +274,8 @@ def _findings(
     if cosine < _NEAR or disorder:
         return
     if abs(slope - 1) > 0.02 + 2 * (1 - cosine):
-        low, high = (float(end) for end in nearest["slope"].abs().nan_to_num(slope).aminmax())
-        spread = f", from {low:.4g} to {high:.4g} over queries" if high > 1.1 * low else ""
-        yield f"The scale is off: they are {slope:.4g} times the {words}{spread}."
+        low, high = nearest["slope"].abs().nan_to_num(slope).aminmax()
+        yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
     is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
     if error > exact and not is_path and not wrong.any():
         hint = "; rounding to bfloat16 leaves about 0.2 %, and so may a coarse rule or few checkpoints"
@@ -303,8 +291,7 @@ def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator)
     for plural in ("samples", "queries"):
         pairs = [(kind, *((S.T, T.T) if plural == "samples" else (S, T))) for kind, S, T in sides]
         ratio, rows, places, kind = min(((*_fit(S, T, rng), kind) for kind, S, T in pairs), key=lambda fit: fit[0])
-        moved = rows != places
-        if ratio < _FITS and int(moved.sum()) > 1:  # no order moves one alone
+        if ratio < _FITS and int((moved := rows != places).sum()) > 1:  # no order moves one alone
             named = zip(rows[moved][:_LISTED].tolist(), places[moved][:_LISTED].tolist(), strict=True)
             found = f"{int(moved.sum())} of {len(rows)} are nearest the exact {kind} of another one"
             yield f"The {plural} look out of order: {found} ({', '.join(f'#{i} that of #{j}' for i, j in named)})."
@@ -328,69 +315,44 @@ def _likeness(s: Tensor, t: Tensor, rng: np.random.Generator) -> dict[str, Tenso
     pearson, slope = row_correlations(s, t), (s * t).sum(dim=1) / t.square().sum(dim=1)
     shuffled = [row_correlations(s[:, rng.permutation(s.shape[1])], t).nanmean() for _ in range(_SHUFFLES)]
     reached = (torch.stack(shuffled).abs() >= pearson.nanmean().abs()).sum()
-    like = {"cosine": row_cosines(s, t), "pearson": pearson, "spearman": rank_agreement(s, t).per_point, "slope": slope}
-    like["sign"] = ((s.sign() == t.sign()) & (t != 0)).sum(dim=1) / (t != 0).sum(dim=1)
     error = (s - slope[:, None] * t).norm(dim=1) / (slope[:, None] * t).norm(dim=1)
-    return like | {"error": error, "chance": (1 + reached) / (1 + _SHUFFLES)}
+    like = {"cosine": cosine_similarity(s, t, eps=0.0), "pearson": pearson, "spearman": rank_agreement(s, t).per_point}
+    like["sign"] = ((s.sign() == t.sign()) & (t != 0)).sum(dim=1) / (t != 0).sum(dim=1)
+    return like | {"slope": slope, "error": error, "chance": (1 + reached) / (1 + _SHUFFLES)}
 
 
-def _retrained(s: Tensor, end: Tensor, networks: Sequence[tuple[Tensor, Tensor]], seed: int) -> dict[str, Any]:
-    """Compare what scores predict of networks, from their weights of the samples, with their numbers.
+def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: int) -> dict[str, Any]:
+    """Compare changes of the numbers of networks that did not diverge with what scores predict of their weights.
 
-    Args:
-        s: The scores.
-        end: The numbers of the recorded network.
-        networks: Weights and numbers of subsets, of single samples left out, and of each query without its highest.
-        seed: Seed of the bootstrap.
+    Returns:
+        The rank correlation, and its 95 % interval of a bootstrap over networks, under a field's names.
     """
-    found = dict[str, Any]()
-    for name, (weights, outcomes) in zip(("lds", "left_out", "top"), networks, strict=False):
-        good = outcomes.isfinite().all(dim=1)
-        predicted, measured = s @ (weights[good] - 1).T, (outcomes[good] - end).T
-        if name == "top":
-            found |= {"predicted": predicted.diagonal(), "measured": measured.diagonal()}
-        elif len(measured.T) > 2:
-            found |= {
-                name: rank_agreement(predicted, measured),
-                f"{name}_interval": _interval(predicted, measured, seed),
-            }
-    return found
-
-
-def _interval(predicted: Tensor, measured: Tensor, seed: int) -> tuple[float, float]:
-    """Return 95 % of a bootstrap, over networks, of the mean rank correlation."""
+    good = changes.isfinite().all(dim=1)
+    predicted, measured = s @ (weights[good] - 1).T, changes[good].T
 
     def mean(drawn: np.ndarray) -> float:
         return float(rank_agreement(predicted[:, drawn], measured[:, drawn]).per_point.nanmean().nan_to_num())
 
+    if len(measured.T) < 3:
+        return {}
     low, high = bootstrap(
         (np.arange(predicted.shape[1]),), mean, vectorized=False, n_resamples=_RESAMPLES, method="percentile",
         random_state=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
-    return float(low), float(high)
+    return {field: rank_agreement(predicted, measured), f"{field}_interval": (float(low), float(high))}
 
 
 def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
     """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
-    n, K, M = shape
+    (n, K, M), dense = shape, values.detach().cpu().double() if isinstance(values, Tensor) else values
     try:
-        array = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values)
-        found = torch.from_numpy(array.astype(np.float64))
+        found = torch.from_numpy(np.array(dense, dtype=np.float64))
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array of real numbers: got {type(values).__name__}.") from error
     if tuple(found.shape) not in (shape, (n * K, M) if K == 1 else shape):
         wanted = f"({n}, {M})" if K == 1 else f"({n}, {K}, {M}), or ({n}, {M}) with classes= or function="
-        advice = " Transpose them." if tuple(found.shape) == (M, n) else ""
-        raise ValueError(f"{name} must have the shape (inputs, samples), {wanted}: got {tuple(found.shape)}.{advice}")
+        raise ValueError(f"{name} must have the shape (inputs, samples), {wanted}: got {tuple(found.shape)}.")
     return found.reshape(n * K, M)
-
-
-def _mean(values: Tensor | None) -> float:
-    return float("nan") if values is None else float(values.nanmean())
-
-
-def _median(values: Tensor) -> float:
-    return float(values.nanmedian())
 
 
 def _relative(difference: Tensor, size: Tensor) -> float:
