@@ -263,7 +263,8 @@ FAULTS: dict[str, tuple[Callable[[], Problem], Callable[[Problem], Any], str]] =
         "16 scores of samples #3, #5 are NaN",
     ),
     "a constant sample": (
-        classes, lambda p: p.contributions.index_fill(1, torch.tensor([4]), 0.0), "All queries have one score for samples #4",
+        classes, lambda p: p.contributions.index_fill(1, torch.tensor([4]), 0.0),
+        "All queries have one score for samples #4",
     ),
     "a constant query": (
         classes, lambda p: p.contributions.index_fill(0, torch.tensor([2]), 0.1), "one score for queries #2",
