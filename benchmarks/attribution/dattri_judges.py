@@ -10,8 +10,8 @@ import json
 import re
 import sys
 import tempfile
-from datetime import UTC, datetime
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Any

@@ -3,10 +3,9 @@
 import sys
 
 import torch
+from job import define_operators
 from torch import nn
 from torch.utils.data import TensorDataset
-
-from job import define_operators
 
 define_operators()
 from quanda.metrics.downstream_eval import ClassDetectionMetric  # noqa: E402
