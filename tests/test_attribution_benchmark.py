@@ -152,7 +152,7 @@ def test_scores_of_anybody_are_judged_and_what_does_not_install_is_named(load, t
     assert rows["exact derivatives", ""]["derivatives"][0] == pytest.approx(1.0)
     assert rows["exact contributions", ""]["sum misses"] < 0.1 < rows["random numbers", ""]["sum misses"]
     assert rows["random numbers", ""]["findings"]
-    assert "Not computed: TracInCP (captum) (not asked for)" in (tmp_path / "judged.md").read_text()
+    assert "Not computed: TracInCP (captum), TracIn (dattri), influence" in (tmp_path / "judged.md").read_text()
 
 
 def test_a_fault_is_in_the_file_that_peers_read(load, tmp_path):
@@ -179,8 +179,10 @@ JUDGED = {
         {"system": "sound", "fault": "", "sum misses": 0.5, "contributions": [0.1, 0.2], "derivatives": [1.0, 1.0],
          "LDS": 0.5, "LDS interval": [0.4, 0.6], "left out": 0.9, "without the top": [-1.0, -2.0], "seconds": 2.0,
          "findings": []},
-        {"system": "sound", "fault": "shuffled", "said": [], "findings": ["Out of order."], "sum misses": 0.5},
+        {"system": "sound", "fault": "shuffled", "said": [], "findings": ["Out of order."], "sum misses": 0.5,
+         "contributions": [0.0, 0.0], "derivatives": [0.02, 0.0]},
         {"system": "away", "fault": "", "failure": "no such package"},
+        {"system": "gone", "fault": "", "failure": "no such package"},
         {"system": "away", "fault": "shuffled", "failure": "no such package"},
     ],
 }  # fmt: skip
@@ -191,9 +193,9 @@ def test_tables_of_judged_scores_say_who_noticed_what(load):
     assert report.judged_table(JUDGED).splitlines()[2:] == [
         "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | -1 / -2 | 2.0 |",
         "",
-        "Not computed: away (no such package).",
+        "Not computed: away, gone (no such package).",
     ]
     assert report.faults_table([JUDGED]).splitlines()[2:] == [
-        "| shuffled | sound | nothing | Out of order. |",
-        "| shuffled | away | fails: no such package | – |",
+        "| shuffled | sound | derivatives 1.00 → 0.02 | nothing | Out of order. |",
+        "| shuffled | away | – | fails: no such package | – |",
     ]

@@ -88,6 +88,7 @@ SYSTEMS = [
         faults=("bfloat16", "shuffled", "padding"), texts=True,
     ),
 ]  # fmt: skip
+SMOOTHED, RANDOM = "smoothed influence (epk_gp)", "random numbers"
 Options = dict[str, Any]
 
 
@@ -128,9 +129,12 @@ def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> 
         jobs = Jobs(trained, Path(folder))
         found = {key: _scores(*key, jobs, saved, pythons) for key in tqdm(asked, desc=problem.name, disable=None)}
     scores = {_name(*key): row["scores"][key[0].option] for key, row in found.items() if "scores" in row}
-    shape = len(trained.X_test), len(trained.data.X)
-    scores["random numbers"] = torch.randn(shape, generator=problem.generator(6))
     explained: Options = {"function": epk.log_probability(trained.y_test)} if texts else {"classes": trained.y_test}
+    before = time.process_time()
+    smoothed = epk.influence(trained.run, trained.X_test, smoothing=epk.Smoothing(), **explained)
+    own = {SMOOTHED: {"seconds": time.process_time() - before}, RANDOM: {}}
+    scores[SMOOTHED] = smoothed.values[:, 0]
+    scores[RANDOM] = torch.randn(scores[SMOOTHED].shape, generator=problem.generator(6))
     before = time.process_time()
     check = epk.check_scores(trained.run, scores, trained.X_test, retrainings=retrainings, **explained)
     seconds = time.process_time() - before
@@ -140,7 +144,8 @@ def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> 
         | _numbers(_name(system, fault), check)
         for (system, fault), row in found.items()
     ]
-    judged += [{"system": name, "fault": ""} | _numbers(name, check) for name in ("random numbers", *check.references)]
+    own |= {name: {} for name in check.references}
+    judged += [{"system": name, "fault": ""} | row | _numbers(name, check) for name, row in own.items()]
     weights = sum(value.numel() for value in trained.run.weights(0).values())
     sizes = [problem.setting.num_train, problem.setting.num_test, trained.run.num_steps, weights]
     return {

@@ -143,21 +143,39 @@ def judged_table(run: dict[str, Any]) -> str:
         ]
         for row in shown
     ]
-    missing = [f"{row['system']} ({row['failure']})" for row in sound if "failure" in row]
+    reasons = list(dict.fromkeys(row["failure"] for row in sound if "failure" in row))
+    missing = [
+        f"{', '.join(row['system'] for row in sound if row.get('failure') == reason)} ({reason})" for reason in reasons
+    ]
     return _table(head, lines) + (f"\n\nNot computed: {'; '.join(missing)}." if missing else "")
 
 
 def faults_table(runs: Rows) -> str:
-    """Return what each library says of each fault, and what check_scores says of the scores."""
-    rows = [row for run in runs for row in run["systems"] if row["fault"]]
-    order = list(dict.fromkeys(row["fault"] for row in rows))
-    lines = [
-        [row["fault"], row["system"], _own_words(row), " ".join(row.get("findings", [])) or _silent(row)]
-        for fault in order
-        for row in rows
-        if row["fault"] == fault
-    ]
-    return _table(["fault", "scores of", "the library itself", "check_scores"], lines)
+    """Return what each fault did, what the library says of it, and what check_scores says of the scores."""
+    lines = []
+    for run in runs:
+        sound = {row["system"]: row for row in run["systems"] if not row["fault"]}
+        lines += [
+            [row["fault"], row["system"], _change(sound[row["system"]], row), _own_words(row), _judgement(row)]
+            for row in run["systems"]
+            if row["fault"]
+        ]
+    order = list(dict.fromkeys(line[0] for line in lines))
+    head = ["fault", "scores of", "cosine, sound → with the fault", "the library itself", "check_scores"]
+    return _table(head, sorted(lines, key=lambda line: order.index(line[0])))
+
+
+def _change(sound: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return the cosine with what the sound scores are nearest to, without and with the fault."""
+    kinds = [kind for kind in ("contributions", "derivatives") if kind in sound and kind in row]
+    if not kinds:
+        return "–"
+    kind = max(kinds, key=lambda kind: abs(sound[kind][0]))
+    return f"{kind} {_number(sound[kind][0])} → {_number(row[kind][0])}"
+
+
+def _judgement(row: dict[str, Any]) -> str:
+    return "–" if "failure" in row else " ".join(row["findings"]) or "nothing"
 
 
 def _own_words(row: dict[str, Any]) -> str:
@@ -166,12 +184,10 @@ def _own_words(row: dict[str, Any]) -> str:
     return " ".join(row["said"]) or "nothing"
 
 
-def _silent(row: dict[str, Any]) -> str:
-    return "–" if "failure" in row else "nothing"
-
-
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 1 else f"{share:.3g} times" if share < 1000 else "> 1000 times"
+    if share < 0.1:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share < 2 else f"{share:.3g} times" if share < 1000 else "> 1000 times"
 
 
 def _number(value: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from epk_gp.plots import new_figure, save_figure
-from epk_gp.plots.style import EXACT, GREY, PALETTE, SMALL, styled
+from epk_gp.plots.style import EXACT, GREY, INK, PALETTE, SMALL, styled
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "attribution" / "judged.json"
@@ -19,7 +19,7 @@ ROW = 0.26  # inches
 def draw(run: dict[str, Any]) -> Figure:
     """Draw the systems of a run, those that predict retraining best on top: likeness on the left, LDS on the right."""
     rows = sorted((row for row in run["systems"] if not row["fault"] and "LDS" in row), key=lambda row: -row["LDS"])
-    figure = new_figure(ROW * len(rows) + 1.1)
+    figure = new_figure(ROW * len(rows) + 1.2)
     likeness, lds = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     places = range(len(rows))
     for kind, (mark, colour) in KINDS.items():
@@ -27,10 +27,10 @@ def draw(run: dict[str, Any]) -> Figure:
         likeness.plot(cosines, places, mark, color=colour, label=f"exact {kind}", markersize=5, clip_on=False)
     likeness.set(xlabel="cosine with", xlim=(-0.1, 1), ylim=(len(rows) - 0.5, -0.5))
     likeness.set_yticks(places, [row["system"] for row in rows], fontsize=SMALL)
-    likeness.legend(fontsize=SMALL, loc="lower right")
+    figure.legend(fontsize=SMALL, loc="outside upper center", ncols=2)
     for place, row in zip(places, rows, strict=True):
         lds.plot(row["LDS interval"], [place, place], color=GREY, linewidth=1.2)
-        lds.plot(row["LDS"], place, "o", color=EXACT, markersize=5)
+        lds.plot(row["LDS"], place, "D", color=INK, markersize=4)
     lds.set(xlabel=f"LDS, {run['retrainings']} trainings on half")
     for ax in (likeness, lds):
         ax.axvline(0, color=GREY, linewidth=0.8)

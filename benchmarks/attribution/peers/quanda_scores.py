@@ -52,8 +52,8 @@ def trak(job: Job) -> Scores:
 def kronfluence(job: Job) -> Scores:
     """Influence functions with eigenvalue-corrected Kronecker factors, damped by a tenth of their mean."""
     with tempfile.TemporaryDirectory() as folder:
-        explainer = Kronfluence(
-            job.net, Classification(), job.data(), batch_size=20, cache_dir=folder,
+        explainer = Kronfluence(  # of batches above the number of queries kronfluence 1.0.1 asks for rows beyond them
+            job.net, Classification(), job.data(), batch_size=len(job.X_test), cache_dir=folder,
             factor_args=FactorArguments(strategy="ekfac"), score_args=ScoreArguments(damping_factor=None),
         )  # fmt: skip
         yield "", explainer.explain(job.X_test, job.y_test)
