@@ -264,22 +264,24 @@ def _findings(
     if each.nearest == "contributions" and missed > _MISSED:
         k = int((total - change).abs().argmax())
         instead = f"(query {k}: {float(total[k]):.4g} instead of {float(change[k]):.4g})"
-        yield f"Their sums miss the change of the number by {100 * missed:.2g} % {instead}, as contributions must not."
+        yield f"Their sums miss the change of the number by {missed:.2g} times its size {instead}: no contributions do."
     if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and error > exact:
         ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
         differs = (s - nearest["slope"].nan_to_num()[:, None] * truths[each.nearest]).norm(dim=0)
         growth = rank_agreement(differs[None], ignored[None]).mean
         if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
-    if cosine < _NEAR or disorder:
+    if disorder:
         return
-    if abs(slope - 1) > 0.02 + 2 * (1 - cosine):
+    if cosine > _NEAR and abs(slope - 1) > 0.02 + 2 * (1 - cosine):
         low, high = nearest["slope"].abs().nan_to_num(slope).aminmax()
         yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
     is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
     if error > exact and not is_path and not wrong.any():
-        hint = "; rounding to bfloat16 leaves about 0.2 %, and so may a coarse rule or few checkpoints"
-        yield f"They differ from the {words} by {100 * error:.2g} %{hint if error <= _COARSE else ''}."
+        hint = (
+            "; rounding to bfloat16 may leave 0.002, few checkpoints or a coarse rule more" if error <= _COARSE else ""
+        )
+        yield f"They are not the {words}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}."
 
 
 def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[str]:
