@@ -278,9 +278,7 @@ def _findings(
         yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
     is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
     if error > exact and not is_path and not wrong.any():
-        hint = (
-            "; rounding to bfloat16 may leave 0.002, few checkpoints or a coarse rule more" if error <= _COARSE else ""
-        )
+        hint = "; rounding to bfloat16 may leave 0.002, coarse rules or few checkpoints more" if error < _COARSE else ""
         yield f"They are not the {words}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}."
 
 
