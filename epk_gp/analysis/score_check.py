@@ -214,7 +214,8 @@ def check_scores(
         truths |= {name: values.flatten(0, 1).double().cpu()} if values.isfinite().all() else {}
 
     checked, size = dict[str, CheckedScores](), len(tops) // len(judged)
-    for k, (name, s) in enumerate([*judged.items(), *((f"exact {kind}", truth) for kind, truth in truths.items())]):
+    references = {f"exact {kind}": truth for kind, truth in truths.items() if f"exact {kind}" not in raw}
+    for k, (name, s) in enumerate((judged | references).items()):
         like, found = {kind: _likeness(s, truth, rng) for kind, truth in truths.items()}, dict[str, Any]()
         for field, check in (("lds", "LDS"), ("left_out", "left out")):
             found |= _agreement(field, s, weights[check], outcomes[check] - end, seed) if check in outcomes else {}
@@ -242,7 +243,7 @@ def _findings(
     if len(s) > 1 and bool((flat := is_constant(s.T) & ~unseen).any()):
         yield f"All queries have one score for {_listed('samples', flat)}."
     if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
-        yield f"No step trained on {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
+        yield f"Nothing was learned from {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
     stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
     if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
         yield f"The precision is low: every score is a number of {stored[0]}."
@@ -252,11 +253,12 @@ def _findings(
     disorder = list(_disorder(s, truths, rng)) if error > exact else []
     yield from disorder
     correlations = {kind: float(other["pearson"].nanmean()) for kind, other in like.items()}
-    is_turned = max(chance) <= _CHANCE and max(correlations.values()) < 0
+    clear = [value for value, share in zip(correlations.values(), chance, strict=True) if share <= _CHANCE]
+    is_turned = bool(clear) and max(clear) < 0
     if is_turned:
         found = ", ".join(f"{value:.2f} with exact {kind}" for kind, value in correlations.items())
         yield f"The sign looks turned: the correlation is {found}."
-    elif not disorder and cosine < _NEAR and min(chance) > _CHANCE:
+    elif not clear and not disorder and cosine < _NEAR:
         yield f"They agree with nothing exact beyond chance: {100 * min(chance):.0f} % of shuffled scores do as well."
         return
     total, change = (-1 if is_turned else 1) * s.sum(dim=1), s.sum(dim=1) - each.miss
@@ -271,13 +273,11 @@ def _findings(
         growth = rank_agreement(differs[None], ignored[None]).mean
         if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
-    if disorder:
-        return
-    if cosine > _NEAR and abs(slope - 1) > 0.02 + 2 * (1 - cosine):
+    if not disorder and cosine > _NEAR and abs(slope - 1) > 0.02 + 2 * (1 - cosine):
         low, high = nearest["slope"].abs().nan_to_num(slope).aminmax()
         yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
     is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
-    if error > exact and not is_path and not wrong.any():
+    if error > exact and not (is_path or disorder or wrong.any()):
         hint = "; rounding to bfloat16 may leave 0.002, coarse rules or few checkpoints more" if error < _COARSE else ""
         yield f"They are not the {words}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}."
 

@@ -298,7 +298,7 @@ def test_samples_that_no_step_saw_have_no_scores() -> None:
     assert epk.check_scores(run, scores, X[:3], **QUIET).findings == ()
     scores[:, :, 6] = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2) * scores.abs().max()
     found = epk.check_scores(run, scores, X[:3], **QUIET).findings
-    assert found[0].startswith("No step trained on samples #6, which have scores")
+    assert found[0].startswith("Nothing was learned from samples #6, which have scores")
 
 
 def test_likeness_is_that_of_scipy_query_by_query() -> None:
