@@ -73,8 +73,8 @@ def main(
         setting = next(setting for setting in SETTINGS if setting.network == name)
         judged += by_retraining(setting, saved, pythons, dattri, subsets, removed, points, runs)
         judged += by_wrong_labels(setting, saved, pythons, dattri)
-        today = datetime.now(UTC).date().isoformat()
-        content = {"head": provenance(timer) | {"date": today, "repeats": repeats, "config": config}, "rows": judged}
+        head = provenance(timer) | {"date": datetime.now(UTC).date().isoformat(), "repeats": repeats, "config": config}
+        content = {"head": head | {"packages": PACKAGES["dattri"]}, "rows": judged}
         out.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         typer.echo(f"written: {out}")
 
