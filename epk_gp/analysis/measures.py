@@ -260,8 +260,8 @@ def is_constant(values: Float[Tensor, "n m"]) -> Bool[Tensor, " n"]:
 
 def row_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
     """Compute Pearson's correlation of each row of a with that of b: NaN where one of them is constant."""
-    centred = (values - values.mean(dim=1, keepdim=True) for values in (a, b))
-    return cosine_similarity(*centred, eps=0.0).masked_fill(is_constant(a) | is_constant(b), math.nan)
+    x, y = (values - values.mean(dim=1, keepdim=True) for values in (a, b))
+    return cosine_similarity(x, y, eps=0.0).masked_fill(is_constant(a) | is_constant(b), math.nan)
 
 
 def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpectrum:

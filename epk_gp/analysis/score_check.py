@@ -269,7 +269,7 @@ def _findings(
         yield f"Their sums miss the change of the number by {missed:.2g} times its size {instead}: no contributions do."
     if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and error > exact:
         ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
-        differs = (s - nearest["slope"].nan_to_num()[:, None] * truths[each.nearest]).norm(dim=0)
+        differs = (s - truths[each.nearest]).norm(dim=0)
         growth = rank_agreement(differs[None], ignored[None]).mean
         if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
@@ -344,7 +344,7 @@ def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: in
 
 def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
     """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
-    (n, K, M), dense = shape, values.detach().cpu().double() if isinstance(values, Tensor) else values
+    (n, K, M), dense = shape, values.detach().cpu().double().numpy() if isinstance(values, Tensor) else values
     try:
         found = torch.from_numpy(np.array(dense, dtype=np.float64))
     except (TypeError, ValueError) as error:

@@ -127,17 +127,21 @@ class Named:
             self._names.setdefault(id(value), []).append(name)
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
+        self.holds_last = False  # where a state is read twice
         self._last: tuple[int, dict[str, Tensor]] = -1, {}
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
-        """Read the k-th checkpoint, by the network's names; the last one that was read is held.
+        """Read the k-th checkpoint, by the network's names.
 
         Raises:
             ValueError: A trained parameter is missing, or a tensor has another shape or dtype than the network's.
         """
-        if self._last[0] != k:
-            self._last = k, self._read(k)
-        return self._last[1]
+        if self._last[0] == k:
+            return self._last[1]
+        found = self._read(k)
+        if self.holds_last:
+            self._last = k, found
+        return found
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
@@ -195,6 +199,7 @@ class Named:
                     f"{self.titles[k]!r}. Call requires_grad_(True) of those that were trained."
                 )
             moving |= {name for name in changed if buffers[name].is_floating_point()}
+        self.holds_last = bool(moving)
         return copied, tuple(name for name in buffers if name in moving)
 
 
