@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
     from epk_gp.storage.writer import Storage as Storage
+    from epk_gp.trained.between import between as between
     from epk_gp.trained.ntk import NTKKernel as NTKKernel
     from epk_gp.trained.ntk import ntk as ntk
 else:
@@ -87,6 +88,7 @@ else:
         "storage.rows": "Stream",
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
+        "trained.between": "between",
         "trained.ntk": "NTKKernel ntk",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
