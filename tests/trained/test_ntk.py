@@ -3,11 +3,13 @@
 import copy
 import gc
 import pickle
+import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 import gpytorch
 import pytest
 import torch
+from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from graph_runs import make_graph, make_net
 from torch import nn
 from torch.nn import functional as F
@@ -264,3 +266,30 @@ def test_a_kernel_keeps_its_weights_and_says_when_the_networks_are_others():
     del net
     gc.collect()
     assert torch.equal(kernel(X, Z).to_dense(), before)
+
+
+class Conformance(BaseKernelTestCase):
+    """GPyTorch's 13 tests of a kernel."""
+
+    seed = 0
+    outputs: str | int
+    _width = 2
+
+    def create_kernel_no_ard(self, active_dims=None, batch_shape=None):
+        self._width = self._width if active_dims is None else len(active_dims)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(self._width, 5), nn.Tanh(), nn.Linear(5, 2))
+        kernel = epk.NTKKernel(net, outputs=self.outputs, active_dims=active_dims)
+        return kernel if batch_shape is None else kernel.expand_batch(batch_shape)
+
+
+class TestConformanceFull(Conformance, unittest.TestCase):
+    outputs = "full"
+
+
+class TestConformanceTrace(Conformance, unittest.TestCase):
+    outputs = "trace"
+
+
+class TestConformanceClass(Conformance, unittest.TestCase):
+    outputs = 1
