@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.checks import ComputeSettings, parse_options
-from epk_gp.core.graphs import Graph, as_ragged, map_tensors
+from epk_gp.core.graphs import Graph, Ragged, as_ragged, map_tensors
 from epk_gp.core.inputs import Inputs, Points, Signature
 from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.model import uncompiled
@@ -24,6 +24,7 @@ from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
 from epk_gp.quadrature.rules import left_endpoint
 from epk_gp.trained.network import as_trajectory
 
+OtherInputs = Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Ragged  # m of them
 _NUM_EXAMPLES = 8  # rows on which the network is tried: more than those on which its derivatives are compared
 
 
@@ -48,7 +49,7 @@ class _OneOutput:
 def ntk(
     model: nn.Module,
     X: Inputs,
-    X2: Inputs | None = None,
+    X2: OtherInputs | None = None,
     *,
     outputs: Outputs = "full",
     diagonal: bool = False,
