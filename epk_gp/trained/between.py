@@ -218,6 +218,11 @@ class _StretchTerms(AttributionWork):
     c: Float[Tensor, " _"]
     rates: tuple[float, ...]
 
+    @property
+    def rows_at_once(self) -> int:
+        """Number of averaged gradients in the largest parameter that a quarter of the budget holds."""
+        return self.memory_budget // (4 * self.net.itemsize * max(self.net.model.sizes))
+
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> _StretchSums:
         """Return the sums of some rows, which are zero."""
         recorded = self.whole.recorded
@@ -252,7 +257,7 @@ class _StretchTerms(AttributionWork):
                 own.pieces[points, :, k, ends[place] : ends[place + 1]] = moved.transpose(0, 1)  # noqa: B023
 
             if not keeps:
-                stretch = layerwise_average(block, steps, self.rows_per_block, take)
+                stretch = layerwise_average(block, steps, max(2, 2 * self.rows_at_once // K), take)
             else:
                 stretch = average_over(block, steps, self.rows_per_block, Phi, splits_statistics=True)
                 for place, gradients in enumerate(Phi.split(list(shape), dim=2)):
@@ -282,7 +287,7 @@ def between(
     *,
     data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
     loss: Loss | nn.Module | None = None,
-    lr: float | Sequence[float] | None = None,
+    lr: float | Sequence[float] | Float[Tensor, " K"] | None = None,
     head: Head | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
@@ -333,12 +338,13 @@ def between(
     kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
     last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
     cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    result = _split(kernel, rows, (classes, function), named.titles, (parsed, c, rates), cuts)
+    request = _Request(trajectory, named.titles, (classes, function), cuts, c, rates, parsed)
+    result = _split(request, kernel, rows)
     warn_unless_certified("the split", Certificate.of(result).findings)
     return result
 
 
-def _rates(data: object, loss: object, lr: float | Sequence[float] | None, count: int) -> tuple[float, ...]:
+def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]:
     """Return the learning rate of each stretch; none without data."""
     if data is None:
         if loss is not None or lr is not None:
@@ -348,6 +354,7 @@ def _rates(data: object, loss: object, lr: float | Sequence[float] | None, count
         raise TypeError(f"data must be a pair (inputs, targets) of the training samples: got {type(data).__name__}.")
     if lr is None:
         raise ValueError("lr must be given with data: the sum of the learning rates of the steps of each stretch.")
+    lr = lr.tolist() if isinstance(lr, Tensor) else lr
     rates = tuple(lr) if isinstance(lr, Sequence) else (lr,) * count
     if len(rates) != count:
         raise ValueError(f"lr must be one number, or one for each of the {count} stretches: got {len(rates)}.")
@@ -377,52 +384,70 @@ def _path(start: Trajectory, net: nn.Module, moving: tuple[str, ...], named: Nam
     )
 
 
-def _split(
-    kernel: PathKernel,
-    X: Shaped[Tensor, "n ..."],
-    explained: Explained,
-    titles: tuple[str, ...],
-    how: tuple[ComputeOptions, Float[Tensor, " _"], tuple[float, ...]],
-    cuts: Mapping[str, Cut],
-) -> CheckpointSplit:
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What a split is asked for, beside its kernel and its inputs.
+
+    Attributes:
+        path: The run from checkpoint to checkpoint.
+        titles: Names of the checkpoints.
+        explained: Which outputs, or which function of them.
+        cuts: How parameters are divided into heads.
+        c: With data, the weights of the samples in the loss.
+        rates: With data, the sum of the learning rates of each stretch.
+        options: How it is computed.
+    """
+
+    path: Trajectory
+    titles: tuple[str, ...]
+    explained: Explained
+    cuts: Mapping[str, Cut]
+    c: Float[Tensor, " _"]
+    rates: tuple[float, ...]
+    options: ComputeOptions
+
+
+def _split(request: _Request, kernel: PathKernel, X: Shaped[Tensor, "n ..."]) -> CheckpointSplit:
     """Sum the shares: by averages that their own sums try, or where these do not hold, by ways that were tried."""
-    path, rates = kernel.trajectory, how[2]
-    kernel, rows, _ = parse_request(kernel, X, (), explained)
-    asked, split = kernel.trajectory, partial(_sums, explained[0], titles, how, cuts, path)
-    if not rates:
+    kernel, rows, _ = parse_request(kernel, X, (), request.explained)
+    asked, by_operation = kernel.trajectory, changed_kernel(kernel, path=layerwise())
+    if not request.rates:
         with suppress(RuntimeError, ValueError, TypeError, IndexError, AttributeError), outside_autocast():
             model = asked.model_for(rows)
             plan = observed_plan(model, flat_state(asked, asked.num_steps, rows), probe_rows(rows))
             net = PlannedModel(model, plan)
-            result = split(changed_kernel(kernel, path=layerwise()), rows, net, net)
+            result = _sums(request, by_operation, rows, net, net)
             if result.certified:
                 return result
     while True:
         with planned(asked.recorded, rows) as recorded_net, planned(asked, rows) as net:
-            return split(changed_kernel(kernel, path=averaged_path(asked, rows)), rows, net, recorded_net)
+            along = changed_kernel(kernel, path=averaged_path(asked, rows))
+            return _sums(request, along, rows, net, recorded_net)
 
 
 def _sums(
-    classes: Int64[Tensor, " n"] | None,
-    titles: tuple[str, ...],
-    how: tuple[ComputeOptions, Float[Tensor, " _"], tuple[float, ...]],
-    cuts: Mapping[str, Cut],
-    path: Trajectory,
-    *request: Any,
+    request: _Request,
+    kernel: PathKernel,
+    X: Shaped[Tensor, "n ..."],
+    net: PlannedModel,
+    recorded_net: PlannedModel,
 ) -> CheckpointSplit:
-    """Go through the stretches, with a kernel, rows, the network, and the network of the data."""
-    (kernel, rows, net, recorded_net), (options, c, rates) = request, how
+    """Go through the stretches."""
+    path, rates, cuts = request.path, request.rates, request.cuts
     parts = [cuts.get(name) for name in path.model.names]
     sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
-    kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=c, rates=rates)
-    work = attribution_work(net, kernel, rows, (), classes, options, recorded_net=recorded_net, kind=kind)
-    if not rates:  # nothing of the size of the weights is kept of a row: each checkpoint is read once
-        work = replace(work, rows_per_block=work.num_rows)
-    asked, whole = kernel.trajectory, work.whole
+    kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=request.c, rates=rates)
+    classes, options = request.explained[0], request.options
+    made = attribution_work(net, kernel, X, (), classes, options, recorded_net=recorded_net, kind=kind)
+    work = cast(_StretchTerms, made)
+    if work.whole.is_layerwise and not rates:  # no row of weights is kept: each checkpoint is read once
+        K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
+        work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
+    whole = work.whole
     initial, network = (
-        whole.select_outputs(network_outputs(asked, rows, state=state, head=kernel.head)) for state in (0, -1)
+        whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
     )
-    totals, rest = cast(_StretchSums, work.totals(work.as_rows(initial), torch.arange(work.num_rows))), Sums()
+    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     for piece, sums in run(work, options, "stretches"):
         for name, total in totals.named.items():
             total[work.blocks[piece.place[0]]] += sums.added.pop(name)
@@ -436,7 +461,7 @@ def _sums(
         network=network,
         pieces=own["pieces"],
         names=_names(path, cuts),
-        checkpoints=titles,
+        checkpoints=request.titles,
         samples=own["samples"] if rates else None,
         explained=own["explained"] if rates else None,
         max_error=float((total - network).abs().max()),

@@ -146,13 +146,20 @@ class Named:
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
         stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
-        some = next(iter(sorted(self.needed)))
-        begins = sorted({name.removesuffix(some) for name in stored if name.endswith(some)}, key=len) or [""]
-        found = dict[str, Tensor]()
-        for names in self._names.values():
-            value = next((stored[begins[0] + name] for name in names if begins[0] + name in stored), None)
-            if value is not None:
-                found |= dict.fromkeys(names, value)
+        some, matches = next(iter(sorted(self.needed))), list[dict[str, Tensor]]()
+        for begin in sorted({name.removesuffix(some) for name in stored if name.endswith(some)}, key=len) or [""]:
+            found = dict[str, Tensor]()
+            for names in self._names.values():
+                own = [stored[begin + name] for name in names if begin + name in stored]
+                found |= dict.fromkeys(names, own[0]) if own else {}
+            matches.append(found)
+        whole = [found for found in matches if self.needed <= found.keys()]
+        if len(whole) > 1 and any(not torch.equal(whole[0][some], other[some]) for other in whole[1:]):
+            raise ValueError(
+                f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
+                "of the weights beside them. Pass the state dict of the one that is meant."
+            )
+        found = (whole or matches)[0]
         missing = sorted(self.needed - found.keys())
         if missing:
             other = ", ".join(sorted(stored)[:3]) or "nothing"
