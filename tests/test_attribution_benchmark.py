@@ -199,3 +199,37 @@ def test_tables_of_judged_scores_say_who_noticed_what(load):
         "| shuffled | sound | derivatives 1.00 → 0.02 | nothing | Out of order. |",
         "| shuffled | away | – | fails: no such package | – |",
     ]
+
+
+def test_dattri_is_asked_in_groups_with_the_seeds_of_one_long_run_and_gets_scores_as_it_has_them(
+    load, tmp_path, monkeypatch
+):
+    judges, rows, setting = load("dattri_judges"), load("rows").Rows(tmp_path), load("settings").TINY[0]
+    calls = []
+
+    def asked(python, method, job):
+        calls.append((method, job["start"], job.get("count"), job["removed"]))
+        values = torch.tensor(job["removed"], dtype=torch.float32)[:, None].expand(-1, 3)
+        return {"values": values, "indices": values[:, :2].long(), "seconds": 1.0}
+
+    monkeypatch.setattr(judges, "_asked", asked)
+    truth = judges._truth(setting, rows, Path("python"), {}, "lds truth", [0, 2], 2)
+    assert calls == [("lds truth", 0, 2, [0, 1]), ("lds truth", 2, 2, [2, 3])]
+    assert truth["values"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    judges._truth(setting, rows, Path("python"), {}, "lds truth", [0, 2], 2)
+    assert len(calls) == 2  # saved
+
+    shapes = []
+    monkeypatch.setattr(
+        judges, "_asked", lambda python, method, job: shapes.append(job["scores"]["0"].shape) or {"0": torch.ones(3)}
+    )
+    judges._metrics(Path("python"), "lds", [torch.ones(3, 7)], {})
+    assert shapes == [(7, 3)]  # (samples, test samples)
+
+
+def test_dattri_s_answers_have_the_form_of_the_outside_judges():
+    content = json.loads((FOLDER.parent / "outside" / "dattri.json").read_text())
+    keys = {"system", "judge", "data", "number", "deviation", "unit", "cost_seconds", "note"}
+    assert content["rows"]
+    assert all(set(row) == keys for row in content["rows"])
+    assert all(-1 <= row["number"] <= 1 for row in content["rows"])
