@@ -1,6 +1,10 @@
 """neural-tangents: `empirical_ntk_fn` with the implementation that the problem names (1, 2 or 3)."""
 
+import os
 from typing import Any
+
+if os.environ.get("OMP_NUM_THREADS") == "1":  # as the other contenders: read when JAX is imported
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 import jax
 import jax.numpy as jnp
