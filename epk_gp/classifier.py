@@ -66,10 +66,9 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         encoder = LabelEncoder().fit(labels)
         present = np.unique(labels[weights > 0]).tolist()
         if len(present) < 2:
-            got = f"{len(present)} class{'' if present else 'es'}, {present}"
-            raise ValueError(f"y must hold at least 2 classes: got {got}.")
+            raise ValueError(f"y must hold at least 2 classes: got {len(present)} class{'es' * (not present)}, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
-        self._record(X, features, targets, len(classes), classes, CrossEntropy(), weights)
+        self._record(X, features, targets, len(classes), classes.tolist(), CrossEntropy(), weights)
         self.classes_ = classes
         return self
 

@@ -74,7 +74,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         features, targets = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
-        known = np.maximum(weights, 0) if weights.any() else None
+        known = weights if (weights >= 0).all() and weights.any() else None  # others are refused below
         self._units, self._is_single = StandardScaler().fit(values, sample_weight=known), targets.ndim == 1
         self.__dict__.pop("process_", None)
         scaled_error = partial(_squared_error, as_tensor(self._units.scale_))
@@ -85,18 +85,21 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Values | tuple[Values, Values]:
-        """Evaluate the trained network; with standard deviations of new observations, if they are asked for.
+        """Evaluate the trained network, with error bars of new observations if they are asked for.
 
         Args:
             X: n rows.
-            return_std: Whether to return a standard deviation of each target too: that of `process_`, the Gaussian
-                process with the path kernel on the training targets, latent and of the noise.
+            return_std: Whether to return how far an observation is from each prediction, too: the root of its mean
+                square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
+                process's variance, with its noise, and the square of its mean's distance from the network.
         """
-        mean = self._as_y(self._outputs(X).numpy())
+        z = self._outputs(X).numpy()
         if not return_std:
-            return mean
-        std = predict_targets(self.process_, self._points(X)).std.detach().numpy()
-        return mean, self._as_y(std * self._units.scale_)
+            return self._as_y(z)
+        under_process = predict_targets(self.process_, self._points(X))
+        distance = self._units.transform(z) - under_process.mean.detach().numpy()
+        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * self._units.scale_
+        return self._as_y(z), self._as_y(std)
 
     @cached_property
     def process_(self) -> LogitGP:
