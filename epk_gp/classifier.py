@@ -66,7 +66,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         encoder = LabelEncoder().fit(labels)
         present = np.unique(labels[weights > 0]).tolist()
         if len(present) < 2:
-            raise ValueError(f"y must hold at least 2 classes: got {len(present)} class{'es' * (not present)}, {present}.")
+            raise ValueError(f"y must hold at least 2 classes: got {len(present)} class, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
         self._record(X, features, targets, len(classes), classes.tolist(), CrossEntropy(), weights)
         self.classes_ = classes
