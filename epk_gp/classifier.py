@@ -122,5 +122,5 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         points, settings = self._points(X), {"points": self._weighted, **settings}
         return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)
 
-    def _targets(self, y: ArrayLike, count: int) -> Tensor:
-        return class_labels(self.trajectory_, y, count, classes=self.classes_)
+    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
+        return class_labels(self.trajectory_, y, count, name, classes=self.classes_)

@@ -64,7 +64,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         """
         points, names = self._points(X), self._output_names
         if classes is not None:
-            settings["classes"], names = self._targets(classes, len(points)), classes
+            settings["classes"], names = self._targets(classes, len(points), "classes"), classes
         result = attribute(self.trajectory_, points, **settings)
         return result.labelled(point=row_labels(X), output=names, sample=self.index_)
 
@@ -149,7 +149,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         points = self._points(X)  # checks first that there is a run
         return network_outputs(self.trajectory_, points)
 
-    def _targets(self, y: ArrayLike, count: int) -> Tensor:
+    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
         """Return targets of some rows as the run has them."""
         raise NotImplementedError
 

@@ -114,7 +114,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         """Return values of targets in the shape that y had."""
         return values[:, 0] if self._is_single else values
 
-    def _targets(self, y: ArrayLike, count: int) -> Tensor:
+    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
         return as_tensor(np.asarray(y, dtype=np.float64)).reshape(count, -1)
 
 
