@@ -311,8 +311,12 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         trajectory: The run.
         X: Inputs, of which the first is tried on the first step.
     """
-    if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
-        return straight()
+    is_small = trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X)
+    return straight() if is_small else averaged_path(trajectory, X)
+
+
+def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
+    """Return `layerwise()` for a network that it can average, else `straight()`. Arguments: as `default_path`."""
     with planned(trajectory, X) as net:
         if not net.plan.supports_interpolation:
             return straight()
