@@ -63,9 +63,10 @@ CAPABILITIES = {
         "classifier.py",
     ),
     "scores and suspicious labels": (
-        "analysis/counterfactual.py", "analysis/explainer.py", "analysis/labels.py", "analysis/measures.py",
+        "analysis/counterfactual.py", "analysis/labels.py", "analysis/measures.py",
     ),
     "numbers of a run: maps, contributions": ("analysis/*.py",),
+    "adapters for other libraries": ("adapters/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),
     "the command line": ("cli/*.py",),

@@ -91,9 +91,7 @@ def test_dattris_tracin_has_the_same_scores_and_its_metrics_take_them(run, check
     retrained = torch.stack([cases.losses_of_test_points("classes", mask) for mask in subsets])
     kept = torch.stack([mask.nonzero()[:, 0] for mask in subsets])
     scores = attributor.attribute(train, test)
-    assert (
-        metric.lds(scores, (-retrained, kept))[0].mean() > 0.9
-    )  # it takes the negative loss: calculate_lds_ground_truth
+    assert metric.lds(scores, (-retrained, kept))[0].mean() > 0.9
     without = cases.leave_one_out("classes").T
     assert metric.loo_corr(scores, (without, torch.arange(cases.M)))[0].mean() > 0.9
     is_wrong = torch.arange(cases.M) < 2
@@ -186,9 +184,9 @@ def test_pytorch_oods_metrics_take_a_detectors_scores(classifier, points, expect
         made.EPKDetector(classifier, score="energy")
     with pytest.raises(TypeError, match="classifier must be an epk_gp.UncertainClassifier: got Linear"):
         made.EPKDetector(nn.Linear(2, 2))
+    seen = DataLoader(TensorDataset(classifier.trajectory.inputs, classifier.trajectory.targets), batch_size=16)
     with pytest.raises(ValueError, match="validation points must be unseen"):
-        train = TensorDataset(classifier.trajectory.inputs, classifier.trajectory.targets)
-        made.EPKDetector(classifier).fit(DataLoader(train, batch_size=16))
+        detector.fit(seen)
 
 
 def test_openoods_inference_and_metrics_take_a_postprocessor(classifier, points, expected, monkeypatch):
