@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.labels import label_errors as label_errors
     from epk_gp.analysis.labels import next_to_label as next_to_label
+    from epk_gp.analysis.score_check import check_scores as check_scores
     from epk_gp.autodiff.scalars import RowFunction as RowFunction
     from epk_gp.autodiff.scalars import log_probability as log_probability
     from epk_gp.autodiff.scalars import logit_difference as logit_difference
@@ -55,11 +56,14 @@ if TYPE_CHECKING:
     from epk_gp.storage.run import load_trajectory as load_trajectory
     from epk_gp.storage.writer import Storage as Storage
     from epk_gp.trained.between import between as between
+    from epk_gp.trained.ntk import NTKKernel as NTKKernel
+    from epk_gp.trained.ntk import ntk as ntk
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
+        "analysis.score_check": "check_scores",
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
@@ -87,6 +91,7 @@ else:
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
         "trained.between": "between",
+        "trained.ntk": "NTKKernel ntk",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
     _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib
