@@ -25,7 +25,7 @@ from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
-from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
@@ -338,7 +338,9 @@ def attribution_kernel(
     """
     if head is not None and function is not None:
         raise ValueError("head and function must not be given together: the function gets what the network returns.")
-    return PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    require_training(trajectory, "an attribution")
+    return kernel
 
 
 def changed_kernel(kernel: PathKernel, **changes: Any) -> PathKernel:
