@@ -72,13 +72,14 @@ def main(
     folder: Annotated[Path, typer.Option(help="Of the CNN's weights and of what was said.")] = FOLDER / ".laplace",
     minutes: Annotated[float, typer.Option(help="Of training, after which no further epoch begins.")] = 20.0,
     environments: Annotated[Path, typer.Option(help="Folder of the library's environment.")] = HERE / ".venvs",
+    stored: Annotated[bool, typer.Option(help="Leave out what laplace-torch has not yet been asked.")] = False,
     quick: Annotated[bool, typer.Option(help="Small problems, without the library, for the tests.")] = False,
 ) -> None:
     """Compute all rows and write them."""
     torch.set_num_threads(1)
     timer, python = Stopwatch(), None if quick else environment(environments / "laplace-torch", PACKAGES)
     folder.mkdir(parents=True, exist_ok=True)
-    rows, epochs = classification(python, folder, minutes, quick)
+    rows, epochs = classification(python, folder, minutes, quick=quick, stored=stored)
     parts = {
         "sine": partial(regression, python, steps=20 if quick else 1000),
         "posteriors": partial(posteriors, python),
@@ -110,7 +111,7 @@ def once(file: Path, compute: Callable[[], Any]) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def classification(python: Path | None, folder: Path, minutes: float, quick: bool) -> tuple[Rows, int]:
+def classification(python: Path | None, folder: Path, minutes: float, *, quick: bool, stored: bool) -> tuple[Rows, int]:
     """Return the rows of the CNN, or of a small network on digits, and the epochs of its training."""
     torch.manual_seed(SEED)
     if quick:
@@ -128,9 +129,9 @@ def classification(python: Path | None, folder: Path, minutes: float, quick: boo
         net, network = fashion_cnn(), folder / "cnn.pt"
         if not network.exists():
             train(net, known.inputs, known.labels, 500, network, minutes)
-        stored = torch.load(network)
-        net.load_state_dict(stored["state"])
-        epochs = stored["epochs"]
+        weights = torch.load(network)
+        net.load_state_dict(weights["state"])
+        epochs = weights["epochs"]
     net.eval()
     sets = {"test": test.inputs, **outside}
     few = {name: X[: FEW if name == "test" else FEW_OUTSIDE] for name, X in sets.items()}
@@ -147,6 +148,8 @@ def classification(python: Path | None, folder: Path, minutes: float, quick: boo
         compute = partial(ours, net, name, settings, known, held_out, asked, quick=quick)
         judged[f"epk_gp of, {name}"] = compute() if quick else once(folder / f"{name}.pt", compute)
     for name, method in METHODS.items() if python else ():
+        if stored and not (folder / f"{name}.pt").exists():
+            continue
         asked = job | {"method": method, "sets": few if isinstance(method, int) else sets}
         judged[f"laplace-torch, {name}"] = once(folder / f"{name}.pt", partial(ask_library, python, asked))
     return [own for name, found in judged.items() for own in judged_rows(name, found, test)], epochs
