@@ -55,7 +55,7 @@ def main(
     rows: Annotated[Path, typer.Option(help="Folder of what is saved.")] = HERE / "attribution" / ".rows",
     environments: Annotated[Path, typer.Option(help="Folder of the peers' environments.")] = HERE / ".venvs",
     subsets: Annotated[int, typer.Option(help="Random halves.")] = 100,
-    removed: Annotated[int, typer.Option(help="Samples that are left out, one at a time.")] = 100,
+    removed: Annotated[int, typer.Option(help="Samples that are left out, one at a time; 0 for none.")] = 100,
     points: Annotated[int, typer.Option(help="Test samples, the first ones.")] = 20,
     runs: Annotated[int, typer.Option(help="Recorded runs over which the derivative is averaged as well.")] = 3,
     networks: Annotated[str, typer.Option(help="Which of dattri's two networks.")] = "logistic mlp",
@@ -66,11 +66,13 @@ def main(
     pythons: Pythons = {name: python_of(environments / name, PACKAGES[name]) for name in ("dattri",)}
     if isinstance(dattri := pythons["dattri"], str):
         raise typer.BadParameter(f"dattri must be installed to judge: {dattri}")
-    judged: Judged = []
+    asked_for = [setting for setting in SETTINGS if setting.network in networks.split()]
+    names = [setting.name for setting in asked_for]
+    before = json.loads(out.read_text())["rows"] if out.is_file() else []
+    judged: Judged = [row for row in before if row["data"] not in names]
     config = {"subsets": subsets, "removed": removed, "points": points, "runs": runs}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for name in networks.split():
-        setting = next(setting for setting in SETTINGS if setting.network == name)
+    for setting in asked_for:
         judged += by_retraining(setting, saved, pythons, dattri, subsets, removed, points, runs)
         judged += by_wrong_labels(setting, saved, pythons, dattri)
         head = provenance(timer) | {"date": datetime.now(UTC).date().isoformat(), "repeats": repeats, "config": config}
@@ -100,8 +102,11 @@ def by_retraining(
     job = {"network": setting.network, "X": data.X, "y": data.y, "X_test": data.X_test, "y_test": data.y_test}
     truths = {
         LDS: _truth(setting, saved, dattri, job, "lds truth", list(range(0, subsets, GROUP)), min(GROUP, subsets)),
-        LOO: _truth(setting, saved, dattri, job, "loo truth", list(range(0, removed, GROUP)), min(GROUP, removed)),
     }
+    if removed:
+        truths[LOO] = _truth(
+            setting, saved, dattri, job, "loo truth", list(range(0, removed, GROUP)), min(GROUP, removed)
+        )
     judged = []
     for judge, truth in truths.items():
         options = {(name, o): s for name, row in found.items() for o, s in row["scores"].items()}
@@ -112,9 +117,9 @@ def by_retraining(
             values = own[best].nan_to_num(0.0)[:points].tolist()
             cost = row["seconds"][best] + retrainings.get(name, 0.0)
             error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            note = f"± {error:.3f} over {len(values)} test images" + (
-                f"; {best}, the best of its options" if best else ""
-            )
+            trained = f"{subsets} halves" if judge == LDS else f"{removed} networks without one image"
+            note = f"± {error:.3f} over {len(values)} test images; {trained}"
+            note += f"; {best}, the best of its options" if best else ""
             judged.append(_row(name, judge, setting.name, mean(values), cost, note))
     return judged
 
