@@ -71,7 +71,7 @@ def main(
     names = [setting.name for setting in asked_for]
     before = json.loads(out.read_text())["rows"] if out.is_file() else []
     judged: Judged = [row for row in before if row["data"] not in names]
-    config = {"subsets": subsets, "removed": removed, "points": points, "runs": runs}
+    config = {"points": points, "runs": runs}
     out.parent.mkdir(parents=True, exist_ok=True)
     for setting in asked_for:
         judged += by_retraining(setting, saved, pythons, dattri, subsets, removed, points, runs)
