@@ -1,8 +1,8 @@
 """Labels: which ones of the training points are suspicious, and which points of a pool to label next."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Unpack
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Float, Int, Int64, Shaped
@@ -10,13 +10,14 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
-from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
+from epk_gp.core.show import SHOWN_ROWS, Summary, Table, Tabular, columns_note, number
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
 from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.gram.sketch import is_one_state
 from epk_gp.quadrature.rules import WeightPath, straight
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
@@ -27,7 +28,7 @@ NUM_REFERENCE = 4000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabelErrors(Displayed):
+class LabelErrors(Tabular):
     """How suspicious the label of each of M training points is.
 
     Attributes:
@@ -41,7 +42,8 @@ class LabelErrors(Displayed):
         log_probability: Logarithm of the probability of the point's label, by the softmax of that prediction.
         predicted: The class that it expects, of which the label may be an error.
         aum: Area under the margin (Pleiss et al. 2020): the network's logit of the point's label minus the largest
-            other one, on average over the run. Small or negative where the network fits the label late.
+            other one, on average over the run. Small or negative where the network fits the label late. Of a network
+            that was not recorded it is the margin at its weights, which no rank is taken of.
     """
 
     indices: Int64[Tensor, " M"]
@@ -55,6 +57,14 @@ class LabelErrors(Displayed):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _frame(self) -> tuple[Any, ...]:
+        order = self.scores.argsort(descending=True, stable=True)  # worst first
+        names = ("scores", "margin", "own_label", "log_probability", "aum", "predicted")
+        terms: dict[str, Any] = {name: getattr(self, name)[order] for name in names}
+        if "output" in self._labels:  # names of the classes
+            terms["predicted"] = [self._labels["output"][c] for c in terms["predicted"].tolist()]
+        return {"sample": self.indices.cpu()}, terms, ()
 
     def _summary(self) -> Summary:
         columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
@@ -84,7 +94,8 @@ def label_errors(
     averaged.
 
     Args:
-        trajectory: Run of a classifier, trained on class labels with cross entropy.
+        trajectory: Run of a classifier, trained on class labels with cross entropy; or that of a network that was not
+            recorded, `UncertainClassifier.of(model, X, y).trajectory`, which has no path: the process judges alone.
         nodes: As in `UncertainClassifier`.
         features: As in `UncertainClassifier`.
         inputs_kernel: As in `UncertainClassifier`.
@@ -109,7 +120,8 @@ def label_errors(
         mean, _ = process.leave_one_out()
         log_p = (mean * most_likely_temperature(mean, own)).log_softmax(1).gather(1, own[:, None])[:, 0]
         aum = area_under_margin(trajectory, trajectory.inputs[judged], own)
-    ranks = torch.from_numpy(rankdata(torch.stack([log_p, aum.to(log_p)]).cpu().numpy(), axis=1)).to(log_p)
+    second = log_p if is_one_state(trajectory) else aum.to(log_p)  # fitted labels have large margins at the end
+    ranks = torch.from_numpy(rankdata(torch.stack([log_p, second]).cpu().numpy(), axis=1)).to(log_p)
     suspicion = 1 - ((ranks[0] - 0.5) / len(log_p) + (ranks[1] - 0.5) / len(log_p)) / 2
     return LabelErrors(
         indices=judged[suspicion.argsort(descending=True, stable=True)],
@@ -154,7 +166,7 @@ def margins(values: Float[Tensor, "n C"], labels: Int64[Tensor, " n"]) -> Float[
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class NextToLabel(Displayed):
+class NextToLabel(Tabular):
     """Points of a pool to label next, in the order in which they are chosen.
 
     Attributes:
@@ -172,6 +184,9 @@ class NextToLabel(Displayed):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _frame(self) -> tuple[Any, ...]:
+        return {"point": self.indices.cpu()}, {f.name: getattr(self, f.name) for f in fields(self)[1:]}, ()
 
     def _summary(self) -> Summary:
         columns = ("", "promised gain", "variance removed", "probability of a mistake")

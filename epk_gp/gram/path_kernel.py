@@ -167,10 +167,8 @@ class PathKernel:
             is_per_class: Only pairs of equal classes are wanted.
             is_traced: Only their sum is wanted.
         """
-        etas = _parse_step_weights(self.trajectory, self.step_weights)
-        return PlannedKernel(
-            self.trajectory, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced
-        )
+        run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
+        return PlannedKernel(run, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced)
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
         """Return inputs as one tensor.
@@ -237,6 +235,19 @@ def require_recorded(trajectory: Trajectory) -> None:
             "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
             "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
             "epk_gp.attribute or epk_gp.reconstruct."
+        )
+
+
+def require_training(trajectory: Trajectory, caller: str) -> None:
+    """Raise if no training made the steps of a run: those of one network (`tangent_trajectory`), or of some nodes.
+
+    Raises:
+        ValueError: None made them.
+    """
+    if trajectory.update_rule.startswith("none ("):
+        raise ValueError(
+            f"{caller} needs the recorded steps of a training: this run has the states of a network, and nothing says "
+            "how it came there. Record the training with epk_gp.Recorder, or see epk_gp.between for its checkpoints."
         )
 
 

@@ -193,7 +193,9 @@ def test_heads_that_are_not_what_their_names_say_are_not_claimed(rows):
     net.attn = Scaled(8, 2)
     X = torch.randint(7, (4, 5))
     net = net.double()
-    split = epk.between(net, moved(net), X)
+    with torch.no_grad():
+        net.attn.c_proj.weight.zero_()  # as some initialise it: nothing would be seen at these weights
+    split = epk.between(net, moved(net, 0.0), X)
     with pytest.raises(ValueError, match="heads must be known: none were found"):
         split.by_head()
     with pytest.raises(ValueError, match="heads must divide a trained parameter"):
@@ -209,6 +211,19 @@ def test_numbers_of_a_text_are_split_as_outputs_are(texts):
     z = [outputs_at(net, state, X) for state in (states[0], states[-1])]
     expected = (z[1] - z[0])[:, 2] - (z[1] - z[0])[:, 5]
     torch.testing.assert_close(split.by_module().values.sum(dim=2)[:, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_the_head_is_that_of_the_loss_of_the_data_or_what_is_asked_for(rows):
+    """Without data logits; cross entropy, the default loss, has log-probabilities; both can be named."""
+    net, states, X, y = rows
+    z = outputs_at(net, states[-1], X[:3])
+    log_p = torch.log_softmax(z, dim=1)
+    heads = {None: z, "logits": z, "log_softmax": log_p}
+    for head, expected in heads.items():
+        torch.testing.assert_close(epk.between(net, states, X[:3], head=head).network, expected)
+    data = {"data": (X, y), "lr": 0.1}
+    torch.testing.assert_close(epk.between(net, states, X[:3], **data).network, log_p)
+    torch.testing.assert_close(epk.between(net, states, X[:3], head="logits", **data).network, z)
 
 
 def test_outputs_are_computed_some_at_a_time_where_memory_is_small():
