@@ -71,7 +71,7 @@ def augmented(X: Tensor) -> Tensor:
     return padded[torch.arange(n)[:, None, None], 0, rows[:, :, None], columns[:, None, :]][:, None]
 
 
-def trained(X: Tensor, y: Tensor, num_classes: int, epochs: int, seed: int) -> nn.Module:
+def trained(X: Tensor, y: Tensor, num_classes: int, epochs: int, seed: int) -> LeNet:
     """Train as OpenOOD's baseline does: SGD with Nesterov's momentum, and a cosine that ends near 0."""
     torch.manual_seed(seed)
     net = LeNet(num_classes)
@@ -85,6 +85,23 @@ def trained(X: Tensor, y: Tensor, num_classes: int, epochs: int, seed: int) -> n
             optimizer.step()
             schedule.step()
     return net.eval()
+
+
+def network_of(
+    number: int, train: tuple[Tensor, Tensor], num_classes: int, epochs: int, folder: Path | None
+) -> tuple[LeNet, float]:
+    """Return the network of a split and the seconds of its training; one that the folder has is not trained again."""
+    file = folder and folder / f"split_{number}_epochs_{epochs}.pt"
+    if file is None or not file.exists():
+        with Seconds() as seconds:
+            net = trained(*train, num_classes, epochs, seed=number)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"weights": net.state_dict(), "seconds": seconds.value}, file)
+        return net, seconds.value
+    stored, net = torch.load(file, weights_only=True), LeNet(num_classes)
+    net.load_state_dict(stored["weights"])
+    return net.eval(), stored["seconds"]
 
 
 def our_scores(net: nn.Module, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], X: Tensor) -> dict:
@@ -116,6 +133,7 @@ def main(
     splits: Annotated[int, typer.Option(help="Networks, each on digits of its own.")] = len(KNOWN),
     library: Annotated[bool, typer.Option(help="Whether pytorch-ood's detectors run.")] = True,
     environments: Annotated[Path, typer.Option(help="Folder of the library's environment.")] = HERE / ".venvs",
+    networks: Annotated[Path | None, typer.Option(help="Folder where trained networks are kept.")] = None,
     small: Annotated[bool, typer.Option(help="scikit-learn's digits, for the tests.")] = False,
 ) -> None:
     """Train, score, and write the rows."""
@@ -127,9 +145,8 @@ def main(
         (X, y, _), (X_test, y_test, unknown) = (split(data, known) for data in files)
         held_out = min(NUM_VALIDATION, len(X) // 4)
         train, validation = (X[:-held_out], y[:-held_out]), (X[-held_out:], y[-held_out:])
-        with Seconds() as seconds:
-            net = trained(*train, len(known), epochs, seed=number)
-        training.append(seconds.value)
+        net, seconds = network_of(number, train, len(known), epochs, networks)
+        training.append(seconds)
         asked = torch.cat([X_test, unknown])
         is_unknown = torch.arange(len(asked)) >= len(X_test)
         with torch.no_grad():
