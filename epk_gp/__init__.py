@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
     from epk_gp.storage.writer import Storage as Storage
+    from epk_gp.trained.between import between as between
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
@@ -85,6 +86,7 @@ else:
         "storage.rows": "Stream",
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
+        "trained.between": "between",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
     _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib

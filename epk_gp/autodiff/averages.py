@@ -252,7 +252,10 @@ def quotient_slope(call: Callable[[Tensor], Tensor], x: Ends, y: Ends, limit: Te
 
 
 class Exponentials:
-    """Exponentials and their sums of numbers of which some may be -inf at both ends.
+    """Shares of exponentials in their sums, of numbers of which some may be -inf at both ends.
+
+    No number is large, however far the sums at both ends are from each other: each end is shifted by its own largest
+    number, and all multipliers are at most 1, since the logarithmic mean is concave.
 
     Args:
         x: The numbers at both ends.
@@ -260,35 +263,36 @@ class Exponentials:
     """
 
     def __init__(self, x: Ends, dim: int) -> None:
-        largest = [value.amax(dim, keepdim=True) for value in x]
-        shift = torch.maximum(*largest)
-        self.shift = shift.masked_fill(shift == -torch.inf, 0.0)
-        self.exps: Ends = ((x[0] - self.shift).exp_(), (x[1] - self.shift).exp_())
-        # sums of nothing are 1, so that shares of nothing are 0
-        first, last = (
-            value.sum(dim, keepdim=True).masked_fill_(most == -torch.inf, 1.0)
-            for value, most in zip(self.exps, largest, strict=True)
-        )
-        self.sums: Ends = first, last
-        self.slopes = log_mean(*self.exps, x[1] - x[0])
-        self.dim = dim
+        (p0, log0), (p1, log1) = (_shares(value, dim) for value in x)
+        self.dim, self.change, self.change_of_logs = dim, x[1] - x[0], log1 - log0
+        self.shares, self.logs = (p0, p1), (log0, log1)
+        largest = torch.maximum(log0, log1)
+        a0, a1 = (log0 - largest).exp_(), (log1 - largest).exp_()
+        self.weights = log_mean(p0 * a0, p1 * a1, self.change).div_(log_mean(a0, a1, self.change_of_logs))
 
     def softmax(self) -> tuple[Ends, Pull]:
-        """Return the shares at both ends."""
-        (e0, e1), (S0, S1), slopes, dim = self.exps, self.sums, self.slopes, self.dim
-        middle, inverse, square = _mean((e0, e1)), 0.5 / S0 + 0.5 / S1, S0 * S1
+        """Return the shares at both ends: the exponentials of their logarithms."""
+        slopes, weights, dim = log_mean(*self.shares, self.change - self.change_of_logs), self.weights, self.dim
 
         def pull(grad: Tensor) -> Tensor:
-            inner = (grad * middle).sum(dim, keepdim=True).div_(square)
-            return (grad * inverse).sub_(inner).mul_(slopes)
+            inner = grad * slopes
+            return inner.sub_(weights * inner.sum(dim, keepdim=True))
 
-        return (e0.div_(S0), e1.div_(S1)), pull
+        return self.shares, pull
 
     def log_sum(self) -> tuple[Ends, Tensor]:
         """Return the logarithms of the sums at both ends, and the averages of their derivatives."""
-        logs = self.sums[0].log(), self.sums[1].log()
-        weights = self.slopes / log_mean(*self.sums, logs[1] - logs[0])
-        return (logs[0] + self.shift, logs[1] + self.shift), weights
+        return self.logs, self.weights
+
+
+def _shares(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the softmax, and the logarithm of the sum; of nothing but -inf these are 0."""
+    largest = x.amax(dim, keepdim=True)
+    is_empty = largest == -torch.inf
+    largest = largest.masked_fill(is_empty, 0.0)
+    exps = (x - largest).exp_()
+    sums = exps.sum(dim, keepdim=True).masked_fill_(is_empty, 1.0)
+    return exps.div_(sums), sums.log_().add_(largest)
 
 
 def log_softmax(x: Ends, dim: int) -> tuple[Ends, Pull]:

@@ -234,6 +234,10 @@ class LayerJacobian(LeftFactor):
         some = {n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
         return replace(self, **some)
 
+    def of_output(self: L, k: int) -> L:
+        """Return the gradients of one output, where the representation holds those of each."""
+        return replace(self, **{n: getattr(self, n)[k : k + 1] for n, dim in self.point_dims.items() if dim})
+
     def concat_rows(self: L, others: Sequence["LayerJacobian"]) -> L:
         """Append other points' Jacobians of the same layer."""
         parts = [self, *(expect_representation(type(self), other) for other in others)]

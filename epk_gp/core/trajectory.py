@@ -179,7 +179,8 @@ class Trajectory(Displayed):
             state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
-                state[name] = tuple(value.clone() for value in state[name])
+                clones = {id(value): value.clone() for value in state[name]}  # one state that comes again stays one
+                state[name] = tuple(clones[id(value)] for value in state[name])
         if isinstance(self.updates, tuple):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(step.map(Tensor.clone) for step in self.steps)

@@ -218,13 +218,8 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
     """
     if not is_array(X):
         return parse_inputs(trajectory, X, name)  # type: ignore[arg-type]  # checked there
-    try:
-        points = as_tensor(np.asarray(X), device=trajectory.device)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
+    points = as_numbers(X, name).to(trajectory.device)
     kind, shape = trajectory.inputs.dtype, trajectory.input_shape
-    if points.is_complex():
-        raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
     if kind.is_floating_point:
         points = points.to(kind)
     elif not points.is_floating_point() or bool((points == points.round()).all()):
@@ -239,6 +234,21 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
     if points.ndim == 2 and len(shape) > 1 and points.shape[1] == torch.Size(shape).numel():
         points = points.reshape(-1, *shape)
     return parse_inputs(trajectory, points, name)
+
+
+def as_numbers(X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
+    """Return an array, a list of rows or a data frame as a tensor.
+
+    Raises:
+        TypeError: It holds something else than real numbers.
+    """
+    try:
+        points = as_tensor(np.asarray(X))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
+    if points.is_complex():
+        raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
+    return points
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
@@ -278,24 +288,35 @@ def class_labels(
         TypeError: The labels are no whole numbers, where classes have no names.
         ValueError: There is not one label for each point, or a label is no class of the network.
     """
-    if classes is None:
+    names = None if classes is None else class_names(classes, trajectory.num_outputs)
+    labels = as_labels(y, names, name)
+    validate_labels(labels, count, trajectory.num_outputs, name=name)
+    return labels.to(device=trajectory.device, dtype=torch.int64)
+
+
+def as_labels(y: object, names: Shaped[np.ndarray, " C"] | None, name: str = "y") -> Shaped[Tensor, "..."]:
+    """Return labels as a tensor, by names of classes as their numbers.
+
+    Raises:
+        TypeError: The labels are no numbers, where classes have no names.
+        ValueError: A label is no name.
+    """
+    if names is None:
         try:
-            labels = y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
+            return y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
                 "UncertainClassifier(..., classes=...) if classes have names."
             ) from error
-        validate_labels(labels, count, trajectory.num_outputs, name=name)
-        return labels.to(device=trajectory.device, dtype=torch.int64)
-    index = {value: c for c, value in enumerate(class_names(classes, trajectory.num_outputs).tolist())}
+    index = {value: c for c, value in enumerate(names.tolist())}
     given = (y.cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)).tolist()
-    if not isinstance(given, list) or len(given) != count:
-        raise ValueError(f"{name} must have one entry per point: got shape {np.shape(given)} for {count} points.")
-    unknown = [value for value in given if isinstance(value, list) or value not in index]
+    listed = given if isinstance(given, list) else [given]
+    unknown = [value for value in listed if isinstance(value, list) or value not in index]
     if unknown:
         raise ValueError(f"{name} must hold classes of the network, {list(index)}: got {unknown[0]!r}.")
-    return torch.tensor([index[value] for value in given], dtype=torch.int64, device=trajectory.device)
+    numbers = torch.tensor([index[value] for value in listed], dtype=torch.int64)
+    return numbers if isinstance(given, list) else numbers[0]
 
 
 def is_array(X: object) -> bool:

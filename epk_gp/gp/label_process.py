@@ -21,7 +21,7 @@ from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gp.data import float_inputs, label_values
 from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.path_features import trace_sketch
-from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory
+from epk_gp.gram.sketch import NUM_NODES, PathSketch, is_one_state, nodes_trajectory
 from epk_gp.quadrature.rules import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
@@ -397,7 +397,7 @@ class LabelSettings:
 
     Attributes:
         nodes: Nodes of the path that stand for all its steps; None for 20, or for as many more as outputs need, up to
-            256: at each node one combination of them is taken.
+            256: at each node one combination of them is taken. Of a run of one state as many as there are outputs.
         features: Sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up to 5000
             conditioning points where the matrix takes at most 10^13 multiplications, and 4096 features else.
         inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
@@ -431,8 +431,10 @@ class LabelSettings:
         if self.inputs_kernel not in ("rbf", None):
             raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
 
-    def num_nodes(self, num_outputs: int) -> int:
+    def num_nodes(self, num_outputs: int, *, is_one_state: bool = False) -> int:
         """Return the number of nodes for a network with C outputs."""
+        if self.nodes is None and is_one_state:
+            return min(num_outputs, MAX_NODES)
         return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else self.nodes
 
     def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
@@ -455,7 +457,8 @@ def fit_labels(
         points: Indices of the N training points to condition on; on the device that computes.
         options: How it is computed.
     """
-    nodes = nodes_trajectory(trajectory, settings.num_nodes(trajectory.num_outputs), path=settings.path)
+    count = settings.num_nodes(trajectory.num_outputs, is_one_state=is_one_state(trajectory))
+    nodes = nodes_trajectory(trajectory, count, path=settings.path)
     own = points.to(trajectory.device)
     X = trajectory.inputs[own].to(points.device)
     values, mean = label_values(trajectory, own)

@@ -14,7 +14,8 @@ from safetensors.torch import save
 from sklearn.base import BaseEstimator, ClassifierMixin
 from torch import Tensor, nn
 
-from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, validate_count
+from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, validate_count, validate_labels
+from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
 from epk_gp.core.step import Step, content_key, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
@@ -23,12 +24,16 @@ from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, La
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_likely_temperature, stack_logits
+from epk_gp.gram.sketch import is_one_state
+from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
 from epk_gp.storage import files
+from epk_gp.storage.rows import TrainingInputs, map_data
 from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
+from epk_gp.trained.network import as_trajectory
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
@@ -79,12 +84,16 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     as the network takes them, and results are tensors then, or arrays with a row per point, and results are arrays.
     `fit` takes validation points, which neither the network nor a choice about it has seen.
 
+    Of a network that was trained without a recorder, `UncertainClassifier.of(model, X, y).fit(X_val, y_val)` is the
+    same with the kernel of its last weights in place of the path's.
+
     The process is computed on the device of the validation points; results are on that of the points.
 
     Args:
         trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
         nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.sketch.nodes_trajectory`), at best no
-            fewer than outputs; None for 20, or for as many as there are outputs, up to 256.
+            fewer than outputs; None for 20, or for as many as there are outputs, up to 256. At each node one
+            combination of the outputs is taken; of one state None takes each output, and 1 costs least.
         features: Sketched features of each point; "exact" for none; None decides as said above.
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
         points: Indices of the training points to condition on; all by default.
@@ -140,12 +149,57 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ComputeOptions(memory_budget, progress, executor=executor)  # raises where they cannot be used
         self._cache = BlockCache(_CACHE_BYTES)
 
-    def fit(self, X: object, y: object) -> "UncertainClassifier":
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        X: TrainingInputs,
+        y: object = None,
+        *,
+        output: Callable[[Any], Tensor] | None = None,
+        classes: Sequence[Any] | np.ndarray | None = None,
+        **settings: Any,
+    ) -> "UncertainClassifier":
+        """Return the classifier of a network that was trained without a recorder, with its tangent kernel.
+
+            judged = UncertainClassifier.of(model, train_loader).fit(validation_loader)
+
+        The kernel is that of the weights as they are, J(x) J(x')^T, in place of the path's: the run that it stands for
+        is one step of length zero at them (`tangent_trajectory`). All scores are defined as for a recorded run. What
+        each sample contributed, and what would change without it, needs one.
+
+        Args:
+            model: A trained classifier, which is copied and taken in evaluation mode. Its weights are the parameters
+                that require gradients: those of the last layer alone cost least.
+            X: Its N training inputs, as `epk_gp.Recorder` takes them, data sets and loaders too; or a data frame.
+            y: Their classes; None where X is a data set whose items hold them.
+            output: Takes the logits (n, C) from what the network returns, where that is something else.
+            classes: Names of the classes, in the order of the outputs.
+            settings: Other arguments of `UncertainClassifier`.
+
+        Returns:
+            The classifier, to be fitted on validation points.
+
+        Raises:
+            TypeError, ValueError: Network and data do not fit, or a setting cannot be used.
+        """
+        weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        if weight is not None and gp_data.is_array(X):
+            X = gp_data.float_inputs(gp_data.as_numbers(X), weight.dtype).to(weight.device)
+        if not isinstance(y, str | None):
+            names = None if classes is None else gp_data.class_names(classes, len(np.asarray(classes)))
+            y = gp_data.as_labels(y, names)
+            validate_labels(y, len(y), name="y")
+            y = y.to(None if weight is None else weight.device)
+        run = as_trajectory(model, X, y, loss=CrossEntropy(), output=output)
+        return cls(tangent_trajectory(run), classes=classes, **settings)
+
+    def fit(self, X: object, y: object = None) -> "UncertainClassifier":
         """Condition the process on the training labels, and weigh it against the network on validation points.
 
         Args:
-            X: n validation points, at least 20, drawn as the points that will be asked about.
-            y: Their classes.
+            X: n validation points, at least 20, drawn as the points that will be asked about; or a data set or loader.
+            y: Their classes; None where X is a data set whose items hold them.
 
         Raises:
             TypeError: Points, labels or names of classes are of the wrong kind.
@@ -154,6 +208,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 read from a file, which holds no training data.
         """
         trajectory = self.trajectory
+        if y is None and (rows := map_data(X, None, None)) is not None:
+            X, y = rows.mapped()
         points, own = gp_data.labelled_points(trajectory, self.points, "UncertainClassifier")
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
         held_out = gp_data.class_inputs(trajectory, X)
@@ -275,8 +331,9 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         kernel, nodes, model = process.kernel, process.kernel.nodes, trajectory.model
         probes, statistics = trajectory.inputs[:NUM_FINGERPRINT_POINTS], nodes.statistics
         first_statistics = None if statistics is None else statistics[0]
+        num_states = 1 if is_one_state(nodes) else len(nodes.states)
         tensors = {
-            "states": torch.stack([nodes.states[s] for s in range(len(nodes.states))]),
+            "states": torch.stack([nodes.states[s] for s in range(num_states)]),
             "probe_inputs": probes,
             "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
             "probe": fingerprint_outputs(model, nodes.states[0], probes, first_statistics),
@@ -287,7 +344,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "posterior": self._said(probes),
         }
         if statistics is not None:
-            tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
+            tensors["statistics"] = torch.stack([statistics[s] for s in range(num_states)])
         if isinstance(kernel, LabelKernel):
             tensors |= {"inputs": process.training, "process_targets": process.targets}
         tensors |= {f"constant.{name}": value for name, value in model.frozen_state().items()}
@@ -346,10 +403,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             probes = {**data, "inputs": data["probe_inputs"]}
         model = recorded_model(header, probes, net, output)
         with _damage_named(folder):
-            nodes = _read_nodes(description, header, data, model)
             of_settings = dict(description.settings)
             every = of_settings.pop("chords_every")
             settings = LabelSettings(**of_settings, path=chords(every))
+            nodes = _read_nodes(description, header, data, model, settings)
             classifier = cls(nodes, classes=description.classes, **vars(settings))
             classifier._fitted = _Fitted(nodes, settings, description.classes)
             classifier.process_ = _read_process(description.process, data, nodes, settings.seed)
@@ -500,10 +557,18 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
 
 
 def _read_nodes(
-    description: _Description, header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel
+    description: _Description,
+    header: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    model: FunctionalModel,
+    settings: LabelSettings,
 ) -> Trajectory:
     """Build the run of nodes; its training data are a few points, by which the network is recognised."""
     states, length = tuple(data["states"]), description.step_size
+    statistics = tuple(data["statistics"]) if "statistics" in data else None
+    if len(states) == 1:  # which all nodes share
+        count = 1 + settings.num_nodes(header["num_outputs"], is_one_state=True)
+        states, statistics = states * count, None if statistics is None else statistics * count
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
     trajectory = gp_data.NodesWithoutData(
         model=model,
@@ -517,7 +582,7 @@ def _read_nodes(
         num_outputs=header["num_outputs"],
         digest=description.digest,
         data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
-        statistics=tuple(data["statistics"]) if "statistics" in data else None,
+        statistics=statistics,
     )
     validate_forward_function(trajectory, data["probe"])
     return trajectory

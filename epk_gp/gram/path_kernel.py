@@ -240,6 +240,19 @@ def require_recorded(trajectory: Trajectory) -> None:
         )
 
 
+def require_training(trajectory: Trajectory, caller: str) -> None:
+    """Raise if no training made the steps of a run: those of one network (`tangent_trajectory`), or of some nodes.
+
+    Raises:
+        ValueError: None made them.
+    """
+    if trajectory.update_rule.startswith("none ("):
+        raise ValueError(
+            f"{caller} needs the recorded steps of a training: this run has the states of a network, and nothing says "
+            "how it came there. Record the training with epk_gp.Recorder, or split the change between checkpoints."
+        )
+
+
 def require_gradients_of_rows(model: FunctionalModel) -> None:
     """Raise if the gradient of a point's outputs depends on the points that are evaluated beside it.
 

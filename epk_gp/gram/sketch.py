@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -30,6 +30,7 @@ from epk_gp.quadrature.rules import WeightPath, path_identity, require_integrabl
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
+_SHARED_NUMBERS = 1 << 20  # outputs whose gradients take no more numbers a point share a pass over the network
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
 
 
@@ -44,7 +45,7 @@ def nodes_trajectory(
         K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
 
     Evaluate it with `left_endpoint()`, which takes each step at its start; then training and test copies are the same.
-    Its last state is the trained network.
+    Its last state is the trained network. All nodes of a run of one state (`tangent_trajectory`) are that state.
 
     Args:
         trajectory: The run, with S steps.
@@ -76,8 +77,10 @@ def nodes_trajectory(
             f"parameter group, sum to {ends[-1]}. Record with a group first that learns."
         )
     along = None if is_train else path
-    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]
-    states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
+    last = flat_state(trajectory, trajectory.num_steps, trajectory.states[0])
+    states = [last] * (nodes + 1)
+    if not is_one_state(trajectory):
+        states[:-1] = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]
     name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
     name += "".join(f" along {own!r}" for own in path_identity(path))
     return run_of_states(trajectory, states, ends[-1] / nodes, _RULE.format(nodes), name.encode())
@@ -88,10 +91,12 @@ def run_of_states(
 ) -> Trajectory:
     """Return a run whose steps go from state to state of the weights, each of the same length on all points."""
     sizes, P, S = trajectory.model.sizes, trajectory.num_weights, len(states) - 1
+    cut = {id(state): (state[:P], state[P:]) for state in states}  # one state that comes again stays one tensor
+    weights, statistics = zip(*(cut[id(state)] for state in states), strict=True)
     return replace(
         trajectory,
-        states=tuple(state[:P] for state in states),
-        statistics=None if trajectory.statistics is None else tuple(state[P:] for state in states),
+        states=weights,
+        statistics=None if trajectory.statistics is None else statistics,
         updates=(stack_coefficients([LinearStep(lr=lr)] * len(sizes), sizes),) * S,
         steps=tuple(Step(index=j, lr=lr, batch=None) for j in range(S)),
         update_rule=update_rule,
@@ -99,6 +104,12 @@ def run_of_states(
         digests=(),
         live=None,
     )
+
+
+def is_one_state(trajectory: Trajectory) -> bool:
+    """Return whether a run stays at one state of the weights, as the run of a network that was not recorded does."""
+    states = trajectory.states
+    return isinstance(states, tuple) and all(state is states[0] for state in states)
 
 
 def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:
@@ -126,9 +137,9 @@ class NodeSketch:
 
     Attributes:
         net: The network with its plan.
-        states: The weights at the n nodes, and statistics behind them.
+        states: The weights at the n nodes, and statistics behind them; one for all nodes of a run of one state.
         head: Whether f is the logits or their log-softmax.
-        coefficients: Of the outputs in the gradient at each node.
+        coefficients: Of the outputs in the gradients at each state.
         num_features: k.
         key: What the sketches are drawn from.
     """
@@ -136,7 +147,7 @@ class NodeSketch:
     net: PlannedModel
     states: tuple[Float[Tensor, " PQ"], ...]
     head: Head
-    coefficients: Float[Tensor, "nodes C"]
+    coefficients: Float[Tensor, "states K C"]
     num_features: int
     key: tuple[object, ...]
 
@@ -144,30 +155,38 @@ class NodeSketch:
         """Compute the features of several blocks of points."""
         parts = []
         for rows in X.split(self.block_rows(X)):
-            total = FeatureSum(1, len(rows), self.num_features, self.states[0])
-            for node, jacobians in enumerate(self.jacobians(rows, self._sketching)):
-                for layer, jacobian in enumerate(jacobians):
-                    jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
+            total, node = FeatureSum(1, len(rows), self.num_features, self.states[0]), 0
+            for K, jacobians in self.jacobians(rows, self._sketching):
+                for k, (layer, jacobian) in product(range(K), enumerate(jacobians)):
+                    generator = seeded_generator(*self.key, self.num_features, layer, node + k)
+                    jacobian.of_output(k).sketch(total, 1.0, generator)
+                node += K
             parts.append(total.result()[0])
         return torch.cat(parts)
 
     def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Return the number of points of a block, which depends on the network alone."""
-        jacobians = next(self.jacobians(X[:1], self._sketching))
+        _, jacobians = next(self.jacobians(X[:1], self._sketching))
         per_point = sum(jacobian.nbytes for jacobian in jacobians) + 2 * max(jacobian.nbytes for jacobian in jacobians)
         return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, 1))
 
     def product_rows(self, X: Shaped[Tensor, "n ..."], budget: int) -> int:
         """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
-        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
+        _, jacobians = next(self.jacobians(X[:1], _PRODUCTS))
         by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
         by_pairs = (budget / 2 / (3 * self.net.itemsize)) ** 0.5  # three blocks, in half of the budget
         return max(1, min(by_points, int(by_pairs)))
 
-    def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[list[LayerJacobian]]:
-        """Compute the layer Jacobians of the combined outputs, node by node, times the root of its length."""
-        for state, v in zip(self.states, self.coefficients, strict=True):
-            yield layer_jacobians(self.net, WeightLocation(state), X, combined_outputs(self.head, v[None]), cost)
+    def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[tuple[int, list[LayerJacobian]]]:
+        """Compute the layer Jacobians of the combined outputs, node by node, times the root of its length.
+
+        Yields the number K of nodes that share a state and a pass, and their Jacobians, as of K outputs.
+        """
+        size = max(1, _SHARED_NUMBERS // self.net.model.num_weights)
+        for state, nodes in zip(self.states, self.coefficients, strict=True):
+            for V in nodes.split(size):
+                at = WeightLocation(state)
+                yield len(V), layer_jacobians(self.net, at, X, combined_outputs(self.head, V), cost)
 
     @property
     def _sketching(self) -> ContractionCost:
@@ -178,7 +197,8 @@ Parts = list[tuple[NodeSketch, Int64[Tensor, " _"]]]  # some points of one copy 
 
 
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
-    return torch.stack([jacobian.pointwise_products(jacobian)[:, 0, 0] for jacobian in jacobians]).sum(0)
+    products = (jacobian.pointwise_products(jacobian) for jacobian in jacobians)
+    return torch.stack([own.diagonal(dim1=1, dim2=2).sum(1) for own in products]).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,14 +292,15 @@ class PathSketch:
         """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
         while True:
             with planned(self.trajectory, X) as net:
-                jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
+                _, jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
                 return len(self.coefficients) * sum(own.multiplications_per_pair for own in jacobians)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
         reference = _reference(net)
-        states = tuple(flat_state(run, s, reference) for s in range(run.num_steps))
+        states = tuple(flat_state(run, s, reference) for s in range(1 if is_one_state(run) else run.num_steps))
         coefficients = (run.step_sizes.sqrt()[:, None] * self.coefficients).to(reference)
+        coefficients = coefficients.view(len(states), -1, run.num_outputs)
         return NodeSketch(net, states, self.head, coefficients, self.num_features, (self.seed, self.run.digest))
 
     def parts(self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]) -> Parts:
@@ -373,11 +394,12 @@ class ProductWork(RunWork):
         (left, n), (right, m) = (side[number] for side, number in zip(self.sides, place, strict=True))
         is_symmetric, X = self.a is self.b and place[0] == place[1], self.a.X[n]
         Y = X if is_symmetric else self.b.X[m]
-        total = GramAccumulator((1, len(X), len(Y)), left.states[0], is_symmetric)
+        K = left.coefficients.shape[1]
+        total = GramAccumulator((1, len(X), len(Y)), left.states[0], is_symmetric, K if K > 1 else 0)
         left_squares, right_squares = left.states[0].new_zeros(len(X)), left.states[0].new_zeros(len(Y))
         others = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
-        for of_x in left.jacobians(X, _PRODUCTS):
-            of_y = of_x if others is None else next(others)
+        for _, of_x in left.jacobians(X, _PRODUCTS):
+            of_y = of_x if others is None else next(others)[1]
             total.add_steps([of_x], [of_y], [1.0])
             left_squares += _square_lengths(of_x)
             if not is_symmetric:
@@ -414,12 +436,14 @@ class ProductWork(RunWork):
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes C"]:
-    """Return signs of the outputs at each node whose average of v v^T is I.
+    """Return coefficients of the outputs at each node, signs as a rule, whose average of v v^T is I.
 
     They are the rows of a Hadamard matrix in turn, restricted to C columns whose signs are drawn: the average over all
     rows is I exactly, and that of any one row over all draws.
     """
     C, count = run.num_outputs, run.num_steps
+    if count == C and is_one_state(run):  # one node for each output
+        return C**0.5 * torch.eye(C, dtype=torch.float64)
     H = hadamard_matrix(hadamard_order(C, count)).to(torch.float64)
     signs = draw_signs(C, seeded_generator(seed, run.digest, "outputs"), H)
     return H[torch.arange(count) % len(H), :C] * signs

@@ -25,7 +25,7 @@ from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
-from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
@@ -311,8 +311,12 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
         trajectory: The run.
         X: Inputs, of which the first is tried on the first step.
     """
-    if trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X):
-        return straight()
+    is_small = trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X)
+    return straight() if is_small else averaged_path(trajectory, X)
+
+
+def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
+    """Return `layerwise()` for a network that it can average, else `straight()`. Arguments: as `default_path`."""
     with planned(trajectory, X) as net:
         if not net.plan.supports_interpolation:
             return straight()
@@ -334,7 +338,9 @@ def attribution_kernel(
     """
     if head is not None and function is not None:
         raise ValueError("head and function must not be given together: the function gets what the network returns.")
-    return PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    require_training(trajectory, "an attribution")
+    return kernel
 
 
 def _changed(kernel: PathKernel, **changes: Any) -> PathKernel:

@@ -19,7 +19,7 @@ from epk_gp.core.plans import integration_points, panel_points
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
-from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.axes import PointsTable
 from epk_gp.kernel_machine.certificate import (
@@ -197,6 +197,7 @@ def reconstruct(
     """
     parsed = parse_options("reconstruct", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
+    require_training(trajectory, "epk_gp.reconstruct")
     require_integrable(path, "reconstruct")
     X = kernel.parse_inputs(X)
     while True:

@@ -30,6 +30,7 @@ from epk_gp.core.trajectory import (
     validate_trajectory,
 )
 from epk_gp.core.update_law import StepLaw, UpdateLaw
+from epk_gp.gram.path_kernel import require_training
 from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
 from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
@@ -483,6 +484,7 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
         ValueError: The loss is not stated, or a pass saw other weights.
     """
     validate_stated(trajectory.loss, what)
+    require_training(trajectory, what)
     if isinstance(trajectory.statistics, EndingWith):
         raise ValueError(
             f"{what} needs moving statistics that follow from the steps: those of the averaged network are others "

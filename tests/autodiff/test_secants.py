@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from epk_gp.autodiff.averages import Exponentials, log_softmax
 from epk_gp.autodiff.secants import SecantDerivatives, end_of
 from epk_gp.core.model import BATCH_MARK
 from tests.helpers import assert_close
@@ -104,6 +105,24 @@ def test_derivatives_at_both_ends_do_not(name):
     """The negative control: their mean misses the change."""
     change, product = change_and_product(FUNCTIONS[name], has_secants=False)
     assert abs(product - change) > 1e-4 * abs(change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(1000, 1), (1, 1000), (1000, 1000)])
+def test_multipliers_of_shares_are_bounded_however_far_scores_move(sizes, dtype):
+    """Attention between two checkpoints: sums of exponentials at both ends differ by a factor of e to the 1000."""
+    x0, x1 = (size * torch.randn(50, 6, dtype=torch.float64).to(dtype) for size in sizes)
+    x0[:, 0], x1[:, 0] = -torch.inf, -torch.inf
+    grad, change = torch.randn(50, 6, dtype=dtype), (x1 - x0).nan_to_num()
+    shares = Exponentials((x0, x1), 1)
+    assert shares.weights.min() >= 0
+    assert shares.weights.sum(1).max() <= 1 + 1e-6
+    for (y0, y1), pull in (shares.softmax(), log_softmax((x0[:, 1:], x1[:, 1:]), 1)):
+        n = y0.shape[1]
+        expected = (grad[:, -n:].double() * (y1.double() - y0.double())).sum(1)
+        found = (pull(grad[:, -n:]).double() * change[:, -n:].double()).sum(1)
+        assert pull(grad[:, -n:]).abs().max() <= 2 * grad.abs().sum(1).max()
+        assert (found - expected).abs().max() <= 1e5 * torch.finfo(dtype).eps
 
 
 def test_a_pool_gives_each_input_the_time_for_which_it_is_the_largest():

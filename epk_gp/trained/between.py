@@ -1,0 +1,430 @@
+"""What happened between checkpoints: the change of a network's outputs, exactly, by its parameters and by stretch.
+
+    f(w_K) - f(w_0) = sum_k <Phi_k, w_{k+1} - w_k>,   Phi_k the gradient averaged between the checkpoints k and k + 1
+
+It needs no training data, and two evaluations of a stretch where operations are averaged (docs/theory.md, section 11).
+With data, a sample's share of a stretch is of first order, -lr_k c_i <Phi_k, grad loss_i(w_k)>: the loss's gradient
+at the beginning of the stretch stands for all of its steps, and what that leaves of the change is unexplained.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, Unpack, cast
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor, nn
+
+from epk_gp.autodiff.scalars import Function
+from epk_gp.autodiff.verification import planned
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_number
+from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
+from epk_gp.core.model import functionalize
+from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.show import Displayed, Entry, Summary, count
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.adjoint import average_over
+from epk_gp.kernel_machine.attribute import (
+    Explained,
+    attribution_kernel,
+    attribution_work,
+    averaged_path,
+    parse_request,
+)
+from epk_gp.kernel_machine.axes import Axis, PointsTable, group_name, in_words
+from epk_gp.kernel_machine.certificate import (
+    Certificate,
+    described_precision,
+    integral_facts,
+    sum_tolerance,
+    warn_unless_certified,
+)
+from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.rules import adaptive
+from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
+from epk_gp.trained.heads import Cut, HeadLayout, cuts_of, found_heads
+from epk_gp.trained.network import as_trajectory
+from epk_gp.work.run import Sums, run
+
+SplitBy = Literal["stretch", "module", "parameter", "head"]
+_BLOCK = 256  # training samples whose gradients are taken together, at most
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shares(Displayed):
+    """Shares of a change along some axes; they add up to it.
+
+    Attributes:
+        values: (n, C, G_1, G_2, ...) over the groups of the axes.
+        axes: What they are split by, with the names of the groups.
+    """
+
+    values: Float[Tensor, "n C *groups"]
+    axes: tuple[Axis, ...]
+
+    def _summary(self) -> Summary:
+        table = PointsTable(change := self.values.flatten(2).sum(dim=2))
+        rows = [table.row("change", change), *table.largest("largest", self.values, partial(group_name, self.axes))]
+        title = f"Change of {count(len(change), 'point')} by {in_words(self.axes)}"
+        return Summary(title, (Entry("shape of values", f"{tuple(self.values.shape)}"),), table.table(rows))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class CheckpointSplit(Displayed, Certificate):
+    """The change of predictions between checkpoints, split exactly; with data also, to first order, by samples.
+
+    Attributes:
+        initial: Outputs of the network at the first checkpoint, (n, C).
+        network: Outputs at the last one, (n, C).
+        pieces: What each piece of the network added in each stretch, (n, C, K, G); the last one is that of the moving
+            statistics, where the network has some.
+        names: Of each piece the parameter, its module, and its head or "".
+        checkpoints: Names of the K + 1 checkpoints.
+        samples: With data, first-order shares of the M training samples, (n, C, M); else None.
+        explained: With data, their sums in each stretch, (n, C, K); else None.
+    """
+
+    initial: Float[Tensor, "n C"]
+    network: Float[Tensor, "n C"]
+    pieces: Float[Tensor, "n C K G"]
+    names: tuple[tuple[str, str, str], ...]
+    checkpoints: tuple[str, ...]
+    samples: Float[Tensor, "n C M"] | None = None
+    explained: Float[Tensor, "n C K"] | None = None
+
+    @property
+    def change(self) -> Float[Tensor, "n C"]:
+        """f(w_K) - f(w_0)."""
+        return self.network - self.initial
+
+    @property
+    def unexplained(self) -> Float[Tensor, "n C K"] | None:
+        """What shares of samples leave of the change in each stretch, moving statistics included; None without data."""
+        return None if self.explained is None else self.pieces.sum(dim=3) - self.explained
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified; shares of samples never are."""
+        if (left := self.unexplained) is None:
+            return super().findings
+        share = float(left.abs().sum() / self.pieces.sum(dim=3).abs().sum().clamp(min=1e-300))
+        return [
+            *super().findings,
+            f"shares of samples are of first order, from the gradients at checkpoints alone: {share:.0%} of the change "
+            "in the stretches is `unexplained` (a recorded run has exact ones)",
+        ]
+
+    def by(self, *axes: SplitBy, depth: int | None = None) -> Shares:
+        """Split the change along one axis or several.
+
+        Args:
+            axes: Of "stretch", "module", "parameter" and "head", that is modules, but heads where there are some.
+            depth: Join modules that agree in so many parts of their names, as 2 for "blocks.0"; None joins none.
+
+        Raises:
+            ValueError: An axis is unknown, or no heads are known.
+        """
+        known = ("stretch", "module", "parameter", "head")
+        if not axes or any(axis not in known for axis in axes):
+            raise ValueError(f"axes must be among {', '.join(map(repr, known))}: got {axes}.")
+        if "head" in axes and not any(head for *_, head in self.names):
+            raise ValueError(
+                "heads must be known: none were found, or heads that change places do not leave the outputs as they "
+                'are. Pass heads={"blocks.0.attn": {"qkv.weight": (3, 4), ...}}, the (before, heads) of each parameter.'
+            )
+        modules = [".".join(module.split(".")[:depth]) for _, module, _ in self.names]
+        labels = {
+            "stretch": [f"{a} → {b}" for a, b in pairwise(self.checkpoints)],
+            "parameter": [parameter for parameter, *_ in self.names],
+            "module": modules,
+            "head": [head or module for (*_, head), module in zip(self.names, modules, strict=True)],
+        }
+        found, places, indicators = list[Axis](), list[str](), list[Tensor]()
+        for letter, axis in zip("abde", axes, strict=False):
+            names = list(dict.fromkeys(labels[axis]))
+            group = torch.tensor([names.index(label) for label in labels[axis]])
+            found.append(Axis("step" if axis == "stretch" else "parameter", group, tuple(names)))
+            places.append(("k" if axis == "stretch" else "g") + letter)
+            indicators.append(torch.nn.functional.one_hot(group, len(names)).to(self.pieces))
+        values = torch.einsum(f"nckg,{','.join(places)}->nc{'abde'[: len(axes)]}", self.pieces, *indicators)
+        return Shares(values, tuple(found))
+
+    def by_module(self, depth: int | None = None) -> Shares:
+        """Split the change by the modules that own parameters."""
+        return self.by("module", depth=depth)
+
+    def by_stretch(self) -> Shares:
+        """Split the change by stretch, from a checkpoint to the next."""
+        return self.by("stretch")
+
+    def by_head(self) -> Shares:
+        """Split the change by attention head: queries, keys, values and the part of the output; modules elsewhere."""
+        return self.by("head")
+
+    def _summary(self) -> Summary:
+        table, shares = PointsTable(self.network), self.by_module()
+        terms = {"initial": self.initial, "all pieces": self.pieces}
+        rows = [*table.sums(terms), table.row("network", self.network)]
+        rows += table.largest("largest modules", shares.values, partial(group_name, shares.axes))
+        if self.samples is not None:
+            rows += table.largest("largest samples, first order", self.samples, "#{}".format)
+        n, K = len(self.network), len(self.checkpoints)
+        return Summary(f"Change of {count(n, 'point')} between {K} checkpoints", self.entries(n), table.table(rows))
+
+
+class _StretchSums(TermSums):
+    """Sums of pieces in each stretch, and of samples."""
+
+    def __init__(
+        self, trajectory: Trajectory, reference: Float[Tensor, "n K"], num_pieces: int, num_samples: int
+    ) -> None:
+        super().__init__(trajectory, (), reference)
+        self.pieces = reference.new_zeros(*reference.shape, trajectory.num_steps, num_pieces)
+        self.samples = reference.new_zeros(*reference.shape, num_samples)
+        self.explained = reference.new_zeros(*reference.shape, trajectory.num_steps if num_samples else 0)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """What terms are added to."""
+        return super().named | {"pieces": self.pieces, "samples": self.samples, "explained": self.explained}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _StretchTerms(AttributionWork):
+    """A pass over the stretches that adds up what every piece of the network adds.
+
+    Attributes:
+        cuts: Of the parameters, in their order: (before, heads), (1, 1) of one that is not divided.
+        c: With data, the weights of the M samples in the loss.
+        rates: With data, the sum of the learning rates of each stretch.
+    """
+
+    keeps_residuals = False
+    cuts: tuple[tuple[int, int], ...]
+    c: Float[Tensor, " _"]
+    rates: tuple[float, ...]
+
+    def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> _StretchSums:
+        """Return the sums of some rows, which are zero."""
+        recorded = self.whole.recorded
+        num_pieces = sum(heads for _, heads in self.cuts) + bool(recorded.model.statistics)
+        num_samples = recorded.num_points if self.rates else 0
+        return _StretchSums(recorded, reference, num_pieces, num_samples)
+
+    def terms(
+        self, block: Predictions, totals: TermSums, number: int, sums: Sums
+    ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
+        """Go through the stretches."""
+        own, K, N = cast(_StretchSums, totals), block.num_outputs, len(block.X)
+        P, most = block.net.model.num_weights, max(1, block.memory.adjoint_points(1))
+        Phi = rows_of_weights(K * N, P, block.zeros(0), most).view(K, N, P)
+        products = LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X))
+        for k in range(sums.steps, block.trajectory.num_steps):
+            stretch = average_over(block, range(k, k + 1), self.rows_per_block, Phi, splits_statistics=True)
+            d, pieces = block.state(k + 1) - block.state(k), list[Tensor]()
+            parts = zip(
+                Phi.split(list(block.net.model.sizes), 2),
+                d[:P].split(list(block.net.model.sizes)),
+                self.cuts,
+                strict=True,
+            )
+            for gradients, direction, (before, heads) in parts:
+                if heads == 1:
+                    pieces.append((gradients @ direction).unsqueeze(2))
+                    continue
+                moved = (gradients * direction).view(K, N, before, heads, -1)
+                pieces.append(moved.sum(dim=(2, 4)))
+            if stretch.of_statistics is not None:
+                pieces.append((stretch.of_statistics @ d[P:]).unsqueeze(2))
+            own.pieces[:, :, k] = torch.cat(pieces, dim=2).transpose(0, 1)
+            if self.rates:
+                self._add_samples(own, products, Phi, k)
+            yield stretch.integral, 1, {}
+
+    def _add_samples(self, own: _StretchSums, products: LossProducts, Phi: Float[Tensor, "K N P"], k: int) -> None:
+        run, H = products.block.recorded, Phi.flatten(0, 1)
+        groups = torch.zeros(len(run.model.names), dtype=torch.int64)
+        for rows in torch.arange(run.num_points).split(_BLOCK):
+            step = Step(index=k, lr=self.rates[k], batch=rows, sample_weights=self.c[rows.to(self.c.device)])
+            for of_pass in passes_of(step, run.inputs, run.targets, run.loss):
+                values, _ = products.of_whole(step, of_pass, H, groups, products.start(step, of_pass, len(H)))
+                shares = -self.rates[k] * values.sum(dim=2).unflatten(0, Phi.shape[:2]).transpose(0, 1)
+                own.samples[:, :, rows.to(shares.device)] += shares
+                own.explained[:, :, k] += shares.sum(dim=2)
+
+
+def between(
+    model: nn.Module,
+    checkpoints: Sequence[Checkpoint] | str,
+    X: Inputs,
+    *,
+    data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
+    loss: Loss | nn.Module | None = None,
+    lr: float | Sequence[float] | None = None,
+    head: Head | None = None,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    heads: HeadLayout | None = None,
+    **options: Unpack[ComputeSettings],
+) -> CheckpointSplit:
+    """Split the change of a network's predictions between checkpoints, exactly, without training data or a recording.
+
+    Weights go from each checkpoint to the next, and every operation's derivative is averaged between both: two
+    evaluations of a stretch, however far it goes. Networks whose weights are used by functions that are not linear in
+    them are integrated along straight lines instead, as exactly, with more evaluations.
+
+    Args:
+        model: The network, of the checkpoints' dtype; what is split are the weights that require gradients. It is
+            copied, and evaluated in evaluation mode. Its own weights do not matter.
+        checkpoints: K + 1 checkpoints in the order of training: state dicts, files of safetensors or torch, folders of
+            transformers; or one folder that holds them, as the Trainer and Lightning write it.
+        X: n inputs. Their dtype is that of the computation.
+        data: Training inputs and targets, for shares of samples to first order, as TracInCP has them (Pruthi et al.
+            2020): a sample's gradient at the beginning of a stretch stands for all of its steps.
+        loss: With data, the loss; cross entropy by default.
+        lr: With data, the sum of the learning rates of each stretch's steps, (K,), or one number for all.
+        head: "logits", the default, or "log_softmax".
+        classes: One output per input; C is then 1.
+        function: What is explained in place of the outputs, as of `attribute`.
+        output: Takes outputs (n, C) from what the network returns, where that is something else.
+        heads: By attention module, and in it by parameter, (before, heads): its entries lie as (before, heads, rest).
+            None looks for them by usual names, and tries what it finds.
+        options: `memory_budget` and `progress`; see `ComputeOptions`.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+        TypeError, ValueError: Checkpoints are out of order, or miss a parameter, or have other shapes or dtypes than
+            the network; or arguments do not fit, as of `attribute`.
+    """
+    parsed = parse_options("between", ("accumulate", "checkpoint", "executor"), **options)
+    entries = listed(checkpoints)
+    rates = _rates(data, loss, lr, len(entries) - 1)
+    named = Named(model, entries)
+    start, moving = named.at_first(model)
+    inputs, targets = (X, None) if data is None else data
+    loss = CrossEntropy() if data is not None and loss is None else loss
+    trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
+    c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
+    rows = parse_inputs(trajectory, X).detach()
+    path = averaged_path(trajectory, rows)
+    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), path, function)
+    last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
+    cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
+    result = _split(kernel, rows, (classes, function), named.titles, (parsed, c, rates), cuts)
+    warn_unless_certified("the split", Certificate.of(result).findings)
+    return result
+
+
+def _rates(data: object, loss: object, lr: float | Sequence[float] | None, count: int) -> tuple[float, ...]:
+    """Return the learning rate of each stretch; none without data."""
+    if data is None:
+        if loss is not None or lr is not None:
+            raise ValueError("loss and lr must come with the training samples: pass data=(X_train, y_train) as well.")
+        return ()
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise TypeError(f"data must be a pair (inputs, targets) of the training samples: got {type(data).__name__}.")
+    if lr is None:
+        raise ValueError("lr must be given with data: the sum of the learning rates of the steps of each stretch.")
+    rates = tuple(lr) if isinstance(lr, Sequence) else (lr,) * count
+    if len(rates) != count:
+        raise ValueError(f"lr must be one number, or one for each of the {count} stretches: got {len(rates)}.")
+    for rate in rates:
+        validate_number(rate, "lr")
+    return tuple(map(float, rates))
+
+
+def _path(start: Trajectory, net: nn.Module, moving: tuple[str, ...], named: Named) -> Trajectory:
+    """Return the run whose steps go from checkpoint to checkpoint, given that of no steps at the first."""
+    model = start.model
+    if moving:
+        model = functionalize(net, model.names, moving, model.signature, recomputes=model.recomputes)
+    states = CheckpointStates(named, model.flatten)
+    statistics = CheckpointStates(named, model.flatten_statistics) if moving else None
+    count, coefficients = len(states) - 1, stack_coefficients([LinearStep(lr=0.0)] * len(model.sizes), model.sizes)
+    return replace(
+        start,
+        model=model,
+        states=states,
+        statistics=statistics,
+        updates=(coefficients,) * count,
+        steps=tuple(Step(index=k, lr=0.0, batch=None) for k in range(count)),
+        update_rule="checkpoints",
+        digest=hashlib.blake2b(f"{start.digest} {named.titles}".encode(), digest_size=16).hexdigest(),
+        digests=(),
+    )
+
+
+def _split(
+    kernel: PathKernel,
+    X: Shaped[Tensor, "n ..."],
+    explained: Explained,
+    titles: tuple[str, ...],
+    how: tuple[ComputeOptions, Float[Tensor, " _"], tuple[float, ...]],
+    cuts: Mapping[str, Cut],
+) -> CheckpointSplit:
+    path, (options, c, rates) = kernel.trajectory, how
+    kernel, rows, _ = parse_request(kernel, X, (), explained)
+    asked, parts = kernel.trajectory, [cuts.get(name) for name in path.model.names]
+    sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
+    while True:
+        with planned(asked.recorded, rows) as recorded_net, planned(asked, rows) as net:
+            kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=c, rates=rates)
+            work = attribution_work(net, kernel, rows, (), explained[0], options, recorded_net=recorded_net, kind=kind)
+            whole = work.whole
+            initial, network = (
+                whole.select_outputs(network_outputs(asked, rows, state=state, head=kernel.head)) for state in (0, -1)
+            )
+            totals, rest = cast(_StretchSums, work.totals(work.as_rows(initial), torch.arange(work.num_rows))), Sums()
+            for piece, sums in run(work, options, "stretches"):
+                for name, total in totals.named.items():
+                    total[work.blocks[piece.place[0]]] += sums.added.pop(name)
+                rest.merge(sums)
+            own = {name: totals.named[name] for name in ("pieces", "samples", "explained")}
+            own = {name: value.reshape(*initial.shape, *value.shape[2:]) for name, value in own.items()}
+            total = initial + own["pieces"].sum(dim=(2, 3))
+            terms = initial.abs() + network.abs() + own["pieces"].abs().sum(dim=(2, 3))
+            return CheckpointSplit(
+                initial=initial,
+                network=network,
+                pieces=own["pieces"],
+                names=_names(path, cuts),
+                checkpoints=titles,
+                samples=own["samples"] if rates else None,
+                explained=own["explained"] if rates else None,
+                max_error=float((total - network).abs().max()),
+                error_tolerance=sum_tolerance(kernel.rule, path, net.coarsest_dtype, terms),
+                max_step_mismatch=0.0,
+                mismatch_ratio=0.0,
+                worst_step=-1,
+                explains="the network at the last checkpoint",
+                path=str(kernel.path),
+                precision=described_precision(net),
+                **integral_facts(rest, work.num_rows * path.num_steps),
+            )
+
+
+def _names(path: Trajectory, cuts: Mapping[str, Cut]) -> tuple[tuple[str, str, str], ...]:
+    """Return parameter, module and head of each piece."""
+    pieces = list[tuple[str, str, str]]()
+    most = {
+        cut.module: max(other.heads for other in cuts.values() if other.module == cut.module) for cut in cuts.values()
+    }
+    for name in path.model.names:
+        module, cut = name.rpartition(".")[0] or name, cuts.get(name)
+        if cut is None:
+            pieces.append((name, module, ""))
+            continue
+        kind = "head" if cut.heads == most[cut.module] else "key-value head"
+        pieces += [(name, module, f"{cut.module or 'network'} {kind} {h}") for h in range(cut.heads)]
+    return (*pieces, *([("moving statistics", "moving statistics", "")] if path.model.statistics else []))

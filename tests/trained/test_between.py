@@ -1,0 +1,312 @@
+"""What happened between checkpoints, against brute force."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+
+
+class Attention(nn.Module):
+    """Causal attention as nanoGPT writes it."""
+
+    def __init__(self, width: int, n_head: int) -> None:
+        super().__init__()
+        self.n_head, self.c_attn, self.c_proj = n_head, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        n, T, width = x.shape
+        q, k, v = (part.view(n, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(z.transpose(1, 2).reshape(n, T, width))
+
+
+class Reader(nn.Module):
+    """A language model of one block."""
+
+    def __init__(self, words: int = 7, width: int = 8, n_head: int = 2) -> None:
+        super().__init__()
+        self.embed, self.norm, self.attn = nn.Embedding(words, width), nn.LayerNorm(width), Attention(width, n_head)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x):
+        z = self.embed(x)
+        return self.head(F.gelu(z + self.attn(self.norm(z))))[:, -1]
+
+
+def small_net() -> nn.Module:
+    """Return a network with moving statistics."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Softplus(), nn.Linear(6, 3)).double()
+
+
+def trained(net, X, y, lr=0.02, steps=12, every=4):
+    """Train with Adam, and return the network's state dict every so many steps."""
+    optimizer, states = torch.optim.Adam(net.parameters(), lr), [copy.deepcopy(net.state_dict())]
+    for step in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), y).backward()
+        optimizer.step()
+        if step % every == every - 1:
+            states.append(copy.deepcopy(net.state_dict()))
+    return states
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Return a network, its checkpoints and its data."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(20, 4, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (20,), generator=generator)
+    net = small_net()
+    return net, trained(net, X, y), X, y
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Return a language model, its checkpoints and its data."""
+    torch.manual_seed(0)
+    net, X = Reader().double(), torch.randint(7, (9, 5))
+    return net, trained(net, X, torch.randint(7, (9,))), X
+
+
+def outputs_at(net, state, X):
+    """Evaluate a network at a checkpoint."""
+    net = copy.deepcopy(net)
+    net.load_state_dict(state)
+    return net.eval()(X).detach()
+
+
+@pytest.mark.parametrize("name", ["rows", "texts"])
+def test_shares_add_up_to_the_change_in_every_stretch(name, request):
+    """The sum of all pieces in a stretch is the difference of the outputs at its ends."""
+    net, states, X, *_ = request.getfixturevalue(name)
+    split = epk.between(net, states, X[:5])
+    assert split.certified
+    z = torch.stack([outputs_at(net, state, X[:5]) for state in states], dim=2)
+    torch.testing.assert_close(split.by_stretch().values, z.diff(dim=2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(split.network, z[..., -1], rtol=0, atol=1e-12)
+    both = split.by("module", "stretch")
+    torch.testing.assert_close(both.values.sum(dim=2), split.by_stretch().values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(both.values.sum(dim=3), split.by_module().values, rtol=0, atol=1e-12)
+
+
+def test_a_network_without_averages_is_integrated_along_lines():
+    """Weights that are used by a function that is not linear in them: shares are line integrals of the gradient."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.ones(3, 2).double()), nn.Parameter(torch.zeros(2).double())
+
+        def forward(self, x):
+            return torch.tanh(x @ (self.w**2) + self.b)
+
+    net, X = Squared(), torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    ends = [{"w": torch.full((3, 2), a).double(), "b": torch.full((2,), 1 - a).double()} for a in (0.3, 0.9)]
+    split = epk.between(net, ends, X)
+    t, weights = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(40))
+    expected = torch.zeros(4, 2, 2, dtype=torch.float64)
+    for node, weight in zip((1 + t) / 2, weights / 2, strict=True):
+        here = {name: (ends[0][name].lerp(ends[1][name], node)).requires_grad_() for name in ("w", "b")}
+        for n in range(4):
+            for c in range(2):
+                z = torch.tanh(X[n] @ (here["w"] ** 2) + here["b"])[c]
+                for g, gradient in enumerate(torch.autograd.grad(z, list(here.values()))):
+                    d = ends[1][("w", "b")[g]] - ends[0][("w", "b")[g]]
+                    expected[n, c, g] += weight * (gradient * d).sum()
+    torch.testing.assert_close(split.by("parameter").values, expected, rtol=0, atol=1e-10)
+    assert split.certified
+
+
+def moved(net, size=1e-7):
+    """Return a network's state dict, and that of weights a small step away."""
+    torch.manual_seed(5)
+    states = [copy.deepcopy(net.state_dict()) for _ in range(2)]
+    for name, p in net.named_parameters():
+        states[1][name] = p.detach() + size * torch.randn_like(p)
+    return states
+
+
+def gradients(net, z):
+    """Return the gradients of a number in all parameters, by name."""
+    named = dict(net.named_parameters())
+    found = torch.autograd.grad(z, list(named.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(named, found, strict=True))
+
+
+def test_samples_are_first_order_shares(rows):
+    """A sample's share is -lr c_i <averaged gradient, its gradient at the beginning>; it is never certified."""
+    net, _, X, y = rows
+    asked, states = X[:3], moved(net)
+    split = epk.between(net, states, asked, data=(X, y), lr=(0.3,), head="logits")
+    assert not split.certified
+    assert "first order" in str(split)
+    change = split.by_stretch().values
+    torch.testing.assert_close(split.explained + split.unexplained, change, rtol=0, atol=1e-12)
+    torch.testing.assert_close(split.explained.squeeze(2), split.samples.sum(dim=2), rtol=0, atol=1e-12)
+    net.eval()
+    losses = [gradients(net, F.cross_entropy(net(X[i : i + 1]), y[i : i + 1])) for i in range(len(X))]
+    for n in range(3):
+        for c in range(3):
+            own = gradients(net, net(asked)[n, c])
+            shares = [-0.3 / len(X) * sum((own[k] * g[k]).sum() for k in own) for g in losses]
+            torch.testing.assert_close(split.samples[n, c], torch.stack(shares), rtol=1e-5, atol=1e-9)
+
+
+def test_heads_are_slices_of_queries_keys_values_and_output(texts):
+    """A head's share is that of its rows of the three projections and its columns of the fourth."""
+    net, _, X = texts
+    states = moved(net)
+    shares = epk.between(net, states, X[:2]).by_head()
+    places = [shares.axes[0].names.index(f"attn head {h}") for h in range(2)]
+    size, width = 4, 8
+    for n in range(2):
+        own = gradients(net, net(X)[n, 3])
+        d = {name: (states[1][name] - states[0][name]) * own[name] for name in own}
+        for h, place in enumerate(places):
+            rows = [slice(part * width + h * size, part * width + (h + 1) * size) for part in range(3)]
+            expected = sum(d["attn.c_attn.weight"][r].sum() + d["attn.c_attn.bias"][r].sum() for r in rows)
+            expected = expected + d["attn.c_proj.weight"][:, h * size : (h + 1) * size].sum()
+            torch.testing.assert_close(shares.values[n, 3, place], expected, rtol=1e-4, atol=1e-12)
+    given = {"attn": {"c_attn.weight": (3, 2), "c_attn.bias": (3, 2), "c_proj.weight": (8, 2)}}
+    again = epk.between(net, states, X[:2], heads=given).by_head()
+    assert torch.equal(again.values, shares.values)
+
+
+def test_heads_that_are_not_what_their_names_say_are_not_claimed(rows):
+    """Heads that change places must leave the outputs as they are; without heads there is a clear error."""
+
+    class Scaled(Attention):
+        def forward(self, x):
+            z = super().forward(x)
+            return z * torch.arange(z.shape[2]) + self.c_attn.weight[0, 0]
+
+    torch.manual_seed(0)
+    net = Reader()
+    net.attn = Scaled(8, 2)
+    X = torch.randint(7, (4, 5))
+    net = net.double()
+    split = epk.between(net, moved(net), X)
+    with pytest.raises(ValueError, match="heads must be known: none were found"):
+        split.by_head()
+    with pytest.raises(ValueError, match="heads must divide a trained parameter"):
+        epk.between(net, moved(net), X, heads={"attn": {"c_attn.weight": (3, 5)}})
+    with pytest.raises(ValueError, match="axes must be among"):
+        split.by("layer")
+
+
+def test_numbers_of_a_text_are_split_as_outputs_are(texts):
+    """A function of what the network returns is explained in place of its outputs."""
+    net, states, X = texts
+    split = epk.between(net, states, X, function=epk.logit_difference(2, 5))
+    z = [outputs_at(net, state, X) for state in (states[0], states[-1])]
+    expected = (z[1] - z[0])[:, 2] - (z[1] - z[0])[:, 5]
+    torch.testing.assert_close(split.by_module().values.sum(dim=2)[:, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_outputs_are_computed_some_at_a_time_where_memory_is_small(texts):
+    """The budget changes the order of the work alone."""
+    net, states, X = texts
+    whole, small = epk.between(net, states, X), epk.between(net, states, X, memory_budget=1 << 20)
+    torch.testing.assert_close(small.pieces, whole.pieces, rtol=0, atol=1e-12)
+
+
+def test_checkpoints_are_read_as_others_write_them(rows, tmp_path: Path):
+    """Files of safetensors and torch, wrapped state dicts, prefixes, and a folder give the same as state dicts."""
+    net, states, X, _ = rows
+    expected = epk.between(net, states, X[:2]).pieces
+    folder = tmp_path / "lightning" / "checkpoints"
+    folder.mkdir(parents=True)
+    for k, state in enumerate(states):
+        torch.save(
+            {"state_dict": {f"net.{n}": v for n, v in state.items()}, "epoch": k},
+            folder / f"epoch={k}-step={9 * k}.ckpt",
+        )
+        (tmp_path / f"checkpoint-{9 * k}").mkdir()
+        save_file(state, tmp_path / f"checkpoint-{9 * k}" / "model.safetensors")
+        torch.save({f"module._orig_mod.{n}": v for n, v in state.items()}, tmp_path / f"{k}.pt")
+    ways = [
+        folder.parent,
+        [tmp_path / f"checkpoint-{9 * k}" for k in range(4)],
+        [tmp_path / f"{k}.pt" for k in range(4)],
+        [states[0], tmp_path / "1.pt", tmp_path / "checkpoint-18", states[3]],
+    ]
+    for way in ways:
+        split = epk.between(net, way, X[:2])
+        assert torch.equal(split.pieces, expected)
+    with pytest.raises(ValueError, match="in the order of training: checkpoint-27 comes before checkpoint-9"):
+        epk.between(net, [tmp_path / f"checkpoint-{n}" for n in (0, 27, 9)], X)
+
+
+def test_a_parameter_that_the_network_has_twice_may_be_stored_once(tmp_path: Path):
+    """Tied weights are one parameter, under either name; its share counts both uses."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(torch.tanh(self.embed(x)).mean(dim=1))
+
+    torch.manual_seed(0)
+    net, X = Tied().double(), torch.randint(6, (3, 4))
+    ends = [{"out.weight": net.embed.weight.detach() * factor} for factor in (1.0, 1.5)]
+    split = epk.between(net, ends, X)
+    assert split.names == (("embed.weight", "embed", ""),)
+    assert split.certified
+
+
+FAULTS = {
+    "must have all trained parameters of the network: '0.weight' is missing": lambda s: s.pop("0.weight"),
+    r"must have tensors of the network's shapes: '3.bias' has \(2,\)": lambda s: s.update(
+        {"3.bias": torch.zeros(2).double()}
+    ),
+    "must have the dtype of the network: '3.bias' has torch.float32": lambda s: s.update(
+        {"3.bias": s["3.bias"].float()}
+    ),
+    "must hold finite numbers: '3.bias' has NaN": lambda s: s.update({"3.bias": s["3.bias"] * torch.nan}),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_wrong_checkpoint_is_refused_in_one_line(message, rows):
+    """Missing keys, other shapes, other dtypes and NaN are found before anything is computed."""
+    net, states, X, _ = rows
+    states = [copy.deepcopy(state) for state in states]
+    FAULTS[message](states[2])
+    with pytest.raises(ValueError, match=f"'state 2' {message}"):
+        epk.between(net, states, X)
+
+
+def test_wrong_arguments_are_refused(rows, tmp_path: Path):
+    """What does not go together says so."""
+    net, states, X, y = rows
+    frozen = copy.deepcopy(net)
+    frozen[0].requires_grad_(False)
+    (tmp_path / "odd.pt").write_bytes(b"no checkpoint")
+    calls = {
+        "frozen parameters must be the same": lambda: epk.between(frozen, states, X),
+        "at least two checkpoints": lambda: epk.between(net, states[:1], X),
+        "loss and lr must come with the training samples": lambda: epk.between(net, states, X, lr=0.1),
+        "lr must be given with data": lambda: epk.between(net, states, X, data=(X, y)),
+        "one for each of the 3 stretches: got 2": lambda: epk.between(net, states, X, data=(X, y), lr=(0.1, 0.2)),
+        "odd.pt must hold": lambda: epk.between(net, [states[0], tmp_path / "odd.pt"], X),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(FileNotFoundError, match="a checkpoint must exist"):
+        epk.between(net, [states[0], tmp_path / "none.pt"], X)
+    with pytest.raises(TypeError, match="checkpoints must be a sequence"):
+        epk.between(net, states[0], X)
+    with pytest.raises(TypeError, match="a checkpoint must be a state dict"):
+        epk.between(net, [1, 2], X)
