@@ -39,8 +39,8 @@ def test_a_table_has_the_best_in_bold_and_names_what_we_lose(load):
     ]
 
 
-def test_nothing_is_lost_where_ours_is_the_best_or_alone(load):
-    rows = [a_row("epk_gp", 0.75), a_row("other", 0.5), a_row("epk_gp", 0.1, data="alone")]
+def test_nothing_is_lost_where_ours_is_the_best_or_level_or_alone(load):
+    rows = [a_row("epk_gp", 0.75), a_row("other", 0.7501), a_row("third", 0.5), a_row("epk_gp", 0.1, data="alone")]
     assert load("report").lost(rows) == []
 
 

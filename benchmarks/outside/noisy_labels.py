@@ -24,6 +24,7 @@ from processes import HERE, environment
 from saved import FOLDER, Seconds, row, run_library, save
 
 import epk_gp as epk
+from epk_gp.classifier import EPKClassifier
 from epk_gp.provenance import Stopwatch
 
 PACKAGES = ["opendataval", "transformers<4.45"]  # later ones do not import beside its torch 2.1
@@ -35,7 +36,7 @@ def our_values(X: np.ndarray, y: np.ndarray, seed: int) -> tuple[dict[str, np.nd
     """Return the values of training points, larger where the label looks right, and the seconds, training included."""
     with Seconds() as training:
         scaled = StandardScaler().fit_transform(X)
-        run = epk.EPKClassifier(random_state=seed).fit(scaled, y).trajectory_
+        run = EPKClassifier(random_state=seed).fit(scaled, y).trajectory_
     with Seconds() as labels:
         found = epk.label_errors(run)
     with Seconds() as influence:

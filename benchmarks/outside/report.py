@@ -26,7 +26,7 @@ def judge_table(rows: Rows) -> str:
     cells: dict[tuple[str, str, str], str] = {}
     for row in rows:
         costs[row["system"]].append(row["cost_seconds"])
-        is_best = row["number"] == best(rows, row)["number"] and len(peers(rows, row)) > 1
+        is_best = rounded(row) == rounded(best(rows, row)) and len(peers(rows, row)) > 1
         cells[row["system"], row["data"], row["unit"]] = f"**{written(row)}**" if is_best else written(row)
     lines = [
         [system, *(cells.get((system, *column), "–") for column in columns), f"{mean(seconds):.3g}"]
@@ -54,10 +54,15 @@ def lost(rows: Rows) -> list[str]:
         asked = {"data": data, "unit": unit}
         ours = [row for row in peers(rows, asked) if OURS in row["system"]]
         first = best(rows, asked)
-        if ours and OURS not in first["system"]:
-            own = best(ours, asked)
+        own = best(ours, asked) if ours else first
+        if rounded(own) != rounded(first):
             found.append(f"{data}, {unit}: {first['system']} {written(first)}, {own['system']} {written(own)}")
     return [f"**We lose at** {'; '.join(found)}."] if found else []
+
+
+def rounded(row: dict[str, Any]) -> float:
+    """Return the number with the digits that a table shows: what is equal there is a tie."""
+    return round(row["number"], 3) if abs(row["number"]) >= 1e-3 else float(f"{row['number']:.1e}")
 
 
 def written(row: dict[str, Any]) -> str:
