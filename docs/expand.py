@@ -301,6 +301,20 @@ def _language_agreement(saved: dict) -> str:
     return METHODS.markdown_table(["", *head], rows)
 
 
+def _grokking(saved: dict) -> str:
+    """Return a way to put a network together again from its checkpoints a line."""
+    table = saved["results"]["table"]
+    numbers = list(dict.fromkeys(row["stretches"] for row in table))
+    found = {(row["way"], row["evaluations"], row["stretches"]): row for row in table}
+    rows = [
+        [way, str(evaluations)]
+        + [f"{row['accuracy']:.3f}, {row['miss']:.2g}" for n in numbers if (row := found[way, evaluations, n])]
+        for way, evaluations in dict.fromkeys((row["way"], row["evaluations"]) for row in table)
+    ]
+    head = ["sum of all terms", "evaluations a stretch", *(f"{n + 1} checkpoints" for n in numbers)]
+    return METHODS.markdown_table(head, rows)
+
+
 def _scored(setting: str) -> Callable[[dict], str]:
     return lambda saved: SCORES.setting_table(saved["results"]["table"], setting)
 
@@ -331,6 +345,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
     "rules": _rules,
+    "grokking_sums": _grokking,
     "scores": _scores,
 }
 KINDS: dict[str, Callable[..., str]] = {

@@ -65,6 +65,7 @@ CAPABILITIES = {
     "scores and suspicious labels": (
         "analysis/counterfactual.py", "analysis/explainer.py", "analysis/labels.py", "analysis/measures.py",
     ),
+    "anybody's scores, judged": ("analysis/score_check.py",),
     "numbers of a run: maps, contributions": ("analysis/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.labels import label_errors as label_errors
     from epk_gp.analysis.labels import next_to_label as next_to_label
+    from epk_gp.analysis.score_check import check_scores as check_scores
     from epk_gp.autodiff.scalars import RowFunction as RowFunction
     from epk_gp.autodiff.scalars import log_probability as log_probability
     from epk_gp.autodiff.scalars import logit_difference as logit_difference
@@ -60,6 +61,7 @@ else:
     # `epk-gp --help` needs neither of them.
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
+        "analysis.score_check": "check_scores",
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",

@@ -94,6 +94,12 @@ def report_sums(content: Mapping[str, Any]) -> Tensor:
     return torch.tensor([output["running"] for output in outputs]).double() * content["quantum"]
 
 
+def scores_check(run: epk.Trajectory, X: Any, **options: Any) -> Any:
+    shape = (len(X), run.num_outputs, run.num_points) if isinstance(X, Tensor) and X.ndim and run else (1, 1, 1)
+    unasked = {"contributions": False, "derivatives": False, "retrainings": 0, "left_out": 0, "removals": 0}
+    return epk.check_scores(run, torch.zeros(shape), X, **unasked, **options)
+
+
 def half_retrained(run: epk.Trajectory) -> Any:
     return epk.retrain(run, torch.full((1, run.num_points), 0.5, dtype=torch.float64))
 
@@ -119,6 +125,7 @@ DOORS = {
         Door("kernel_machine.influence.influence", epk.influence, HEAD | COMPUTED, lambda effect: effect.values),
         Door("kernel_machine.retrain.Retraining", lambda run, X, **o: half_retrained(run).outputs(X, **o), HEAD),
         Door("analysis.counterfactual.leave_one_out", leave_one_out, HEAD),
+        Door("analysis.score_check.check_scores", scores_check, HEAD, lambda check: check.change),
         Door("kernel_machine.baselines.single_machine", single_machine, RULE, lambda machine: machine.outputs),
         Door("core.trajectory.network_outputs", epk.network_outputs, HEAD, head="logits"),
         Door("gp.models.LogitGP", logit_gp, RULE | {"memory_budget"}, lambda posterior: posterior.mean, "logits"),

@@ -241,12 +241,47 @@ def finetuned(r: dict) -> list[str]:
     ]
 
 
+def grokked(r: dict) -> list[str]:
+    curves, steps, shares = r["curves"], r["curves"]["step"], r["shares"]["held-out pairs"]
+    right = {name: curves[f"accuracy, {name}"] for name in r["pairs"]}
+    learnt = {name: steps[next(k for k, a in enumerate(right[name]) if a >= 0.99)] for name in right}
+    heads = [sum(values) for values in zip(*(shares[f"head {n}"] for n in range(1, 5)), strict=True)]
+    alike = [
+        sum(values) for values in zip(*(r["shares"]["training pairs"][f"head {n}"] for n in range(1, 5)), strict=True)
+    ]
+    assert min(shares["embedding"][:16]) > 0
+    assert max(heads[1:12]) < 0 < min(heads[13:16])
+    assert min(alike[1:12]) > 0
+    assert all(row["accuracy"] == 1 for row in r["table"] if row["way"] == "epk.between")
+    ours = [row for row in r["cost"] if row["way"] == "epk.between"]
+    ten, hundred = (row for row in r["cost"] if row["way"] == "ExPLAIND")
+    leap = {part: sum(values[14:16]) for part, values in shares.items()}
+    return [
+        f"({r['num_weights']:,} weights)",
+        f"{r['pairs']['training pairs']:,} of the {sum(r['pairs'].values()):,} pairs",
+        f"takes {r['seconds_training']:.0f} s of one processor",
+        f"from step {learnt['training pairs']:.0f}, and of the held-out ones from step {learnt['held-out pairs']:.0f}",
+        f"by {sum(shares['embedding'][:16]):.1f} in all, also while the network is right on "
+        f"{100 * right['held-out pairs'][40]:.0f} % of them (step {steps[40]:.0f})",
+        f"lower that of held-out pairs by {-sum(heads[1:12]):.1f} from step 100 to 1200",
+        f"embedding {leap['embedding']:+.1f}, the wide layer {leap['wide layer, in'] + leap['wide layer, out']:+.1f}, "
+        f"the heads {sum(heads[14:16]):+.1f} and the unembedding {leap['unembedding']:+.1f}",
+        f"an entry moves by up to {r['finer']:.2f}",
+        f"to {power(max(ten['difference'], hundred['difference']))}",
+        f"{ten['seconds_each']:.2f} s with {ten['evaluations']} nodes and {hundred['seconds_each']:.1f} s with "
+        f"{hundred['evaluations']}, and {hundred['bytes'] / 1e9:.1f} GB for {hundred['pairs']} pairs",
+        f"{spans(column(ours, 'seconds_each'), '.2f')} s, and {spans(column(ours, 'bytes', 1e-9), '.1f')} GB for "
+        f"{ours[0]['pairs']} pairs",
+    ]
+
+
 CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "fig02_alignment": alignment, "fig03_retrained": retrained, "fig04_machine": machine,
     "fig05_uncertainty": uncertainty, "fig06_kernel_values": kernel_values, "fig07_quadrature": quadrature,
     "fig08_path_geometry": path_geometry, "notebook_path_kernel": notebook, "signal_dimension": signal,
     "counterfactual": counterfactual, "resnet_contributions": contributions, "other_paths": other_paths,
     "asymmetry": asymmetry, "planted_sentence": planted, "finetuned_minilm": finetuned,
+    "grokking": grokked,
 }  # fmt: skip
 
 

@@ -1,21 +1,19 @@
-"""How well scores say what happens without some of the samples."""
+"""How well scores say what happens without some of the samples: 0 stands for scores or outcomes that are constant."""
 
-from scipy.stats import spearmanr
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
+
+from epk_gp.analysis.counterfactual import datamodeling_score, rank_agreement
 
 
 def mean_rank_correlation(predicted: Tensor, true: Tensor) -> float:
-    """Return the mean over test samples of Spearman's correlation: 0 where one side is constant.
+    """Return the mean over test samples of Spearman's correlation.
 
     Args:
         predicted: (n, m).
         true: (n, m).
     """
-    values = []
-    for a, b in zip(predicted.double(), true.double(), strict=True):
-        constant = bool((a == a[0]).all() or (b == b[0]).all())
-        values.append(0.0 if constant else float(spearmanr(a.numpy(), b.numpy()).statistic))
-    return sum(values) / len(values)
+    return float(rank_agreement(predicted.double(), true.double()).per_point.nan_to_num().mean())
 
 
 def linear_datamodeling_score(scores: Tensor, subsets: Tensor, outcomes: Tensor) -> float:
@@ -26,11 +24,10 @@ def linear_datamodeling_score(scores: Tensor, subsets: Tensor, outcomes: Tensor)
         subsets: (m, M).
         outcomes: log p(target) of the test samples, (m, n or more).
     """
-    predicted = scores.double() @ subsets.double().T
-    return mean_rank_correlation(predicted, outcomes[:, : len(scores)].T)
+    found = datamodeling_score(scores.double(), subsets.double(), outcomes[:, : len(scores)].double())
+    return float(found.per_point.nan_to_num().mean())
 
 
 def area_under_roc(values: Tensor, positive: Tensor) -> float:
     """Return the probability that a positive has a larger value than a negative; ties count half."""
-    difference = values[positive][:, None] - values[~positive]
-    return float(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+    return float(roc_auc_score(positive, values))

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from epk_gp.analysis.measures import rank_correlation
+from epk_gp.analysis.measures import rank_correlations
 from epk_gp.core.checks import ComputeSettings, parse_indices, validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
@@ -64,10 +64,13 @@ def leave_one_out(
     X = parse_inputs(trajectory, X)
     M = trajectory.num_points
     chosen = torch.arange(M) if samples is None else parse_indices(samples, M, "samples")
-    weights = torch.ones(len(chosen), M, dtype=torch.float64)
-    weights[torch.arange(len(chosen)), chosen.cpu()] = 0
-    without = retrain(trajectory, weights, **options).outputs(X, head=head)
-    return (network_outputs(trajectory, X, head=head)[None] - without).permute(1, 2, 0)
+    outputs = retrain(trajectory, without(M, chosen[:, None]), **options).outputs(X, head=head)
+    return (network_outputs(trajectory, X, head=head)[None] - outputs).permute(1, 2, 0)
+
+
+def without(num_samples: int, places: Int64[Tensor, "m k"]) -> Float64[Tensor, "m M"]:
+    """Return weights of samples: 0 for those that each of m networks does without, and 1."""
+    return torch.ones(len(places), num_samples, dtype=torch.float64).scatter_(1, places.cpu(), 0.0)
 
 
 def random_subsets(num_samples: int, num_subsets: int, *, share: float = 0.5, seed: int = 0) -> Float64[Tensor, "m M"]:
@@ -104,11 +107,7 @@ def rank_agreement(scores: Float[Tensor, "n M"], effects: Float[Tensor, "n M"]) 
     """
     validate_tensor(scores, "scores", ndim=2, floating=True)
     validate_tensor(effects, "effects", ndim=2, floating=True)
-    if scores.shape != effects.shape:
-        raise ValueError(f"scores and effects must both be (n, M): got {tuple(scores.shape)}, {tuple(effects.shape)}.")
-    found = [rank_correlation(a, b) for a, b in zip(scores, effects, strict=True)]
-    values = [float("nan") if value is None else value for value in found]
-    return Agreement(torch.tensor(values, dtype=torch.float64))
+    return Agreement(rank_correlations(scores, effects))
 
 
 def datamodeling_score(

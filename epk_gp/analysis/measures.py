@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
-from scipy.stats import binned_statistic, spearmanr
+from jaxtyping import Bool, Float, Float64, Int64
+from scipy.stats import binned_statistic, rankdata
 from sklearn.metrics import roc_auc_score
 from sklearn.metrics import roc_curve as curve_of
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from epk_gp.core.checks import validate_count, validate_labels, validate_number, validate_tensor
+from epk_gp.core.checks import validate_count, validate_finite, validate_labels, validate_number, validate_tensor
 
 
 @dataclass(frozen=True)
@@ -235,14 +236,32 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | 
     """
     for name, values in (("a", a), ("b", b)):
         validate_tensor(values, name, ndim=1)
-        if not torch.isfinite(values).all():
-            raise ValueError(f"{name} must be finite: it holds NaN or infinity.")
-    if len(a) != len(b):
-        raise ValueError(f"a and b must hold as many numbers as each other: got {len(a)} and {len(b)}.")
-    if len(a) < 2:
-        raise ValueError(f"a rank correlation needs at least 2 numbers: got {len(a)}.")
-    x, y = (v.detach().double().cpu().numpy() for v in (a, b))
-    return None if np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
+    value = float(rank_correlations(a[None], b[None]))
+    return None if math.isnan(value) else value
+
+
+def rank_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float64[Tensor, " n"]:
+    """Compute Spearman's rank correlation of each row of a with that of b: NaN where one of them is constant.
+
+    Raises:
+        ValueError: The numbers are not finite, or a and b have other shapes, or there are fewer than 2 columns.
+    """
+    for name, values in (("a", a), ("b", b)):
+        validate_finite(values, name)
+    if a.shape != b.shape or a.shape[1] < 2:
+        raise ValueError(f"a and b must both be (n, m), m >= 2: got {tuple(a.shape)} and {tuple(b.shape)}.")
+    return row_correlations(*(torch.from_numpy(rankdata(v.detach().double().cpu(), axis=1)) for v in (a, b)))
+
+
+def is_constant(values: Float[Tensor, "n m"]) -> Bool[Tensor, " n"]:
+    """Return which rows hold one number only."""
+    return (values == values[:, :1]).all(dim=1)
+
+
+def row_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
+    """Compute Pearson's correlation of each row of a with that of b: NaN where one of them is constant."""
+    x, y = (values - values.mean(dim=1, keepdim=True) for values in (a, b))
+    return cosine_similarity(x, y, eps=0.0).masked_fill(is_constant(a) | is_constant(b), math.nan)
 
 
 def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpectrum:

@@ -94,10 +94,10 @@ def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
     return X[torch.cat([forwards, forwards[:-1].flip(0)])]
 
 
-def build_plan(
+def observed_plan(
     model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
-    """Observe the network at weights w, and keep of each way to differentiate it what reproduces plain autograd on X.
+    """Observe the network at weights w, and return every way to differentiate it that may work. Nothing is tried.
 
     Args:
         model: The network, in the computation's dtype.
@@ -131,10 +131,11 @@ def build_plan(
     all_dense = all_dense or graph is not None
     activations = max(1, num_activations // (len(X) if graph is None else graph.num_nodes))
     per_row = activations if graph is None else max(1, num_activations)  # a row goes backward through all
-    # hypotheses, of which what does not hold is dropped below
-    plan = DifferentiationPlan(
-        bias_of={} if all_dense else _layers(calls, model.names),
-        dense_params=(),
+    bias_of = {} if all_dense else _layers(calls, model.names)
+    covered = {*bias_of, *bias_of.values()}
+    return DifferentiationPlan(
+        bias_of=bias_of,
+        dense_params=tuple(name for name in model.names if name not in covered),
         supports_interpolation=not all_dense,
         supports_stacking=True,
         supports_jvp=True,
@@ -149,7 +150,16 @@ def build_plan(
         shares_pass=graph is not None,
         casts_to_float32=model.spec.dtype == torch.float64 and torch.float32 in dtypes,
     )
-    calls.clear()  # they hold activations
+
+
+def build_plan(
+    model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
+) -> DifferentiationPlan:
+    """Keep of each way to differentiate the network what reproduces plain autograd on X.
+
+    Arguments and errors: as `observed_plan`.
+    """
+    plan = replace(observed_plan(model, w, X, all_dense=all_dense), dense_params=())
     trial = _make_trial(model, w, X, plan)
     one_by_one, bias_of = replace(plan, supports_batched_vjp=False), plan.bias_of
     if not passes_check(lambda: _layer_jacobians(trial, one_by_one), one_by_one=True):

@@ -74,7 +74,8 @@ class StateSamples:
     @classmethod
     def of(cls, w: Float[Tensor, " P"]) -> "StateSamples":
         """Choose the places for weights of this size."""
-        return cls(torch.linspace(0, len(w) - 1, min(len(w), _NUM_SAMPLES), device=w.device).long())
+        count, exact = min(len(w), _NUM_SAMPLES), torch.float64  # float32 rounds numbers above 2^24, also up
+        return cls(torch.linspace(0, len(w) - 1, count, dtype=exact, device=w.device).long())
 
     def equal_to(self, w: Float[Tensor, " P"]) -> list[int]:
         """Return the states that have these samples, the latest first."""

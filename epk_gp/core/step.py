@@ -481,7 +481,7 @@ class RowIdentity:
             return 0, 1, ""
         seen, samples = (torch.cat(values) for values in zip(*groups, strict=True))
         M, count = len(self.X), max(_OTHERS, searched // max(1, self.X[0].numel()))
-        others = torch.linspace(0, M - 1, min(M, count)).long()
+        others = torch.linspace(0, M - 1, min(M, count), dtype=torch.float64).long()
         places = torch.cat([samples, (samples - 1) % M, (samples + 1) % M, others]).unique()
         near = _closeness(seen.to(self.X.device), self._own(places), self._own(samples)).cpu()
         best, place = near.max(dim=1)

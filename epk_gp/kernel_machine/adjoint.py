@@ -11,8 +11,8 @@ have no room in memory they are mapped to a temporary file.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -156,7 +156,7 @@ class StretchAverage:
 
     Attributes:
         steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights.
+        of_weights: Phi, the averaged gradients in the weights, where they are kept.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
         integral: Along the stretch.
         change: By how much the weights change the outputs along it, if it is of one step, and that is known.
@@ -178,6 +178,10 @@ _SUM_ROUNDING = 16
 _FEW_ROWS = 8
 
 
+# Takes the averaged gradients of some neighbouring points in one parameter: the points, its number, and (K, n, size).
+Take = Callable[[slice, int, Float[Tensor, "K n size"]], object]
+
+
 def average_over(
     block: Predictions, steps: range, max_nodes: int, Phi: Float[Tensor, "K N P"], *, splits_statistics: bool
 ) -> StretchAverage:
@@ -191,7 +195,12 @@ def average_over(
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
     if block.is_layerwise:
-        return _layerwise_average(block, steps, max_nodes, Phi)
+        sizes = list(block.net.model.sizes)
+
+        def write(points: slice, place: int, values: Tensor) -> None:
+            Phi[:, points].split(sizes, dim=-1)[place].copy_(values)
+
+        return replace(layerwise_average(block, steps, max_nodes, write), of_weights=Phi)
     line = integrate_stretch(block, steps, max_nodes)
     wants_statistics = (splits_statistics or len(steps) > 1) and block.trajectory.statistics is not None
     of_statistics = line.averaged_statistics_jacobian() if wants_statistics else None
@@ -199,8 +208,8 @@ def average_over(
     return StretchAverage(steps, Phi, of_statistics, line.integral)
 
 
-def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Tensor) -> StretchAverage:
-    """Average the derivative of every operation over a stretch.
+def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Take) -> StretchAverage:
+    """Average the derivative of every operation over a stretch. What is averaged in the weights is given to `take`.
 
     The averages give the integral: what they say of the change of the outputs is compared with it.
     """
@@ -221,10 +230,10 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         z, layers, part = secant_jacobians(net, (w, d), X[points], *shared, held=held)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
-        targets = (of_all.split(list(net.model.sizes), dim=-1) for of_all in (Phi[:, own], d[:P]))
-        for gradients, target, direction in zip(by_parameter(net, layers), *targets, strict=True):
+        directions = d[:P].split(list(net.model.sizes))
+        for place, (gradients, direction) in enumerate(zip(by_parameter(net, layers), directions, strict=True)):
             values = gradients.written()  # which are in the cache
-            target.copy_(values)
+            take(own, place, values)
             change[own] += (values @ direction).T
             size[own] += (values.norm(dim=2) * direction.norm()).T
     (start, end), of_statistics = (
@@ -259,7 +268,8 @@ def _layerwise_average(block: Predictions, steps: range, max_nodes: int, Phi: Te
         status=status,
         rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
-    return StretchAverage(steps, Phi, of_statistics if Q else None, integral, change if len(steps) == 1 else None)
+    whole = change if len(steps) == 1 else None
+    return StretchAverage(steps, w[:0], of_statistics if Q else None, integral, whole)
 
 
 # Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied

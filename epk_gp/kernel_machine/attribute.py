@@ -343,7 +343,7 @@ def attribution_kernel(
     return kernel
 
 
-def _changed(kernel: PathKernel, **changes: Any) -> PathKernel:
+def changed_kernel(kernel: PathKernel, **changes: Any) -> PathKernel:
     """Return a kernel with other attributes; made anew, it would say again that the user's network is another one."""
     kernel = copy.copy(kernel)
     vars(kernel).update(changes)
@@ -373,7 +373,7 @@ def parse_request(
         if classes is not None:
             raise ValueError("classes and function must not be given together: let the function choose outputs.")
         asked, X = ask(kernel.trajectory, X, function)
-        return _changed(kernel, trajectory=asked, head="logits"), X, axes
+        return changed_kernel(kernel, trajectory=asked, head="logits"), X, axes
     if classes is not None:
         validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
     return kernel, X, axes
@@ -427,7 +427,7 @@ def split_predictions(
         asked: Keywords of `attribution_work`.
     """
     kernel, X, axes = parse_request(kernel, X, groupings, explained)
-    kernel = kernel if path is not None else _changed(kernel, path=default_path(kernel.trajectory, X))
+    kernel = kernel if path is not None else changed_kernel(kernel, path=default_path(kernel.trajectory, X))
     run, request = kernel.trajectory, (kernel, X, axes, explained[0], options)
     while True:
         with planned(run.recorded, X) as recorded_net, planned(run, X) as net:

@@ -16,6 +16,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.states import recomputation_of
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine.attribute import attribution_work, parse_request
@@ -109,16 +110,16 @@ def plan_attribution(
         with planned(kernel.trajectory.recorded, X) as recorded_net, planned(kernel.trajectory, X) as net:
             work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
             kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-            per_step = _seconds_of_replay(work, seconds)
+            per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
             vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
             plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
             return replace(plan, seconds=plan.seconds + per_step * kernel.trajectory.num_steps, **_cost(work))
 
 
-def _seconds_of_replay(work: AttributionWork, seconds: float) -> float:
-    """Return the seconds of a step that is compared with the recorded one, of the first ones."""
+def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:
+    """Return the seconds of a step that is compared with the recorded one, of the first ones, in the precision of X."""
     begin, count = time.perf_counter(), 0
-    for _ in replayed_steps(work.whole.recorded, work.whole.recorded_net.model, work.X):
+    for _ in replayed_steps(trajectory, trajectory.model_for(X), X):
         count += 1
         if time.perf_counter() - begin > seconds:
             break

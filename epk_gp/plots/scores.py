@@ -1,7 +1,7 @@
 """Pictures of scores: the risk of the predictions that are kept, distributions, and suspicious labels."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
+from epk_gp.analysis.score_check import CheckedScores, ScoreCheck
 from epk_gp.plots import style
 from epk_gp.plots.contributions import image_row
 
@@ -153,6 +154,34 @@ def scores_figure(
             entries.append((images[n], style.short(float(values[n])) + mark, sign, words))
         image_row(row.subplots(1, _SHOWN), entries, (style.RIGHT, style.WRONG))
     return figure
+
+
+@style.styled
+def check_figure(check: ScoreCheck) -> Figure:
+    """Draw how scores of samples agree with exact numbers, and with training again.
+
+    Args:
+        check: What `epk_gp.check_scores` returned.
+    """
+    rows = check.systems | check.references
+    values, figure = np.array([list(_agreements(a)) for a in rows.values()]), style.new_figure(1.1 + 0.36 * len(rows))
+    ax = figure.subplots()
+    for k, label in enumerate(("cosine, contributions", "cosine, derivatives", "LDS, 95 %", "left out, 95 %")):
+        (mean, *ends), places = values[:, k].T, np.arange(len(rows)) + 0.17 * (k - 1.5)
+        ax.errorbar(mean, places, xerr=abs(ends - mean), fmt="osD^"[k], color=style.class_colour(k), label=label)
+    ax.axvline(0, color=style.GREY, linewidth=1)
+    ax.set(xlim=(-1.05, 1.05), ylim=(len(rows) - 0.4, -0.6), xlabel="agreement, mean over queries")
+    ax.set_yticks(range(len(rows)), list(map(style.plain, rows)), fontsize=style.SMALL)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=style.SMALL)
+    return figure
+
+
+def _agreements(each: CheckedScores) -> Iterator[tuple[float, float, float]]:
+    """Yield what is drawn of a system, each with its interval; NaN where it was not computed."""
+    for kind in ("contributions", "derivatives"):
+        yield (float(each.likeness[kind]["cosine"].nanmean()) if kind in each.likeness else np.nan,) * 3
+    for found, interval in ((each.lds, each.lds_interval), (each.left_out, each.left_out_interval)):
+        yield np.nan if found is None else found.mean, *interval
 
 
 @style.styled

@@ -63,7 +63,7 @@ _CALL_ERRORS = (RuntimeError, TypeError, IndexError, AttributeError, KeyError)
 
 def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m ..."]:
     """Return at most `count` of the rows, evenly spread."""
-    return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
+    return X[torch.linspace(0, len(X) - 1, min(count, len(X)), dtype=torch.float64, device=X.device).long()]
 
 
 @dataclass(eq=False)

@@ -212,7 +212,8 @@ def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
     options = {name: getattr(X, name) for name in _OF_LOADER} if isinstance(X, DataLoader) else {}
     collate = options.get("collate_fn", default_collate)
     try:
-        for number in torch.linspace(0, len(dataset) - 1, min(_READ_TWICE, len(dataset))).long().tolist():
+        size = len(dataset)
+        for number in torch.linspace(0, size - 1, min(_READ_TWICE, size), dtype=torch.float64).long().tolist():
             first, again = (fingerprint_data(*tensors_of(collate([dataset[number]]))) for _ in range(2))
             if first != again:
                 raise ValueError(

@@ -9,17 +9,19 @@ at the beginning of the stretch stands for all of its steps, and what that leave
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Unpack, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import observed_plan, planned, probe_rows
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_number
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.inputs import Inputs
@@ -28,14 +30,16 @@ from epk_gp.core.model import functionalize
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Displayed, Entry, Summary, count
 from epk_gp.core.step import Step
+from epk_gp.core.torch_overrides import outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.adjoint import average_over
+from epk_gp.kernel_machine.adjoint import average_over, layerwise_average
 from epk_gp.kernel_machine.attribute import (
     Explained,
     attribution_kernel,
     attribution_work,
     averaged_path,
+    changed_kernel,
     parse_request,
 )
 from epk_gp.kernel_machine.axes import Axis, PointsTable, group_name, in_words
@@ -50,7 +54,7 @@ from epk_gp.kernel_machine.loss_products import LossProducts
 from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import adaptive
+from epk_gp.quadrature.rules import adaptive, layerwise
 from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
 from epk_gp.trained.heads import Cut, HeadLayout, cuts_of, found_heads
 from epk_gp.trained.network import as_trajectory
@@ -214,6 +218,11 @@ class _StretchTerms(AttributionWork):
     c: Float[Tensor, " _"]
     rates: tuple[float, ...]
 
+    @property
+    def rows_at_once(self) -> int:
+        """Number of averaged gradients in the largest parameter that a quarter of the budget holds."""
+        return self.memory_budget // (4 * self.net.itemsize * max(self.net.model.sizes))
+
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> _StretchSums:
         """Return the sums of some rows, which are zero."""
         recorded = self.whole.recorded
@@ -225,29 +234,37 @@ class _StretchTerms(AttributionWork):
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
         """Go through the stretches."""
-        own, K, N = cast(_StretchSums, totals), block.num_outputs, len(block.X)
-        P, most = block.net.model.num_weights, max(1, block.memory.adjoint_points(1))
-        Phi = rows_of_weights(K * N, P, block.zeros(0), most).view(K, N, P)
-        products = LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X))
+        own, K, N, shape = cast(_StretchSums, totals), block.num_outputs, len(block.X), block.net.model.sizes
+        P, most = sum(shape), max(1, block.memory.adjoint_points(1))
+        keeps = bool(self.rates) or not block.is_layerwise
+        Phi = rows_of_weights(K * N if keeps else 0, P, block.zeros(0), most).view(K, -1, P)
+        products = (
+            LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X)) if self.rates else None
+        )
+        ends = [0, *accumulate(heads for _, heads in self.cuts)]
         for k in range(sums.steps, block.trajectory.num_steps):
-            stretch = average_over(block, range(k, k + 1), self.rows_per_block, Phi, splits_statistics=True)
-            d, pieces = block.state(k + 1) - block.state(k), list[Tensor]()
-            parts = zip(
-                Phi.split(list(block.net.model.sizes), 2),
-                d[:P].split(list(block.net.model.sizes)),
-                self.cuts,
-                strict=True,
-            )
-            for gradients, direction, (before, heads) in parts:
+            steps, d = range(k, k + 1), block.state(k + 1) - block.state(k)
+            directions = d[:P].split(list(shape))
+
+            def take(points: slice, place: int, values: Tensor) -> None:
+                """Add what the averaged gradients of some points in a parameter make of its change, head by head."""
+                before, heads = self.cuts[place]
+                direction = directions[place]  # noqa: B023  of this very stretch
                 if heads == 1:
-                    pieces.append((gradients @ direction).unsqueeze(2))
-                    continue
-                moved = (gradients * direction).view(K, N, before, heads, -1)
-                pieces.append(moved.sum(dim=(2, 4)))
+                    moved = (values @ direction).unsqueeze(2)
+                else:
+                    moved = (values * direction).unflatten(2, (before, heads, -1)).sum(dim=(2, 4))
+                own.pieces[points, :, k, ends[place] : ends[place + 1]] = moved.transpose(0, 1)  # noqa: B023
+
+            if not keeps:
+                stretch = layerwise_average(block, steps, max(2, 2 * self.rows_at_once // K), take)
+            else:
+                stretch = average_over(block, steps, self.rows_per_block, Phi, splits_statistics=True)
+                for place, gradients in enumerate(Phi.split(list(shape), dim=2)):
+                    take(slice(0, N), place, gradients)
             if stretch.of_statistics is not None:
-                pieces.append((stretch.of_statistics @ d[P:]).unsqueeze(2))
-            own.pieces[:, :, k] = torch.cat(pieces, dim=2).transpose(0, 1)
-            if self.rates:
+                own.pieces[:, :, k, -1] = (stretch.of_statistics @ d[P:]).T
+            if products is not None:
                 self._add_samples(own, products, Phi, k)
             yield stretch.integral, 1, {}
 
@@ -270,7 +287,7 @@ def between(
     *,
     data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
     loss: Loss | nn.Module | None = None,
-    lr: float | Sequence[float] | None = None,
+    lr: float | Sequence[float] | Float[Tensor, " K"] | None = None,
     head: Head | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
@@ -316,17 +333,18 @@ def between(
     loss = CrossEntropy() if data is not None and loss is None else loss
     trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
+    del start
     rows = parse_inputs(trajectory, X).detach()
-    path = averaged_path(trajectory, rows)
-    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), path, function)
+    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
     last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
     cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    result = _split(kernel, rows, (classes, function), named.titles, (parsed, c, rates), cuts)
+    request = _Request(trajectory, named.titles, (classes, function), cuts, c, rates, parsed)
+    result = _split(request, kernel, rows)
     warn_unless_certified("the split", Certificate.of(result).findings)
     return result
 
 
-def _rates(data: object, loss: object, lr: float | Sequence[float] | None, count: int) -> tuple[float, ...]:
+def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]:
     """Return the learning rate of each stretch; none without data."""
     if data is None:
         if loss is not None or lr is not None:
@@ -336,6 +354,7 @@ def _rates(data: object, loss: object, lr: float | Sequence[float] | None, count
         raise TypeError(f"data must be a pair (inputs, targets) of the training samples: got {type(data).__name__}.")
     if lr is None:
         raise ValueError("lr must be given with data: the sum of the learning rates of the steps of each stretch.")
+    lr = lr.tolist() if isinstance(lr, Tensor) else lr
     rates = tuple(lr) if isinstance(lr, Sequence) else (lr,) * count
     if len(rates) != count:
         raise ValueError(f"lr must be one number, or one for each of the {count} stretches: got {len(rates)}.")
@@ -365,53 +384,95 @@ def _path(start: Trajectory, net: nn.Module, moving: tuple[str, ...], named: Nam
     )
 
 
-def _split(
-    kernel: PathKernel,
-    X: Shaped[Tensor, "n ..."],
-    explained: Explained,
-    titles: tuple[str, ...],
-    how: tuple[ComputeOptions, Float[Tensor, " _"], tuple[float, ...]],
-    cuts: Mapping[str, Cut],
-) -> CheckpointSplit:
-    path, (options, c, rates) = kernel.trajectory, how
-    kernel, rows, _ = parse_request(kernel, X, (), explained)
-    asked, parts = kernel.trajectory, [cuts.get(name) for name in path.model.names]
-    sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What a split is asked for, beside its kernel and its inputs.
+
+    Attributes:
+        path: The run from checkpoint to checkpoint.
+        titles: Names of the checkpoints.
+        explained: Which outputs, or which function of them.
+        cuts: How parameters are divided into heads.
+        c: With data, the weights of the samples in the loss.
+        rates: With data, the sum of the learning rates of each stretch.
+        options: How it is computed.
+    """
+
+    path: Trajectory
+    titles: tuple[str, ...]
+    explained: Explained
+    cuts: Mapping[str, Cut]
+    c: Float[Tensor, " _"]
+    rates: tuple[float, ...]
+    options: ComputeOptions
+
+
+def _split(request: _Request, kernel: PathKernel, X: Shaped[Tensor, "n ..."]) -> CheckpointSplit:
+    """Sum the shares: by averages that their own sums try, or where these do not hold, by ways that were tried."""
+    kernel, rows, _ = parse_request(kernel, X, (), request.explained)
+    asked, by_operation = kernel.trajectory, changed_kernel(kernel, path=layerwise())
+    if not request.rates:
+        with suppress(RuntimeError, ValueError, TypeError, IndexError, AttributeError), outside_autocast():
+            model = asked.model_for(rows)
+            plan = observed_plan(model, flat_state(asked, asked.num_steps, rows), probe_rows(rows))
+            net = PlannedModel(model, plan)
+            result = _sums(request, by_operation, rows, net, net)
+            if result.certified:
+                return result
     while True:
         with planned(asked.recorded, rows) as recorded_net, planned(asked, rows) as net:
-            kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=c, rates=rates)
-            work = attribution_work(net, kernel, rows, (), explained[0], options, recorded_net=recorded_net, kind=kind)
-            whole = work.whole
-            initial, network = (
-                whole.select_outputs(network_outputs(asked, rows, state=state, head=kernel.head)) for state in (0, -1)
-            )
-            totals, rest = cast(_StretchSums, work.totals(work.as_rows(initial), torch.arange(work.num_rows))), Sums()
-            for piece, sums in run(work, options, "stretches"):
-                for name, total in totals.named.items():
-                    total[work.blocks[piece.place[0]]] += sums.added.pop(name)
-                rest.merge(sums)
-            own = {name: totals.named[name] for name in ("pieces", "samples", "explained")}
-            own = {name: value.reshape(*initial.shape, *value.shape[2:]) for name, value in own.items()}
-            total = initial + own["pieces"].sum(dim=(2, 3))
-            terms = initial.abs() + network.abs() + own["pieces"].abs().sum(dim=(2, 3))
-            return CheckpointSplit(
-                initial=initial,
-                network=network,
-                pieces=own["pieces"],
-                names=_names(path, cuts),
-                checkpoints=titles,
-                samples=own["samples"] if rates else None,
-                explained=own["explained"] if rates else None,
-                max_error=float((total - network).abs().max()),
-                error_tolerance=sum_tolerance(kernel.rule, path, net.coarsest_dtype, terms),
-                max_step_mismatch=0.0,
-                mismatch_ratio=0.0,
-                worst_step=-1,
-                explains="the network at the last checkpoint",
-                path=str(kernel.path),
-                precision=described_precision(net),
-                **integral_facts(rest, work.num_rows * path.num_steps),
-            )
+            along = changed_kernel(kernel, path=averaged_path(asked, rows))
+            return _sums(request, along, rows, net, recorded_net)
+
+
+def _sums(
+    request: _Request,
+    kernel: PathKernel,
+    X: Shaped[Tensor, "n ..."],
+    net: PlannedModel,
+    recorded_net: PlannedModel,
+) -> CheckpointSplit:
+    """Go through the stretches."""
+    path, rates, cuts = request.path, request.rates, request.cuts
+    parts = [cuts.get(name) for name in path.model.names]
+    sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
+    kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=request.c, rates=rates)
+    classes, of_data = request.explained[0], {"recorded_net": recorded_net}
+    work = cast(_StretchTerms, attribution_work(net, kernel, X, (), classes, request.options, **of_data, kind=kind))
+    if work.whole.is_layerwise and not rates:  # no row of weights is kept: each checkpoint is read once
+        K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
+        work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
+    whole = work.whole
+    initial, network = (
+        whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
+    )
+    totals, rest = cast(_StretchSums, work.totals(work.as_rows(initial), torch.arange(work.num_rows))), Sums()
+    for piece, sums in run(work, request.options, "stretches"):
+        for name, total in totals.named.items():
+            total[work.blocks[piece.place[0]]] += sums.added.pop(name)
+        rest.merge(sums)
+    own = {name: totals.named[name] for name in ("pieces", "samples", "explained")}
+    own = {name: value.reshape(*initial.shape, *value.shape[2:]) for name, value in own.items()}
+    total = initial + own["pieces"].sum(dim=(2, 3))
+    terms = initial.abs() + network.abs() + own["pieces"].abs().sum(dim=(2, 3))
+    return CheckpointSplit(
+        initial=initial,
+        network=network,
+        pieces=own["pieces"],
+        names=_names(path, cuts),
+        checkpoints=request.titles,
+        samples=own["samples"] if rates else None,
+        explained=own["explained"] if rates else None,
+        max_error=float((total - network).abs().max()),
+        error_tolerance=sum_tolerance(kernel.rule, path, net.coarsest_dtype, terms),
+        max_step_mismatch=0.0,
+        mismatch_ratio=0.0,
+        worst_step=-1,
+        explains="the network at the last checkpoint",
+        path=str(kernel.path),
+        precision=described_precision(net),
+        **integral_facts(rest, work.num_rows * path.num_steps),
+    )
 
 
 def _names(path: Trajectory, cuts: Mapping[str, Cut]) -> tuple[tuple[str, str, str], ...]:

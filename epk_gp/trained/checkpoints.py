@@ -127,28 +127,39 @@ class Named:
             self._names.setdefault(id(value), []).append(name)
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
+        self.holds_last = False  # where a state is read twice
         self._last: tuple[int, dict[str, Tensor]] = -1, {}
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
-        """Read the k-th checkpoint, by the network's names; the last one that was read is held.
+        """Read the k-th checkpoint, by the network's names.
 
         Raises:
             ValueError: A trained parameter is missing, or a tensor has another shape or dtype than the network's.
         """
-        if self._last[0] != k:
-            self._last = k, self._read(k)
-        return self._last[1]
+        if self._last[0] == k:
+            return self._last[1]
+        found = self._read(k)
+        if self.holds_last:
+            self._last = k, found
+        return found
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
         stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
-        some = next(iter(sorted(self.needed)))
-        begins = sorted({name.removesuffix(some) for name in stored if name.endswith(some)}, key=len) or [""]
-        found = dict[str, Tensor]()
-        for names in self._names.values():
-            value = next((stored[begins[0] + name] for name in names if begins[0] + name in stored), None)
-            if value is not None:
-                found |= dict.fromkeys(names, value)
+        some, matches = next(iter(sorted(self.needed))), list[dict[str, Tensor]]()
+        for begin in sorted({name.removesuffix(some) for name in stored if name.endswith(some)}, key=len) or [""]:
+            found = dict[str, Tensor]()
+            for names in self._names.values():
+                own = [stored[begin + name] for name in names if begin + name in stored]
+                found |= dict.fromkeys(names, own[0]) if own else {}
+            matches.append(found)
+        whole = [found for found in matches if self.needed <= found.keys()]
+        if len(whole) > 1 and any(not torch.equal(whole[0][some], other[some]) for other in whole[1:]):
+            raise ValueError(
+                f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
+                "of the weights beside them. Pass the state dict of the one that is meant."
+            )
+        found = (whole or matches)[0]
         missing = sorted(self.needed - found.keys())
         if missing:
             other = ", ".join(sorted(stored)[:3]) or "nothing"
@@ -195,6 +206,7 @@ class Named:
                     f"{self.titles[k]!r}. Call requires_grad_(True) of those that were trained."
                 )
             moving |= {name for name in changed if buffers[name].is_floating_point()}
+        self.holds_last = bool(moving)
         return copied, tuple(name for name in buffers if name in moving)
 
 

@@ -175,7 +175,7 @@ def growth(f, radii):
 
 
 REFUSED = [
-    (lambda: rank_correlation(torch.ones(1), torch.ones(1)), "at least 2"),
+    (lambda: rank_correlation(torch.ones(1), torch.ones(1)), "m >= 2: got"),
     (lambda: angle(ONES, 0 * ONES), "zero vector"),
     (lambda: aligned(steps=[4]), "steps must lie in 0..3"),
     (lambda: aligned(outputs=Y + 3), "outputs must lie in 0..2"),

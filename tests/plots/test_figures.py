@@ -17,7 +17,7 @@ from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure
 from epk_gp.plots.maps import map_figure
-from epk_gp.plots.scores import scores_figure
+from epk_gp.plots.scores import check_figure, scores_figure
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +123,25 @@ def test_images_are_drawn_from_the_surest_to_the_strangest(known):
     assert set(rows[20:22]) == {100, 111}
     marks = [ax.get_title().partition(" ")[2] for ax in axes[10:20]]
     assert marks == (["✗"] * 6 + ["✓"] * 4 if known else [""] * 10)
+
+
+def test_agreements_of_scores_stand_where_their_numbers_are_with_their_intervals():
+    X, y = torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(16) % 2
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
+    scores = {"$exact$": epk.influence(run, X[:3]).values, "random": torch.randn(3, 2, 16)}
+    check = epk.check_scores(run, scores, X[:3], contributions=False, retrainings=6, left_out=6, removals=0)
+    figure = check_figure(check)
+    (ax,) = figure.axes
+    cosines, derivatives, lds, left_out = ax.containers
+    systems = list((check.systems | check.references).values())
+    expected = [float(a.likeness["derivatives"]["cosine"].mean()) for a in systems]
+    assert derivatives.lines[0].get_xdata() == pytest.approx(expected)
+    assert all(x != x for x in cosines.lines[0].get_xdata())  # contributions were not asked for
+    for drawn, name in ((lds, "lds"), (left_out, "left_out")):
+        assert drawn.lines[0].get_xdata() == pytest.approx([getattr(a, name).mean for a in systems])
+        ends = [segment[:, 0].tolist() for segment in drawn.lines[2][0].get_segments()]
+        assert ends == [pytest.approx(list(getattr(a, f"{name}_interval"))) for a in systems]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [r"\$exact\$", "random", "exact derivatives"]
+    words = words_of(figure)
+    assert all(label in words for label in ("cosine, derivatives", "LDS, 95 %", "left out, 95 %"))

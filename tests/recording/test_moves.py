@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
-from epk_gp.core.moves import Move, share_of_way
+from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample, by_step
@@ -319,3 +319,11 @@ def test_equal_runs_have_equal_digests_and_moves_are_part_of_them():
     first, again = (recorded("lookahead")[0] for _ in range(2))
     assert first.digest == again.digest != recorded("restored")[0].digest
     assert first.moves[2] == Move(0, pytest.approx(0.6))
+
+
+@pytest.mark.parametrize("size", [29_381_632, 124_439_808])
+def test_weights_that_are_compared_are_there_in_networks_of_more_than_16_million(size):
+    """As many as GPT-2 has: float32 rounds the number of the last one to one that there is not."""
+    places = StateSamples.of(torch.zeros(1).expand(size)).places
+    assert (int(places[0]), int(places[-1])) == (0, size - 1)
+    assert bool((places.diff() > 0).all())

@@ -145,7 +145,7 @@ def test_samples_are_first_order_shares(rows):
     """A sample's share is -lr c_i <averaged gradient, its gradient at the beginning>; it is never certified."""
     net, _, X, y = rows
     asked, states = X[:3], moved(net)
-    split = epk.between(net, states, asked, data=(X, y), lr=(0.3,), head="logits")
+    split = epk.between(net, states, asked, data=(X, y), lr=torch.tensor([0.3]).double(), head="logits")
     assert not split.certified
     assert "first order" in str(split)
     change = split.by_stretch().values
@@ -211,11 +211,16 @@ def test_numbers_of_a_text_are_split_as_outputs_are(texts):
     torch.testing.assert_close(split.by_module().values.sum(dim=2)[:, 0], expected, rtol=0, atol=1e-12)
 
 
-def test_outputs_are_computed_some_at_a_time_where_memory_is_small(texts):
-    """The budget changes the order of the work alone."""
-    net, states, X = texts
+def test_outputs_are_computed_some_at_a_time_where_memory_is_small():
+    """The budget changes the order of the work alone: here the gradients of all outputs of a text take 47 MB."""
+    torch.manual_seed(0)
+    net, X = Reader(words=300, width=64).double(), torch.randint(300, (3, 5))
+    states = moved(net, 0.1)
     whole, small = epk.between(net, states, X), epk.between(net, states, X, memory_budget=1 << 20)
     torch.testing.assert_close(small.pieces, whole.pieces, rtol=0, atol=1e-12)
+    one = epk.between(net, states, X, classes=torch.tensor([4, 0, 299]), memory_budget=1 << 20)
+    expected = whole.pieces[torch.arange(3), torch.tensor([4, 0, 299])]
+    torch.testing.assert_close(one.pieces[:, 0], expected, rtol=0, atol=1e-12)
 
 
 def test_checkpoints_are_read_as_others_write_them(rows, tmp_path: Path):
@@ -285,6 +290,57 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(message, rows):
     FAULTS[message](states[2])
     with pytest.raises(ValueError, match=f"'state 2' {message}"):
         epk.between(net, states, X)
+
+
+def test_a_checkpoint_of_two_networks_is_not_guessed_about(rows):
+    """Weights and their average under other names: which is meant must be said."""
+    net, states, X, _ = rows
+    both = [{f"{k}.{n}": v * (1 + (k == "ema")) for k in ("ema", "model") for n, v in s.items()} for s in states]
+    with pytest.raises(ValueError, match="'state 0' must hold one network: it has 2 with all of these parameters"):
+        epk.between(net, both, X)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_folders_of_lightning_and_transformers_are_read(tmp_path: Path):
+    """What their trainers leave, as they leave it."""
+    lightning = pytest.importorskip("pytorch_lightning")
+    transformers = pytest.importorskip("transformers")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    torch.manual_seed(0)
+    module, X = Module(), torch.randn(16, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, torch.randint(3, (16,))), batch_size=8)
+    saves = lightning.callbacks.ModelCheckpoint(tmp_path / "a" / "checkpoints", every_n_train_steps=3, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    lightning.Trainer(max_steps=12, callbacks=[saves], default_root_dir=tmp_path, **quiet).fit(module, loader)
+    split = epk.between(module.net, tmp_path / "a", X[:3])
+    assert split.certified
+    assert [name.partition("step=")[2] for name in split.checkpoints] == ["3", "6", "9", "12"]
+    torch.testing.assert_close(split.network, module.net(X[:3]).detach())
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=2, **sizes)
+    net, texts = transformers.BertForSequenceClassification(config), torch.randint(1, 20, (8, 6))
+    data = [{"input_ids": text, "labels": int(text[0]) % 2} for text in texts]
+    settings = {"max_steps": 12, "save_steps": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(str(tmp_path / "b"), **settings)
+    transformers.Trainer(net, arguments, train_dataset=data).train()
+    split = epk.between(net, tmp_path / "b", {"input_ids": texts[:3]}, output=lambda returned: returned.logits)
+    assert split.checkpoints == ("checkpoint-4", "checkpoint-8", "checkpoint-12")
+    assert split.certified
+    assert "bert.encoder.layer.0.attention.self head 1" in split.by_head().axes[0].names
 
 
 def test_wrong_arguments_are_refused(rows, tmp_path: Path):

@@ -1,0 +1,364 @@
+"""Anybody's scores of training samples, judged by exact contributions, by exact derivatives, and by training again.
+
+A positive score means that the presence of a sample raises the number that is explained.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int64
+from scipy.stats import bootstrap
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from epk_gp.analysis.counterfactual import Agreement, random_subsets, rank_agreement, without
+from epk_gp.analysis.measures import is_constant, row_correlations
+from epk_gp.autodiff.scalars import Function
+from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import ClassLoss, Head, ignored_class
+from epk_gp.core.show import NAME_LENGTH, Displayed, Entry, Summary, Table, count, shortened
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.kernel_machine.attribute import attribute, attribution_kernel, parse_request
+from epk_gp.kernel_machine.influence import influence
+from epk_gp.kernel_machine.plan import seconds_of_step
+from epk_gp.kernel_machine.retrain import Retraining, retrain
+from epk_gp.quadrature.rules import adaptive
+
+_TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples that a finding names
+_NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for which a scale and rounding are named; share of change
+_CHANCE, _SHUFFLES, _RESAMPLES = 0.01, 199, 199  # share of shuffles that may agree as much; draws of the bootstrap
+_FITS, _MATCHED, _DISTINCT = 0.25, 256, 16  # share of squared distances left in order; profiles; scores of a dtype
+
+
+class Cost(NamedTuple):
+    """What a check took: seconds, and how many trainings of the recorded network take as long."""
+
+    seconds: float
+    trainings: float
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedScores:
+    """One system's scores of M samples for q queries, and what was found about them.
+
+    Attributes:
+        scores: In float64; NaN and infinity are 0.
+        miss: Sum of the scores minus the change of the explained number, (q,).
+        likeness: How they are like exact "contributions" and "derivatives", by query, (q,) each, NaN where a side is
+            constant: "cosine"; "pearson" and "spearman" over samples; "sign", the share of samples whose signs agree;
+            "slope", how many times the exact numbers they are, by least squares; "error", what this leaves of them, by
+            norms; and "chance", (): the share of shuffles of the samples that reach the mean of |pearson|.
+        findings: What looks wrong, in sentences with the evidence; empty where nothing was found.
+        lds: Linear datamodeling score; None without retrainings.
+        lds_interval: 95 % of a bootstrap of its mean over the retrainings.
+        left_out: Rank correlation with the effects of leaving out single samples.
+        left_out_interval: The same over the samples.
+        predicted: Change of the number without a query's 10 highest samples as the scores have it, (r,).
+        measured: That change after training without them, (r,).
+    """
+
+    scores: Float64[Tensor, "q M"]
+    miss: Float64[Tensor, " q"]
+    likeness: Mapping[str, Mapping[str, Float64[Tensor, " q"]]]
+    findings: tuple[str, ...] = ()
+    lds: Agreement | None = None
+    lds_interval: tuple[float, float] = (float("nan"), float("nan"))
+    left_out: Agreement | None = None
+    left_out_interval: tuple[float, float] = (float("nan"), float("nan"))
+    predicted: Float64[Tensor, " r"] | None = None
+    measured: Float64[Tensor, " r"] | None = None
+
+    @property
+    def nearest(self) -> str:
+        """What is most like the scores, "contributions" or "derivatives", by the mean cosine."""
+        return max(self.likeness, key=lambda kind: self.likeness[kind]["cosine"].nanmean().abs(), default="")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreCheck(Displayed):
+    """What scores of training samples are worth, beside what is exact.
+
+    Attributes:
+        systems: The scores that were judged, by name.
+        references: The same of "exact contributions" and "exact derivatives", as far as they were computed.
+        change: By how much training changed the explained number of each query, (q,).
+        costs: What each check took, by name.
+        notes: What was not computed, or is not certified, and why.
+    """
+
+    systems: dict[str, CheckedScores]
+    references: dict[str, CheckedScores]
+    change: Float64[Tensor, " q"]
+    costs: Mapping[str, Cost]
+    notes: tuple[str, ...]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What looks wrong with any of the scores; empty where nothing was found."""
+        named = [(f"{name}: " * (len(self.systems) > 1), each) for name, each in self.systems.items()]
+        return tuple(f"{name}{found}" for name, each in named for found in each.findings)
+
+    def _summary(self) -> Summary:
+        entries = [Entry(name, " ".join(a.findings) or "No fault was found.") for name, a in self.systems.items()]
+        entries += [Entry("note", note) for note in self.notes]
+        entries += [Entry(f"cost of {k}", f"{a:.2g} s = {b:.2g} trainings") for k, (a, b) in self.costs.items()]
+        columns = ("", "sum misses", "contributions", "derivatives", "LDS", "left out", f"without top {_TOP}")
+        note = (
+            "Means over queries: of cosine, × slope; LDS in 95 % of draws; change of the number, predicted / measured."
+        )
+        rows = tuple(self._row(name, each) for name, each in (self.systems | self.references).items())
+        title = f"Scores for {count(len(self.change), 'explained number')}, checked"
+        return Summary(title, tuple(entries), Table(columns, rows, note))
+
+    def _row(self, name: str, a: CheckedScores) -> tuple[str, ...]:
+        cells = dict.fromkeys(("sums", "contributions", "derivatives", "lds", "left out", "top"), "–")
+        cells["sums"], (low, high) = f"{100 * _relative(a.miss, self.change):.3g} %", a.lds_interval
+        cells |= {k: f"{b['cosine'].nanmean():.2f} ×{b['slope'].nanmedian():.2g}" for k, b in a.likeness.items()}
+        cells |= {"lds": f"{a.lds.mean:.2f} [{low:.2f}, {high:.2f}]"} if a.lds else {}
+        cells |= {"left out": f"{a.left_out.mean:.2f}"} if a.left_out else {}
+        if a.predicted is not None and a.measured is not None:
+            cells["top"] = f"{a.predicted.nanmean():.2g} / {a.measured.nanmean():.2g}"
+        return shortened(name, NAME_LENGTH), *cells.values()
+
+
+def check_scores(
+    trajectory: Trajectory,
+    scores: Any,
+    X: Inputs,
+    *,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    head: Head | None = None,
+    contributions: bool = True,
+    derivatives: bool = True,
+    retrainings: int = 50,
+    share: float = 0.5,
+    left_out: int = 20,
+    removals: int = 5,
+    seed: int = 0,
+    **options: Unpack[ComputeSettings],
+) -> ScoreCheck:
+    """Judge scores of training samples from any system: by what is exact, and by training again.
+
+    A positive score means that the presence of a sample raises the explained number. A system that explains the loss
+    instead, or the effect of leaving a sample out, needs its sign turned, or `function=epk_gp.loss_value(targets)`.
+
+    Args:
+        trajectory: The recorded run, with its M training samples in the order of the scores.
+        scores: (n, M), or (n, C, M) for all outputs, as an array or tensor of any precision; or several by name.
+        X: The n inputs that the scores explain, of the structure of the training inputs.
+        classes: Which output of each input the scores explain; not needed where there is one.
+        function: What they explain in place of outputs, such as `epk_gp.log_probability(answers)`; see `attribute`.
+        head: "logits" or "log_softmax"; None follows the loss, as of `attribute`.
+        contributions: Compare with exact contributions, at the cost of `attribute`.
+        derivatives: Compare with exact derivatives, at the cost of `influence`.
+        retrainings: Networks that are trained on random subsets, for the linear datamodeling score; 0 for none.
+        share: Share of the samples that a subset keeps.
+        left_out: Random samples that are left out one by one, a network each; 0 for none.
+        removals: First queries whose 10 highest samples (at most half of all) are removed together, a network each for
+            every system; 0 for none.
+        seed: Seed of subsets, samples that are left out, shuffles and bootstrap.
+        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
+
+    Returns:
+        All numbers, and findings in sentences. It shows itself as a table; `epk_gp.plots.scores.check_figure` draws it.
+
+    Raises:
+        TypeError, ValueError: As `attribute`; or the scores do not fit the run and the inputs, or are no numbers.
+    """
+    parse_options("check_scores", ("accumulate", "checkpoint"), **options)
+    for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
+        validate_count(value, name, minimum=0)
+    kernel = attribution_kernel(trajectory, head, adaptive(), None, function)
+    kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
+    run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
+
+    def explained(z: Tensor) -> Tensor:
+        return (z.flatten(-2) if classes is None else z[..., torch.arange(n), classes.cpu()]).double().cpu()
+
+    given = scores if isinstance(scores, Mapping) else {"scores": scores}
+    raw = {str(name): _parsed(name, s, (n, run.num_outputs if classes is None else 1, M)) for name, s in given.items()}
+    if not raw:
+        raise ValueError("scores must hold those of one system at least: got none.")
+    start, end = (explained(network_outputs(run, rows, state=state, head=kernel.head)) for state in (0, -1))
+    judged = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in raw.items()}
+    tops = torch.cat([s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()])
+    singles = torch.from_numpy(rng.permutation(M)[:left_out, None])
+    weights = {"LDS": random_subsets(M, max(1, retrainings), share=share, seed=seed)[:retrainings]}
+    weights |= {"left out": without(M, singles), f"top {_TOP}": without(M, tops)}
+    asked: dict[str, Any] = {"X": X, "classes": classes, "function": function, "head": head}
+    ways: dict[str, Any] = {"contributions": partial(attribute, **asked), "derivatives": partial(influence, **asked)}
+    ways |= {name: partial(retrain, weights=rows) for name, rows in weights.items()}
+    wanted = contributions, derivatives, *map(len, weights.values())
+    training, costs = seconds_of_step(trajectory, rows, 1.0) * max(1, trajectory.num_steps), dict[str, Cost]()
+    truths, outcomes, notes = dict[str, Tensor](), dict[str, Tensor](), list[str]()
+    for name, compute in (way for way, is_wanted in zip(ways.items(), wanted, strict=True) if is_wanted):
+        begin = time.perf_counter()
+        try:
+            found = compute(trajectory, **options)
+        except ValueError as error:
+            notes.append(f"{name}: {error}")
+            continue
+        costs[name] = Cost(seconds := time.perf_counter() - begin, seconds / training)
+        notes += [f"{name} not certified: {finding}" for finding in found.findings]
+        if isinstance(found, Retraining):
+            outcomes[name] = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
+            continue
+        values = found.samples if name == "contributions" else found.values
+        truths |= {name: values.flatten(0, 1).double().cpu()} if values.isfinite().all() else {}
+
+    checked, size = dict[str, CheckedScores](), len(tops) // len(judged)
+    references = {f"exact {kind}": truth for kind, truth in truths.items() if f"exact {kind}" not in raw}
+    for k, (name, s) in enumerate((judged | references).items()):
+        like, found = {kind: _likeness(s, truth, rng) for kind, truth in truths.items()}, dict[str, Any]()
+        for field, check in (("lds", "LDS"), ("left_out", "left out")):
+            found |= _agreement(field, s, weights[check], outcomes[check] - end, seed) if check in outcomes else {}
+        if f"top {_TOP}" in outcomes and name in raw:
+            own = slice(k * size, (k + 1) * size)
+            found["predicted"] = ((weights[f"top {_TOP}"][own] - 1) * s[:size]).sum(dim=1)
+            found["measured"] = (outcomes[f"top {_TOP}"][own] - end).diagonal()
+        each = CheckedScores(s, s.sum(dim=1) - (end - start), like, **found)
+        checked[name] = replace(each, findings=tuple(_findings(trajectory, raw.get(name, s), each, truths, rng)))
+    return ScoreCheck({name: checked.pop(name) for name in raw}, checked, end - start, costs, tuple(notes))
+
+
+def _findings(
+    run: Trajectory, raw: Tensor, each: CheckedScores, truths: Mapping[str, Tensor], rng: np.random.Generator
+) -> Iterator[str]:
+    """Say what looks wrong with scores, given also as they came and beside the exact numbers, with the evidence."""
+    s, like, exact = each.scores, each.likeness, 1e-4 if run.dtype == torch.float64 else 1e-3
+    if bool((wrong := ~raw.isfinite()).any()):
+        yield f"{int(wrong.sum())} scores of {_listed('samples', wrong.any(dim=0))} are NaN or infinite: taken as 0."
+    if bool((flat := is_constant(s)).any()):
+        yield f"All samples have one score for {_listed('queries', flat)}."
+    if not truths or bool(flat.all()):
+        return
+    unseen = torch.stack([(t == 0).all(dim=0) for t in truths.values()]).all(dim=0)
+    if len(s) > 1 and bool((flat := is_constant(s.T) & ~unseen).any()):
+        yield f"All queries have one score for {_listed('samples', flat)}."
+    if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
+        yield f"Nothing was learned from {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
+    stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
+    if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
+        yield f"The precision is low: every score is a number of {stored[0]}."
+    nearest, words = like[each.nearest], f"exact {each.nearest}"
+    cosine, slope = float(nearest["cosine"].nanmean().abs()), float(nearest["slope"].abs().nanmedian())
+    error, chance = float(nearest["error"].nanmedian()), [float(other["chance"]) for other in like.values()]
+    disorder = list(_disorder(s, truths, rng)) if error > exact else []
+    yield from disorder
+    correlations = {kind: float(other["pearson"].nanmean()) for kind, other in like.items()}
+    clear = [value for value, share in zip(correlations.values(), chance, strict=True) if share <= _CHANCE]
+    is_turned = bool(clear) and max(clear) < 0
+    if is_turned:
+        found = ", ".join(f"{value:.2f} with exact {kind}" for kind, value in correlations.items())
+        yield f"The sign looks turned: the correlation is {found}."
+    elif not clear and not disorder and cosine < _NEAR:
+        yield f"They agree with nothing exact beyond chance: {100 * min(chance):.0f} % of shuffled scores do as well."
+        return
+    total, change = (-1 if is_turned else 1) * s.sum(dim=1), s.sum(dim=1) - each.miss
+    missed = min(_relative(total - sums, sums) for sums in (change, truths.get("contributions", s).sum(dim=1)))
+    if each.nearest == "contributions" and missed > _MISSED:
+        k = int((total - change).abs().argmax())
+        instead = f"(query {k}: {float(total[k]):.4g} instead of {float(change[k]):.4g})"
+        yield f"Their sums miss the change of the number by {missed:.2g} times its size {instead}: no contributions do."
+    if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and error > exact:
+        ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
+        differs = (s - truths[each.nearest]).norm(dim=0)
+        growth = rank_agreement(differs[None], ignored[None]).mean
+        if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
+            yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
+    if not disorder and cosine > _NEAR and abs(slope - 1) > 0.02 + 2 * (1 - cosine):
+        low, high = nearest["slope"].abs().nan_to_num(slope).aminmax()
+        yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
+    is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
+    if error > exact and not (is_path or disorder or wrong.any()):
+        hint = "; rounding to bfloat16 may leave 0.002, coarse rules or few checkpoints more" if error < _COARSE else ""
+        yield f"They are not the {words}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}."
+
+
+def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[str]:
+    """Say whether samples or queries are in another order: their scores are like the exact numbers of others.
+
+    A sample's profile is its scores for all queries, each query's scores scaled to norm 1; a query's its scores.
+    """
+    sides = [(kind, sign * normalize(s), normalize(t)) for kind, t in truths.items() for sign in (1, -1)]
+    for plural in ("samples", "queries"):
+        pairs = [(kind, *((S.T, T.T) if plural == "samples" else (S, T))) for kind, S, T in sides]
+        ratio, rows, places, kind = min(((*_fit(S, T, rng), kind) for kind, S, T in pairs), key=lambda fit: fit[0])
+        if ratio < _FITS and int((moved := rows != places).sum()) > 1:  # no order moves one alone
+            named = zip(rows[moved][:_LISTED].tolist(), places[moved][:_LISTED].tolist(), strict=True)
+            found = f"{int(moved.sum())} of {len(rows)} are nearest the exact {kind} of another one"
+            yield f"The {plural} look out of order: {found} ({', '.join(f'#{i} that of #{j}' for i, j in named)})."
+
+
+def _fit(S: Tensor, T: Tensor, rng: np.random.Generator) -> tuple[float, Tensor, Tensor]:
+    """Find the exact profile that is nearest to each profile of scores.
+
+    Returns:
+        The sum of their squared distances, relative to the least of: that to the profiles' own ones, that to profiles
+        which are mixed of different ones, and the profiles' own size; the profiles; and those nearest to them.
+    """
+    rows, mixed = torch.from_numpy(rng.permutation(len(S))[:_MATCHED]), torch.from_numpy(rng.permuted(T, axis=0))
+    distances, by_chance = (torch.cdist(S[rows], profiles).square() for profiles in (T, mixed))
+    own, (best, places) = (S - T)[rows].square().sum(dim=1), distances.min(dim=1)
+    limit = min(own.sum(), by_chance.amin(dim=1).sum(), S[rows].square().sum())
+    return float(best.sum() / limit), rows, torch.where(best < own, places, rows)
+
+
+def _likeness(s: Tensor, t: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
+    pearson, slope = row_correlations(s, t), (s * t).sum(dim=1) / t.square().sum(dim=1)
+    shuffled = [row_correlations(s[:, rng.permutation(s.shape[1])], t).nanmean() for _ in range(_SHUFFLES)]
+    reached = (torch.stack(shuffled).abs() >= pearson.nanmean().abs()).sum()
+    error = (s - slope[:, None] * t).norm(dim=1) / (slope[:, None] * t).norm(dim=1)
+    like = {"cosine": cosine_similarity(s, t, eps=0.0), "pearson": pearson, "spearman": rank_agreement(s, t).per_point}
+    like["sign"] = ((s.sign() == t.sign()) & (t != 0)).sum(dim=1) / (t != 0).sum(dim=1)
+    return like | {"slope": slope, "error": error, "chance": (1 + reached) / (1 + _SHUFFLES)}
+
+
+def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: int) -> dict[str, Any]:
+    """Compare changes of the numbers of networks that did not diverge with what scores predict of their weights.
+
+    Returns:
+        The rank correlation, and its 95 % interval of a bootstrap over networks, under a field's names.
+    """
+    good = changes.isfinite().all(dim=1)
+    predicted, measured = s @ (weights[good] - 1).T, changes[good].T
+
+    def mean(drawn: np.ndarray) -> float:
+        return float(rank_agreement(predicted[:, drawn], measured[:, drawn]).per_point.nanmean().nan_to_num())
+
+    if len(measured.T) < 3:
+        return {}
+    low, high = bootstrap(
+        (np.arange(predicted.shape[1]),), mean, vectorized=False, n_resamples=_RESAMPLES, method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return {field: rank_agreement(predicted, measured), f"{field}_interval": (float(low), float(high))}
+
+
+def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
+    """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
+    (n, K, M), dense = shape, values.detach().cpu().double().numpy() if isinstance(values, Tensor) else values
+    try:
+        found = torch.from_numpy(np.array(dense, dtype=np.float64))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of real numbers: got {type(values).__name__}.") from error
+    if tuple(found.shape) not in (shape, (n * K, M) if K == 1 else shape):
+        wanted = f"({n}, {M})" if K == 1 else f"({n}, {K}, {M}), or ({n}, {M}) with classes= or function="
+        raise ValueError(f"{name} must have the shape (inputs, samples), {wanted}: got {tuple(found.shape)}.")
+    return found.reshape(n * K, M)
+
+
+def _relative(difference: Tensor, size: Tensor) -> float:
+    return float(difference.norm() / size.norm().clamp(min=torch.finfo(size.dtype).tiny))
+
+
+def _listed(noun: str, places: Bool[Tensor, " m"]) -> str:
+    numbers = [f"#{i}" for i in places.nonzero()[:, 0].tolist()]
+    return f"{noun} {', '.join(numbers[:_LISTED])}{', ...' * (len(numbers) > _LISTED)}"

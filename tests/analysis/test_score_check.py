@@ -1,0 +1,399 @@
+"""Scores of samples, judged: exact ones pass, planted faults are named, and what retraining says is a plain loop's."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import pearsonr, spearmanr
+from shown_results import shown
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn import functional as F
+from weighted_loops import CLASSES, POINTS, WeightedLoop
+
+import epk_gp as epk
+from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.analysis.score_check import ScoreCheck
+from helpers import make_case
+
+QUIET = {"retrainings": 0, "left_out": 0, "removals": 0}
+NODES, WEIGHTS = ((1 + torch.tensor([-1.0, 1.0]) * 0.6**0.5) / 2).double(), (5 / 18, 5 / 18)  # and 4/9 at the middle
+IGNORED, WORDS, LENGTH = -100, 9, 6
+
+
+class Words(nn.Module):
+    """Each position sees the mean of the words so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.out = nn.Embedding(WORDS, 6), nn.Linear(6, 6), nn.Linear(6, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).cumsum(dim=1) / torch.arange(1, x.shape[1] + 1, dtype=torch.float64)[:, None]
+        return self.out(torch.tanh(self.hidden(h)))
+
+
+def texts(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return words 1 .. 8 and the next ones; texts end at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(1, WORDS, (n, LENGTH + 1), generator=generator)
+    is_padding = torch.arange(LENGTH) >= torch.randint(2, LENGTH + 1, (n, 1), generator=generator)
+    return words[:, :-1].masked_fill(is_padding, 0), words[:, 1:].masked_fill(is_padding, IGNORED)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A recorded run, what is asked of it, and its own loop's terms.
+
+    Attributes:
+        run: The run.
+        net: A network of its kind.
+        X: Inputs that are explained.
+        asked: How `check_scores` is told what.
+        number: Maps returned outputs of the inputs to their numbers.
+        row_loss: Maps the outputs of one sample, and its target, to its loss.
+        divisor: Maps the targets of a batch to the divisor of the sum of the rows' losses.
+        betas: Of Adam; None for SGD.
+        lr: Learning rate.
+    """
+
+    run: epk.Trajectory
+    net: nn.Module
+    X: Tensor
+    asked: dict[str, Any]
+    number: Callable[[Tensor], Tensor]
+    row_loss: Callable[[Tensor, Tensor], Tensor]
+    divisor: Callable[[Tensor], float]
+    betas: tuple[float, float] | None
+    lr: float
+
+    def check(self, scores: Any, **options: Any) -> ScoreCheck:
+        return epk.check_scores(self.run, scores, self.X, **{**QUIET, **self.asked, **options})
+
+    @functools.cached_property
+    def contributions(self) -> Tensor:
+        return epk.attribute(self.run, self.X, **self.asked).samples[:, 0]
+
+    @functools.cached_property
+    def derivatives(self) -> Tensor:
+        return epk.influence(self.run, self.X, **self.asked).values[:, 0]
+
+
+def flat(values: dict[str, Tensor], start: int = 1) -> Tensor:
+    return torch.cat([value.flatten(start) for value in values.values()], dim=start)
+
+
+def by_hand(
+    problem: Problem,
+    *,
+    rounding: torch.dtype = torch.float64,
+    forget_at: int | None = None,
+    row_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compute contributions as another system might: row by row, with the optimizer's memory of each row.
+
+    Args:
+        problem: The problem.
+        rounding: What gradients of rows are rounded to.
+        forget_at: Step at which the memory of Adam is lost, as by a restart without the optimizer's state.
+        row_loss: Of the rows, in place of the problem's; Adam's preconditioner stays that of the run.
+    """
+    run, net = problem.run, problem.net
+    X, y = run.inputs, run.targets
+
+    def gradients(weights: dict[str, Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        def of_row(x: Tensor, target: Tensor) -> dict[str, Tensor]:
+            return grad(lambda w: loss(functional_call(net, w, (x[None],)), target[None]))(weights)
+
+        return flat(vmap(of_row)(X, y)).to(rounding).double()
+
+    def derivative(weights: dict[str, Tensor]) -> Tensor:
+        return flat(jacrev(lambda w: problem.number(functional_call(net, w, (problem.X,))))(weights))
+
+    scores = torch.zeros(len(problem.X), len(X), dtype=torch.float64)
+    first = second = torch.zeros(())
+    for step, recorded in enumerate(run.steps):
+        start, end = ({k: v.clone() for k, v in run.weights(s).items()} for s in (step, step + 1))
+        rows = recorded.batch
+        share = torch.zeros(len(X), dtype=torch.float64)
+        share[rows] = 1 / problem.divisor(y[rows])
+        each = share[:, None] * gradients(start, row_loss or problem.row_loss)
+        if problem.betas is None:
+            moves = -problem.lr * each
+        else:
+            age = step if forget_at is None or step < forget_at else step - forget_at
+            a, b = problem.betas
+            first, second = (torch.zeros_like(each), torch.zeros_like(each[0])) if age == 0 else (first, second)
+            whole = each if row_loss is None else share[:, None] * gradients(start, problem.row_loss)
+            first, second = a * first + (1 - a) * each, b * second + (1 - b) * whole.sum(0) ** 2
+            scale = (second / (1 - b ** (age + 1))).sqrt() + 1e-8
+            moves = -problem.lr * first / (1 - a ** (age + 1)) / scale
+        nodes = [(float(t), c) for t, c in zip([*NODES, 0.5], [*WEIGHTS, 4 / 9], strict=True)]
+        mean = sum(c * derivative({k: torch.lerp(start[k], end[k], t) for k in start}) for t, c in nodes)
+        scores += mean @ moves.T
+    return scores
+
+
+def recorded(
+    net: nn.Module, X: Tensor, y: Tensor, X_test: Tensor, asked: dict[str, Any], number: Any, **options: Any
+) -> Problem:
+    betas, lr, loss = options.pop("betas"), options.pop("lr"), options.pop("loss")
+    parameters = list(net.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=lr)
+    if betas is not None:
+        optimizer = torch.optim.Adam(parameters, lr=lr, betas=betas)
+    terms = {key: options.pop(key) for key in ("row_loss", "divisor")}
+    generator = torch.Generator().manual_seed(3)
+    run = epk.train(
+        net, X, y, optimizer=optimizer, steps=16, batch_size=len(X) // 2, loss=loss, generator=generator, **options
+    )
+    return Problem(run, net, X_test, asked, number, betas=betas, lr=lr, **terms)
+
+
+@functools.cache
+def classes(betas: tuple[float, float] | None = (0.9, 0.99)) -> Problem:
+    torch.manual_seed(0)
+    net, X, y = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), torch.randn(30, 4), None
+    y = X[:, :3].argmax(dim=1)
+    X_test, asked = X[:8].double() + 0.2, y[:8]
+    return recorded(
+        net, X.double(), y, X_test, {"classes": asked, "head": "log_softmax"},
+        lambda z: z.log_softmax(1).gather(1, asked[:, None])[:, 0], betas=betas, lr=0.03 if betas else 0.5,
+        loss=epk.CrossEntropy(), row_loss=lambda z, y: F.cross_entropy(z, y), divisor=len,
+    )  # fmt: skip
+
+
+@functools.cache
+def language() -> Problem:
+    torch.manual_seed(0)
+    net, (X, y), (X_test, answers) = Words().double(), texts(30, 1), texts(8, 2)
+    asked = epk.log_probability(answers)
+
+    def number(z: Tensor) -> Tensor:
+        return -F.cross_entropy(z.mT, answers, reduction="none", ignore_index=IGNORED).sum(dim=1)
+
+    return recorded(
+        net, X, y, X_test, {"function": asked}, number, betas=(0.9, 0.99), lr=0.03, loss=nn.CrossEntropyLoss(),
+        row_loss=lambda z, y: F.cross_entropy(z.mT, y, reduction="sum"), output=lambda z: z[:, -1],
+        divisor=lambda y: int((y != IGNORED).sum()),
+    )  # fmt: skip
+
+
+def padding_counts(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.mT, y.where(y != IGNORED, 0), reduction="sum")
+
+
+def order(problem: Problem) -> Tensor:
+    return torch.randperm(problem.run.num_points, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("problem", [classes, language, lambda: classes(None)], ids=["Adam", "text", "SGD"])
+def test_what_is_exact_passes_whoever_computed_it(problem: Any) -> None:
+    problem = problem()
+    own = by_hand(problem)
+    assert torch.allclose(own, problem.contributions, atol=1e-6 * float(own.abs().max()), rtol=0)
+    layerwise = epk.attribute(problem.run, problem.X, path=epk.layerwise(), **problem.asked).samples[:, 0]
+    scores = {
+        "by hand": own.numpy(), "float32": own.float(), "derivatives": problem.derivatives, "another path": layerwise,
+        "contributions": problem.contributions.tolist(),
+    }  # fmt: skip
+    check = problem.check(scores)
+    assert check.findings == ()
+    assert {name: each.nearest for name, each in check.systems.items()} == {
+        name: "derivatives" if name == "derivatives" else "contributions" for name in scores
+    }
+    assert float(check.systems["by hand"].miss.abs().max()) < 1e-6 * float(check.change.abs().max())
+    assert float(check.systems["derivatives"].miss.norm()) > 0.1 * float(check.change.norm())
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "cnn", "attention", "transformer", "one_class", "norms", "cosine"])
+def test_no_false_alarm_on_several_networks(name: str) -> None:
+    case = make_case(name)
+    parts, effect = epk.attribute(case.trajectory, case.test), epk.influence(case.trajectory, case.test)
+    check = epk.check_scores(case.trajectory, {"a": parts.samples, "b": effect.values}, case.test, **QUIET)
+    assert check.findings == ()
+    assert torch.equal(check.change, (parts.network - parts.initial).flatten())
+
+
+def stored(dtype: torch.dtype) -> Callable[[Problem], Tensor]:
+    return lambda p: p.contributions.to(dtype)
+
+
+FAULTS: dict[str, tuple[Callable[[], Problem], Callable[[Problem], Any], str]] = {
+    "gradients in bfloat16": (
+        classes, lambda p: by_hand(p, rounding=torch.bfloat16), "relative error 0.0.*; rounding to bfloat16",
+    ),
+    "gradients in bfloat16, SGD": (
+        lambda: classes(None), lambda p: by_hand(p, rounding=torch.bfloat16), "error 0.00.*; rounding to bfloat16",
+    ),
+    "stored in bfloat16": (classes, stored(torch.bfloat16), "every score is a number of bfloat16"),
+    "stored in float16": (classes, stored(torch.float16), "every score is a number of float16"),
+    "without Adam's state": (classes, lambda p: by_hand(p, forget_at=8), "sums miss the change of the number by"),
+    "padding counts": (language, lambda p: by_hand(p, row_loss=padding_counts), "Padding may be counted"),
+    "samples shuffled": (
+        classes, lambda p: p.contributions[:, order(p)], "samples look out of order: .* the exact contributions",
+    ),
+    "samples of derivatives shifted, turned and scaled": (
+        classes, lambda p: -0.1 * p.derivatives.roll(1, 1), "samples look out of order: 30 of 30 .* exact derivatives",
+    ),
+    "samples of texts shuffled": (language, lambda p: p.derivatives[:, order(p)], "samples look out of order"),
+    "two samples swapped": (
+        classes, lambda p: p.contributions[:, [1, 0, *range(2, 30)]],
+        r"samples look out of order: 2 of 30 .* \(#[01] that of #[01], #[01] that of #[01]\)",
+    ),
+    "half of it is noise": (
+        classes, lambda p: p.derivatives + p.derivatives.std() * torch.randn(8, 30, generator=torch.Generator()),
+        "They are not the exact derivatives, the nearest: cosine 0.[678]",
+    ),
+    "queries shuffled": (classes, lambda p: p.derivatives.roll(1, 0), "queries look out of order: 8 of 8"),
+    "sign turned": (classes, lambda p: -p.contributions, "sign looks turned: .* -1.00 with exact contributions"),
+    "sign of derivatives turned": (language, lambda p: -p.derivatives, "turned: .* -1.00 with exact derivatives"),
+    "divided by the number of samples": (
+        classes, lambda p: p.contributions / 30, "scale is off: they are 0.03333 times the exact contributions",
+    ),
+    "queries normalised": (
+        classes, lambda p: F.normalize(p.derivatives), "scale is off: .* times the exact derivatives, from",
+    ),
+    "NaN": (
+        classes, lambda p: p.contributions.index_fill(1, torch.tensor([3, 5]), float("nan")),
+        "16 scores of samples #3, #5 are NaN",
+    ),
+    "a constant sample": (
+        classes, lambda p: p.contributions.index_fill(1, torch.tensor([4]), 0.0),
+        "All queries have one score for samples #4",
+    ),
+    "a constant query": (
+        classes, lambda p: p.contributions.index_fill(0, torch.tensor([2]), 0.1), "one score for queries #2",
+    ),
+    "zeros": (classes, lambda p: 0 * p.contributions, "one score for queries #0, #1, #2, #3, #4, ..."),
+    "random": (
+        classes, lambda p: torch.randn(p.contributions.shape, generator=torch.Generator().manual_seed(1)),
+        "agree with nothing exact beyond chance",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "plant", "words"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_is_named(problem: Any, plant: Any, words: str) -> None:
+    problem = problem()
+    check = problem.check(plant(problem))
+    assert re.search(words, " ".join(check.findings)), check.findings
+    assert all(found in " ".join(str(check).split()) for found in check.findings)
+
+
+def test_samples_that_no_step_saw_have_no_scores() -> None:
+    X, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 2
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[:6]), y[:6]).backward()
+            recorder.batch(torch.arange(6))
+            optimizer.step()
+    run = recorder.trajectory
+    scores = epk.attribute(run, X[:3]).samples
+    assert epk.check_scores(run, scores, X[:3], **QUIET).findings == ()
+    scores[:, :, 6] = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2) * scores.abs().max()
+    found = epk.check_scores(run, scores, X[:3], **QUIET).findings
+    assert found[0].startswith("Nothing was learned from samples #6, which have scores")
+
+
+def test_likeness_is_that_of_scipy_query_by_query() -> None:
+    problem = classes()
+    like = problem.check(problem.derivatives).systems["scores"].likeness["contributions"]
+    for q, (a, b) in enumerate(zip(problem.derivatives, problem.contributions, strict=True)):
+        slope = float(a @ b / (b @ b))
+        expected = {
+            "pearson": pearsonr(a, b).statistic, "spearman": spearmanr(a, b).statistic, "slope": slope,
+            "cosine": float(F.cosine_similarity(a, b, dim=0)), "sign": float((a.sign() == b.sign()).double().mean()),
+            "error": float((a - slope * b).norm() / (slope * b).norm()),
+        }  # fmt: skip
+        assert {name: float(like[name][q]) for name in expected} == pytest.approx(expected)
+
+
+LOOP = WeightedLoop(lambda p: torch.optim.AdamW(p, lr=0.05))
+SHAPE = 3, CLASSES, POINTS
+
+
+def test_retraining_says_what_a_plain_loop_says() -> None:
+    run, answers, scores = LOOP.record(), torch.tensor([0, 2, 1]), torch.randn(SHAPE[0], POINTS, dtype=torch.float64)
+    options = {"retrainings": 12, "left_out": POINTS, "removals": 2, "share": 0.75, "seed": 7}
+    check = epk.check_scores(run, scores, LOOP.test_points, classes=answers, **options)
+    found, every = check.systems["scores"], LOOP.outputs(torch.ones(POINTS, dtype=torch.float64))
+
+    def outcome(weights: Tensor) -> Tensor:
+        return LOOP.outputs(weights)[torch.arange(3), answers]
+
+    subsets = random_subsets(POINTS, 12, share=0.75, seed=7)
+    after = torch.stack([outcome(subset) for subset in subsets])
+    lds = [spearmanr((subsets @ s).numpy(), after[:, q].numpy()).statistic for q, s in enumerate(scores)]
+    assert found.lds.per_point.tolist() == pytest.approx(lds)
+    low, high = found.lds_interval
+    assert -1 <= low < found.lds.mean < high <= 1
+    ones = torch.ones(POINTS, dtype=torch.float64)
+    full = outcome(ones)
+    effects = torch.stack([full - outcome(ones.index_fill(0, torch.tensor([i]), 0.0)) for i in range(POINTS)])
+    left_out = [spearmanr(s.numpy(), effects[:, q].numpy()).statistic for q, s in enumerate(scores)]
+    assert found.left_out.per_point.tolist() == pytest.approx(left_out)
+    for q in range(2):
+        top = scores[q].topk(POINTS // 2)  # 10 are more than half of them
+        assert float(found.predicted[q]) == pytest.approx(-float(top.values.sum()))
+        measured = outcome(ones.index_fill(0, top.indices, 0.0))[q] - full[q]
+        assert float(found.measured[q]) == pytest.approx(float(measured))
+    assert every.shape == (3, CLASSES)
+    assert list(check.costs) == ["contributions", "derivatives", "LDS", "left out", "top 10"]
+    assert all(cost.seconds > 0 and cost.trainings > 0 for cost in check.costs.values())
+    again = epk.check_scores(run, scores, LOOP.test_points, classes=answers, **options)
+    assert again.systems["scores"].lds_interval == found.lds_interval
+
+
+def test_each_check_is_left_out_on_request_and_several_systems_stand_in_one_table() -> None:
+    run, scores = LOOP.record(), torch.randn(SHAPE, dtype=torch.float64)
+    check = epk.check_scores(run, scores, LOOP.test_points, contributions=False, derivatives=False, **QUIET)
+    assert (check.costs, check.references, check.findings) == ({}, {}, ())
+    exact = epk.influence(run, LOOP.test_points).values
+    both = epk.check_scores(
+        run, {"turned": -exact, "exact": exact}, LOOP.test_points, contributions=False, retrainings=8, left_out=4
+    )
+    assert list(both.references) == ["exact derivatives"]
+    assert [found.partition(":")[0] for found in both.findings] == ["turned"]
+    rows = shown(both)
+    assert rows["exact"][0] == "No fault was found."
+    assert rows["exact derivatives"][1:3] == ["–", "1.00 ×1"]
+    low, high = both.systems["exact"].lds_interval
+    assert f"{both.systems['exact'].lds.mean:.2f} [{low:.2f}, {high:.2f}]" in rows["exact"]
+    assert both.systems["turned"].lds.mean == pytest.approx(-both.systems["exact"].lds.mean)
+    assert both.systems["exact"].lds.mean > 0.7
+
+
+def test_a_run_whose_loss_is_not_stated_is_judged_by_contributions_and_says_why_not_by_others() -> None:
+    run = LOOP.record(loss=None)
+    scores = epk.attribute(run, LOOP.test_points).samples
+    check = epk.check_scores(run, scores, LOOP.test_points)
+    assert (check.findings, list(check.references)) == ((), ["exact contributions"])
+    assert [note.partition(":")[0] for note in check.notes] == ["derivatives", "LDS", "left out", "top 10"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_scores_that_cannot_be_judged_are_refused_in_a_sentence() -> None:
+    run, X, good = LOOP.record(), LOOP.test_points, torch.zeros(SHAPE)
+    one = {"classes": torch.zeros(3, dtype=torch.int64)}
+    for error, message, scores, options in (
+        (ValueError, r"\(3, 3, 12\), or \(3, 12\) with classes= or function=: got \(3, 12\)", good[:, 0], {}),
+        (ValueError, r"\(3, 12\): got \(12, 3\)", good[:, 0].T, one),
+        (ValueError, r"\(3, 12\): got \(2, 12\)\.", good[:2, 0], one),
+        (TypeError, "must be an array of real numbers: got str", "scores", one),
+        (ValueError, "of one system at least: got none", {}, one),
+        (ValueError, "retrainings must be at least 0: got -1", good, {"retrainings": -1}),
+        (TypeError, "seed must be a whole number", good, {"seed": 0.5}),
+        (TypeError, "unexpected keyword argument 'checkpoint'", good, {"checkpoint": "folder"}),
+        (ValueError, "must not be given together", good, one | {"function": epk.log_probability(one["classes"])}),
+        (ValueError, "X must have shape", good, {"X": X[:, :2]}),
+    ):
+        with pytest.raises(error, match=message):
+            epk.check_scores(run, scores, options.pop("X", X), **{**QUIET, **options})
