@@ -49,7 +49,7 @@ def our_values(X: np.ndarray, y: np.ndarray, seed: int) -> tuple[dict[str, np.nd
 def main(
     out: Annotated[Path, typer.Option(help="The JSON file.")] = FOLDER / "noisy_labels.json",
     seeds: Annotated[int, typer.Option(help="Repeats: other points, other wrong labels.")] = 3,
-    models: Annotated[int, typer.Option(help="Models of Data-OOB and of influence by subsets.")] = 300,
+    models: Annotated[int, typer.Option(help="Models of Data-OOB and of influence by subsets.")] = 200,
     environments: Annotated[Path, typer.Option(help="Folder of the library's environment.")] = HERE / ".venvs",
 ) -> None:
     """Make the data, compute, judge, and write the rows."""

@@ -32,6 +32,7 @@ KNOWN = ((2, 4, 5, 9, 8, 3), (3, 2, 6, 9, 4, 0), (5, 8, 3, 2, 4, 6), (3, 7, 8, 4
 PACKAGES = ["pytorch-ood", "scikit-learn"]
 NUM_VALIDATION = 1000  # known digits, which weigh our process against the network
 BATCH_SIZE, LR, MOMENTUM, WEIGHT_DECAY, EPOCHS = 128, 0.1, 0.9, 5e-4, 100  # OpenOOD's
+Labelled = tuple[Tensor, Tensor]  # images and classes
 OURS = {"out_of_distribution": "epk_gp, out of distribution", "entropy": "epk_gp, entropy"}
 
 
@@ -88,23 +89,31 @@ def trained(X: Tensor, y: Tensor, num_classes: int, epochs: int, seed: int) -> L
 
 
 def network_of(
-    number: int, train: tuple[Tensor, Tensor], num_classes: int, epochs: int, folder: Path | None
+    number: int, train: Labelled, validation: Labelled, num_classes: int, epochs: int, folder: Path | None
 ) -> tuple[LeNet, float]:
-    """Return the network of a split and the seconds of its training; one that the folder has is not trained again."""
+    """Return the network of a split and the seconds of its training; one that the folder has is not trained again.
+
+    With OpenOOD's learning rate some networks die: their logits become constant. These are drawn and trained again.
+    """
     file = folder and folder / f"split_{number}_epochs_{epochs}.pt"
-    if file is None or not file.exists():
+    if file is not None and file.exists():
+        stored, net = torch.load(file, weights_only=True), LeNet(num_classes)
+        net.load_state_dict(stored["weights"])
+        return net.eval(), stored["seconds"]
+    for seed in range(number, 1000, len(KNOWN)):
         with Seconds() as seconds:
-            net = trained(*train, num_classes, epochs, seed=number)
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"weights": net.state_dict(), "seconds": seconds.value}, file)
-        return net, seconds.value
-    stored, net = torch.load(file, weights_only=True), LeNet(num_classes)
-    net.load_state_dict(stored["weights"])
-    return net.eval(), stored["seconds"]
+            net = trained(*train, num_classes, epochs, seed)
+        with torch.no_grad():
+            if net(validation[0]).std(0).max() > 0:
+                break
+        print(f"split {number}: the network of seed {seed} died", flush=True)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"weights": net.state_dict(), "seconds": seconds.value}, file)
+    return net, seconds.value
 
 
-def our_scores(net: nn.Module, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], X: Tensor) -> dict:
+def our_scores(net: nn.Module, train: Labelled, validation: Labelled, X: Tensor) -> dict:
     """Return our scores of images, and the seconds of all of them together."""
     with Seconds() as seconds:
         judge = epk.UncertainClassifier.of(net, *train).fit(*validation)
@@ -113,7 +122,7 @@ def our_scores(net: nn.Module, train: tuple[Tensor, Tensor], validation: tuple[T
 
 
 @torch.no_grad()
-def their_scores(net: LeNet, train: tuple[Tensor, Tensor], X: Tensor, python: Path) -> tuple[dict, dict[str, str]]:
+def their_scores(net: LeNet, train: Labelled, X: Tensor, python: Path) -> tuple[dict, dict[str, str]]:
     """Return the scores of pytorch-ood's detectors with the seconds of each, and its version."""
     features, asked = (torch.cat([net.features(part.expand(-1, 3, -1, -1)) for part in images.split(1000)])
                        for images in (train[0], X))  # fmt: skip
@@ -145,7 +154,7 @@ def main(
         (X, y, _), (X_test, y_test, unknown) = (split(data, known) for data in files)
         held_out = min(NUM_VALIDATION, len(X) // 4)
         train, validation = (X[:-held_out], y[:-held_out]), (X[-held_out:], y[-held_out:])
-        net, seconds = network_of(number, train, len(known), epochs, networks)
+        net, seconds = network_of(number, train, validation, len(known), epochs, networks)
         training.append(seconds)
         asked = torch.cat([X_test, unknown])
         is_unknown = torch.arange(len(asked)) >= len(X_test)
