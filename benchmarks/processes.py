@@ -19,7 +19,15 @@ WARM_SECONDS = 1  # runs shorter than this are made twice in a turn, and the sec
 class Worker:
     """The process of a contender, which runs when it is told to."""
 
-    def __init__(self, python: Path, script: str, problem: dict[str, Any], folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        python: Path,
+        script: str,
+        problem: dict[str, Any],
+        folder: Path,
+        name: str,
+        setup_seconds: float = SETUP_SECONDS,
+    ) -> None:
         """Start the process and wait until the problem is set up.
 
         Args:
@@ -28,6 +36,7 @@ class Worker:
             problem: Description of the problem.
             folder: Folder for its files.
             name: Name of its files.
+            setup_seconds: Seconds after which it is stopped if it is not ready.
 
         Raises:
             RuntimeError: The process ended before the problem was set up; the message is the last line of its stderr.
@@ -43,7 +52,9 @@ class Worker:
                 stderr=errors,
                 text=True,
             )
-        self.bytes_before: int = self._answer(SETUP_SECONDS)["bytes"]
+        ready = self._answer(setup_seconds)
+        self.bytes_before: int = ready["bytes"]
+        self.setup_seconds: float = ready["seconds"]
         self.seconds: list[float] = []
         self.peak_bytes = 0
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
-from processes import HERE, Worker, current_python, environment, interpreter
+from contenders.architectures import ARCHITECTURES, make_network, make_points
+from processes import HERE, SETUP_SECONDS, Worker, current_python, environment, interpreter
 from table import markdown
 from tqdm import tqdm
 
@@ -31,6 +33,8 @@ LATER_PYTHONS = {"explaind": (3, 12)}  # others are run by this Python; where to
 CONTENDERS = {  # script, environment
     "floor": ("floor.py", None),
     "epk_gp": ("epk_gp_block.py", None),
+    "epk.ntk": ("tangent_epk_gp.py", None),
+    "epk.NTKKernel": ("tangent_epk_gp.py", None),
     "torch.func recipe": ("torch_func.py", None),
     "neural-tangents 1": ("neural_tangents_block.py", "neural-tangents"),
     "neural-tangents 2": ("neural_tangents_block.py", "neural-tangents"),
@@ -42,7 +46,8 @@ CONTENDERS = {  # script, environment
     "attribute, its example": ("modulo_attribution.py", None),
     "explaind": ("explaind_attribution.py", "explaind"),
 }
-BLOCKS = [name for name, (script, _) in CONTENDERS.items() if not script.endswith("attribution.py")]
+TANGENT = ["epk.ntk", "epk.NTKKernel", "torch.func recipe", *(f"neural-tangents {number}" for number in (1, 2, 3))]
+BLOCKS = ["floor", "epk_gp", *TANGENT[2:], "nngeometry (X, X)"]
 ATTRIBUTION = {
     "name": "M = 300, d = 100, h = 64, 20 steps, 30 test points",
     "dtype": "float64",
@@ -65,11 +70,11 @@ MODULO = {
     "optimizer": "AdamW",
 }
 
-RUN_SECONDS = {"attribution": 900, "other": 120}  # a contender whose run takes longer is stopped
+RUN_SECONDS = {"attribution": 900, "tangent": 20, "other": 120}  # a contender whose run takes longer is stopped
 SLOW_SECONDS, SLOW_ROUNDS = 5, 3  # contenders slower than that take part in fewer rounds
 
-PARTS = ("ntk", "epk", "attribution", "explaind", "grid", "growth")
-PEERS_OF = {"ntk": ("neural-tangents", "nngeometry"), "explaind": ("explaind",)}
+PARTS = ("ntk", "tangent", "epk", "attribution", "explaind", "grid", "growth")
+PEERS_OF = {"ntk": ("neural-tangents", "nngeometry"), "tangent": ("neural-tangents",), "explaind": ("explaind",)}
 
 Pythons = dict[str | None, Path | str]  # by environment: its interpreter, or why there is none
 
@@ -90,11 +95,14 @@ def main(
         found = pythons[name] = _environment(environments / name, name)
         versions = found if isinstance(found, str) else " ".join(PEERS[name])
         numbers["peers"] = {**numbers.get("peers", {}), name: versions}
-    if set(chosen) != {"explaind"} or "machine" not in numbers:  # its rows say themselves how many threads they had
+    if (
+        not set(chosen) <= {"tangent", "explaind"} or "machine" not in numbers
+    ):  # their rows say themselves how many threads they had
         numbers["machine"] = _machine()
     without_peers = ["floor", "epk_gp"]
     work: dict[str, Callable[[], Any]] = {
         "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
+        "tangent": lambda: _tangent(pythons, min(rounds, 3)),
         "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, without_peers, pythons, rounds)],
         "attribution": lambda: _attribution(pythons, rounds),
         "explaind": lambda: _explaind(pythons, rounds),
@@ -121,7 +129,10 @@ def _compare(
     rounds: int,
     problem: Problem | None = None,
 ) -> list[dict[str, Any]]:
-    rows = [{"problem": described["name"], "dtype": described["dtype"], "contender": name} for name in names]
+    same = {"problem": described["name"], "dtype": described["dtype"]} | {
+        k: described[k] for k in ("of",) if k in described
+    }
+    rows = [{**same, "contender": name} for name in names]
     label = f"{described['name']}, {described['dtype']}"
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder) / "arrays.npz", **arrays)
@@ -129,7 +140,7 @@ def _compare(
         try:
             for row in rows:
                 _start(row, workers, {**described, "arrays": f"{folder}/arrays.npz"}, pythons, Path(folder))
-            limit = RUN_SECONDS["attribution" if problem is None else "other"]
+            limit = RUN_SECONDS["tangent" if "of" in described else "attribution" if problem is None else "other"]
             for number in tqdm(range(1 + rounds), desc=label, disable=None):
                 for row in rows:
                     _take_turn(row, workers, number, limit)
@@ -140,7 +151,7 @@ def _compare(
     rate = 0.0
     if "floor" in workers and problem is not None:
         rate = 2 * FLOOR_SIZE**3 / min(workers["floor"].seconds)
-    reference = results.get("torch.func recipe")
+    reference = results.get("torch.func recipe", results.get("neural-tangents 1"))
     for row in rows:
         if row["contender"] not in workers:
             continue
@@ -149,6 +160,8 @@ def _compare(
         quartiles = np.percentile(times, [25, 50, 75])
         row |= {"median": quartiles[1], "spread": quartiles[2] - quartiles[0], "fastest": min(times)}
         row |= {"rounds": len(times), "peak_bytes": worker.peak_bytes, "bytes_before": worker.bytes_before}
+        if "of" in described:
+            row["first"] = worker.setup_seconds
         if rate and problem is not None and row["contender"] != "floor":
             row["floors"] = min(times) * rate / problem.operations
         block = results.get(row["contender"])
@@ -170,7 +183,8 @@ def _start(
         return
     variant = name.removeprefix("neural-tangents ")
     try:
-        workers[name] = Worker(python, script, {**described, "variant": variant}, folder, str(len(workers)))
+        limit = RUN_SECONDS["tangent"] * 3 if "of" in described else SETUP_SECONDS
+        workers[name] = Worker(python, script, {**described, "variant": variant}, folder, str(len(workers)), limit)
     except RuntimeError as error:
         row["failure"] = str(error)
 
@@ -184,6 +198,20 @@ def _take_turn(row: dict[str, Any], workers: dict[str, Worker], number: int, lim
     except (RuntimeError, OSError) as error:
         row["failure"] = str(error)
         workers.pop(row["contender"]).close()
+
+
+def _tangent(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    """Let contenders compute all blocks, their traces and predictions of five networks, on the same weights."""
+    rows = []
+    for name in ARCHITECTURES:
+        (X, Y), net = make_points(name), make_network(name)
+        with torch.no_grad():
+            y = torch.sin(10 * net(X))
+        arrays = {name: value.numpy() for name, value in {**net.state_dict(), "X": X, "Y": Y, "targets": y}.items()}
+        described = {"name": f"{len(X)} x {len(Y)}, {name}", "dtype": "float64", "kind": name, "outputs": y.shape[1]}
+        for of, contenders in (("full", TANGENT), ("trace", TANGENT), ("predictions", [TANGENT[0], TANGENT[3]])):
+            rows += _compare({**described, "of": of}, arrays, contenders, pythons, rounds)
+    return [row | {"threads": _machine()["threads"]} for row in rows]
 
 
 def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:

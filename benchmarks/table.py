@@ -9,6 +9,8 @@ def markdown(numbers: dict[str, Any]) -> str:
     parts = [_preface(numbers)]
     if "ntk" in numbers:
         parts += ["### One NTK block", *_blocks(numbers["ntk"])]
+    if "tangent" in numbers:
+        parts += ["### Tangent kernels of five networks", *_tangent(numbers["tangent"])]
     if "epk" in numbers:
         parts += ["### A whole path-kernel block", *_blocks(numbers["epk"])]
     if "attribution" in numbers:
@@ -53,6 +55,27 @@ def _blocks(rows: list[dict[str, Any]]) -> list[str]:
         ]
         header = ["", "ms", "x epk_gp", "x floor", "peak GiB (before)", "error"]
         parts.append(f"**{problem[0]}, {problem[1]}**\n\n{_table(header, lines)}")
+    return parts
+
+
+def _tangent(rows: list[dict[str, Any]]) -> list[str]:
+    parts = [
+        f"float64, the same weights everywhere, {rows[0]['threads']} thread. *First*: seconds until a first block is "
+        "there, with what is tried or compiled before; ms: another block. `epk.ntk` tries its fast derivatives in "
+        "every call, an `epk.NTKKernel` once. neural-tangents' trace is a mean, here times the number of outputs. "
+        "*Predictions*: gradient flow to time 5 and the process's posterior, with kernels; their error is against "
+        "neural-tangents. A contender is stopped after 60 s before its first block, or 20 s of another."
+    ]
+    for problem, of in dict.fromkeys((row["problem"], row.get("of", "")) for row in rows):
+        lines = []
+        for row in (row for row in rows if (row["problem"], row.get("of", "")) == (problem, of)):
+            has_run, is_tried_anew = "median" in row, row["contender"] == "epk.ntk"
+            memory = f"{row['peak_bytes'] / 2**30:.2f} ({row['bytes_before'] / 2**30:.2f})" if has_run else "–"
+            first = f"{row['first']:.1f}" if has_run and not is_tried_anew else "–"
+            lines.append(
+                [row["contender"], _time(row), first, memory, f"{row['error']:.0e}" if row.get("error") else "–"]
+            )
+        parts.append(f"**{problem}, {of}**\n\n{_table(['', 'ms', 'first', 'peak GiB (before)', 'error'], lines)}")
     return parts
 
 

@@ -178,7 +178,11 @@ def _summary(node: ast.ClassDef | ast.FunctionDef) -> str:
 
 @cache
 def _saved(name: str) -> dict:
-    elsewhere = {"attribution": ATTRIBUTION / "results.json", "language_models": LANGUAGE_MODELS}
+    elsewhere = {
+        "attribution": ATTRIBUTION / "results.json",
+        "judged": ATTRIBUTION / "judged.json",
+        "language_models": LANGUAGE_MODELS,
+    }
     return json.loads(elsewhere.get(name, GALLERY / f"{name}.json").read_text())
 
 
@@ -328,6 +332,24 @@ def _score_sizes(saved: dict) -> str:
     )
 
 
+def _judged(run: int) -> Callable[[dict], str]:
+    return lambda saved: SCORES.judged_table(saved["results"]["runs"][run])
+
+
+def _judged_sizes(saved: dict) -> str:
+    """Say what was measured on what."""
+    runs = [
+        f"{run['run']} {run['sizes']['samples']} samples, {run['sizes']['test samples']} explained test samples, "
+        f"{run['sizes']['steps']} steps, {run['sizes']['weights']:,} weights"
+        for run in saved["results"]["runs"]
+    ]
+    packages = ", ".join(saved["config"]["packages"].values())
+    return (
+        f"*One recorded run each: {'; '.join(runs)}. Seconds of one thread, networks of TRAK-10 not counted. {packages}; "
+        f"{_versions(saved)}.*"
+    )
+
+
 OUR_SCORES = [
     "influence (epk_gp)",
     "smoothed influence (epk_gp)",
@@ -341,6 +363,10 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "scores_transformer": _scored("text, transformer"),
     "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
     "score_sizes": _score_sizes,
+    "judged_digits": _judged(0),
+    "judged_names": _judged(1),
+    "judged_faults": lambda saved: SCORES.faults_table(saved["results"]["runs"]),
+    "judged_sizes": _judged_sizes,
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from epk_gp.storage.run import load_trajectory as load_trajectory
     from epk_gp.storage.writer import Storage as Storage
     from epk_gp.trained.between import between as between
+    from epk_gp.trained.ntk import NTKKernel as NTKKernel
+    from epk_gp.trained.ntk import ntk as ntk
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
@@ -89,6 +91,7 @@ else:
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",
         "trained.between": "between",
+        "trained.ntk": "NTKKernel ntk",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
     _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib

@@ -139,3 +139,97 @@ def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, 
     again = run("nothing", "none")
     assert [row for row in again if "seconds" in row] == [row for row in second if "seconds" in row] != []
     assert all("seconds" not in row for row in run("nothing", "none", "other"))  # the negative control
+
+
+@pytest.mark.slow
+def test_scores_of_anybody_are_judged_and_what_does_not_install_is_named(load, tmp_path):
+    """The peers do not run; random numbers, contributions and derivatives are judged."""
+    judged = load("judged")
+    judged.main(out=tmp_path / "judged", rows=tmp_path, peers=False, retrainings=4, tiny=True)
+    (run,) = json.loads((tmp_path / "judged.json").read_text())["results"]["runs"]
+    rows = {(row["system"], row["fault"]): row for row in run["systems"]}
+    assert rows["MAGIC (bergson)", "shuffled"]["failure"] == "not asked for"
+    assert rows["exact derivatives", ""]["derivatives"][0] == pytest.approx(1.0)
+    assert rows["exact contributions", ""]["sum misses"] < 0.1 < rows["random numbers", ""]["sum misses"]
+    assert rows["random numbers", ""]["findings"]
+    assert "Not computed: TracInCP (captum), TracIn (dattri), influence" in (tmp_path / "judged.md").read_text()
+
+
+def test_a_fault_is_in_the_file_that_peers_read(load, tmp_path):
+    judged, problem = load("judged"), tiny(load, "tiny transformer")
+
+    class Saved:
+        def save_job(self, file):
+            y = problem.data().y.clone()
+            y[:, -2:] = -100
+            torch.save({"X": problem.data().X, "y": y, "y_test": y[:1]}, file)
+
+    jobs = judged.Jobs(Saved(), tmp_path)
+    sound, shuffled, padding = (torch.load(jobs.file(fault)) for fault in ("", "shuffled", "padding"))
+    assert "fault" not in sound
+    assert shuffled["fault"] == "shuffled"
+    assert torch.equal(shuffled["y"], sound["y"])
+    assert (padding["y"][:, -2:] == 0).all()
+    assert torch.equal(padding["y"][:, :-2], sound["y"][:, :-2])
+
+
+JUDGED = {
+    "run": "digits",
+    "systems": [
+        {"system": "sound", "fault": "", "sum misses": 0.5, "contributions": [0.1, 0.2], "derivatives": [1.0, 1.0],
+         "LDS": 0.5, "LDS interval": [0.4, 0.6], "left out": 0.9, "without the top": [-1.0, -2.0], "seconds": 2.0,
+         "findings": []},
+        {"system": "sound", "fault": "shuffled", "said": [], "findings": ["Out of order."], "sum misses": 0.5,
+         "contributions": [0.0, 0.0], "derivatives": [0.02, 0.0]},
+        {"system": "away", "fault": "", "failure": "no such package"},
+        {"system": "gone", "fault": "", "failure": "no such package"},
+        {"system": "away", "fault": "shuffled", "failure": "no such package"},
+    ],
+}  # fmt: skip
+
+
+def test_tables_of_judged_scores_say_who_noticed_what(load):
+    report = load("report")
+    assert report.judged_table(JUDGED).splitlines()[2:] == [
+        "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | -1 / -2 | 2.0 |",
+        "",
+        "Not computed: away, gone (no such package).",
+    ]
+    assert report.faults_table([JUDGED]).splitlines()[2:] == [
+        "| shuffled | sound | derivatives 1.00 → 0.02 | nothing | Out of order. |",
+        "| shuffled | away | – | fails: no such package | – |",
+    ]
+
+
+def test_dattri_is_asked_in_groups_with_the_seeds_of_one_long_run_and_gets_scores_as_it_has_them(
+    load, tmp_path, monkeypatch
+):
+    judges, rows, setting = load("dattri_judges"), load("rows").Rows(tmp_path), load("settings").TINY[0]
+    calls = []
+
+    def asked(python, method, job):
+        calls.append((method, job["start"], job.get("count"), job["removed"]))
+        values = torch.tensor(job["removed"], dtype=torch.float32)[:, None].expand(-1, 3)
+        return {"values": values, "indices": values[:, :2].long(), "seconds": 1.0}
+
+    monkeypatch.setattr(judges, "_asked", asked)
+    truth = judges._truth(setting, rows, Path("python"), {}, "lds truth", [0, 2], 2)
+    assert calls == [("lds truth", 0, 2, [0, 1]), ("lds truth", 2, 2, [2, 3])]
+    assert truth["values"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    judges._truth(setting, rows, Path("python"), {}, "lds truth", [0, 2], 2)
+    assert len(calls) == 2  # saved
+
+    shapes = []
+    monkeypatch.setattr(
+        judges, "_asked", lambda python, method, job: shapes.append(job["scores"]["0"].shape) or {"0": torch.ones(3)}
+    )
+    judges._metrics(Path("python"), "lds", [torch.ones(3, 7)], {})
+    assert shapes == [(7, 3)]  # (samples, test samples)
+
+
+def test_dattri_s_answers_have_the_form_of_the_outside_judges():
+    content = json.loads((FOLDER.parent / "outside" / "dattri.json").read_text())
+    keys = {"system", "judge", "data", "number", "deviation", "unit", "cost_seconds", "note"}
+    assert content["rows"]
+    assert all(set(row) == keys for row in content["rows"])
+    assert all(-1 <= row["number"] <= 1 for row in content["rows"])

@@ -300,6 +300,16 @@ def test_the_prose_states_the_saved_numbers(name):
     assert missing == []
 
 
+def test_the_page_on_checkpoints_states_the_saved_numbers():
+    few, many = ([row for row in saved("grokking")["table"] if row["stretches"] == n] for n in (1, 18))
+    (ours, ten, hundred), later = few, many[1]
+    page = " ".join((ROOT / "docs" / "capabilities" / "checkpoints.md").read_text().split())
+    assert f"right on {100 * ten['accuracy']:.0f} % of held-out pairs" in page
+    assert f"off by {hundred['miss']:.1f} in a log-probability" in page
+    assert f"is off by {power(ours['miss'])}" in page
+    assert ours["accuracy"] == hundred["accuracy"] == later["accuracy"] == 1
+
+
 def test_another_number_is_not_in_the_prose():
     """The negative control."""
     result = saved("fig04_machine")

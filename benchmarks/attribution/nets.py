@@ -14,13 +14,15 @@ def build(kind: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Make a network with torch's own initial weights.
 
     Args:
-        kind: "mlp" and "logistic" (dattri's networks for MNIST), "cnn" or "transformer".
+        kind: "mlp" and "logistic" (dattri's networks for MNIST), "small", "cnn" or "transformer".
         shape: Shape of one input: (channels, height, width), or (length,) of a text.
         num_classes: Classes, or letters of a text.
     """
     size = math.prod(shape)
     if kind == "logistic":
         return nn.Sequential(nn.Flatten(), nn.Linear(size, num_classes))
+    if kind == "small":
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, 32), nn.GELU(), nn.Linear(32, num_classes))
     if kind == "mlp":
         return nn.Sequential(
             nn.Flatten(), nn.Linear(size, 128), nn.ReLU(), nn.Dropout(DROPOUT),
@@ -64,10 +66,20 @@ class Transformer(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(n, T, dim))
 
 
+def padded(y: Tensor) -> bool:
+    """Return whether some positions of texts are padding, which the loss leaves out."""
+    return y.ndim > 1 and bool((y < 0).any())
+
+
 def log_p(logits: Tensor, targets: Tensor) -> Tensor:
     """Return log p(target) of every sample, of a text the mean over its letters: (n,)."""
     values = -F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
     return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def total_log_p(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return log p(target) of every sample, of a text the sum over its letters without padding: (n,)."""
+    return -F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none").reshape(len(targets), -1).sum(1)
 
 
 def functional_log_p(net: nn.Module, weights: dict[str, Tensor], X: Tensor, y: Tensor) -> Tensor:

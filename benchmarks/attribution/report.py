@@ -118,3 +118,77 @@ def _times(rows: Rows) -> str:
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def judged_markdown(runs: Rows) -> str:
+    """Return the tables of judged scores: sound ones of each run, then all faults."""
+    parts = [f"### {run['run']}\n\n{judged_table(run)}" for run in runs]
+    return "\n\n".join([*parts, "### Faults", faults_table(runs)]) + "\n"
+
+
+def judged_table(run: dict[str, Any]) -> str:
+    """Return one run's table: a system a line, then what is exact."""
+    head = ["", "sum misses", "contributions", "derivatives", "LDS", "left out", "without the top 10", "seconds"]
+    sound = [row for row in run["systems"] if not row["fault"]]
+    shown = [row for row in sound if "sum misses" in row]
+    lines = [
+        [
+            row["system"],
+            _percent(row["sum misses"]),
+            *(_number(row[kind][0]) if kind in row else "–" for kind in ("contributions", "derivatives")),
+            f"{row['LDS']:.2f} ({row['LDS interval'][0]:.2f} to {row['LDS interval'][1]:.2f})" if "LDS" in row else "–",
+            _number(row.get("left out")),
+            " / ".join(f"{value:.2g}" for value in row["without the top"]) if "without the top" in row else "–",
+            f"{row['seconds']:.1f}" if row.get("seconds") is not None else "–",
+        ]
+        for row in shown
+    ]
+    reasons = list(dict.fromkeys(row["failure"] for row in sound if "failure" in row))
+    missing = [
+        f"{', '.join(row['system'] for row in sound if row.get('failure') == reason)} ({reason})" for reason in reasons
+    ]
+    return _table(head, lines) + (f"\n\nNot computed: {'; '.join(missing)}." if missing else "")
+
+
+def faults_table(runs: Rows) -> str:
+    """Return what each fault did, what the library says of it, and what check_scores says of the scores."""
+    lines = []
+    for run in runs:
+        sound = {row["system"]: row for row in run["systems"] if not row["fault"]}
+        lines += [
+            [row["fault"], row["system"], _change(sound[row["system"]], row), _own_words(row), _judgement(row)]
+            for row in run["systems"]
+            if row["fault"]
+        ]
+    order = list(dict.fromkeys(line[0] for line in lines))
+    head = ["fault", "scores of", "cosine, sound → with the fault", "the library itself", "check_scores"]
+    return _table(head, sorted(lines, key=lambda line: order.index(line[0])))
+
+
+def _change(sound: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return the cosine with what the sound scores are nearest to, without and with the fault."""
+    kinds = [kind for kind in ("contributions", "derivatives") if kind in sound and kind in row]
+    if not kinds:
+        return "–"
+    kind = max(kinds, key=lambda kind: abs(sound[kind][0]))
+    return f"{kind} {_number(sound[kind][0])} → {_number(row[kind][0])}"
+
+
+def _judgement(row: dict[str, Any]) -> str:
+    return "–" if "failure" in row else " ".join(row["findings"]) or "nothing"
+
+
+def _own_words(row: dict[str, Any]) -> str:
+    if "failure" in row:
+        return f"fails: {row['failure']}"
+    return " ".join(row["said"]) or "nothing"
+
+
+def _percent(share: float) -> str:
+    if share < 0.1:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share < 2 else f"{share:.3g} times" if share < 1000 else "> 1000 times"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -15,19 +15,21 @@ def record(problem: Problem) -> epk.Trajectory:
     """Train the network with every sample, and record it in memory."""
     data, net = problem.data(), problem.network()
     X, y, loss, train = data.X, data.y, epk.CrossEntropy(), net
-    if data.y.ndim > 1:  # a text has several targets: the network is recorded together with its log-likelihood
+    scored = data.y.ndim > 1 and not nets.padded(data.y)
+    if scored:  # a text has several targets: the network is recorded together with its log-likelihood
         X, train = (data.X, data.y), nets.Scored(net)
         loss = epk.PerSampleLoss(lambda returned, _: -returned[:, 0])
     optimizer = problem.optimizer(list(train.parameters()))
     train.train()
     torch.manual_seed(problem.seed)
-    with epk.Recorder(train, optimizer, X, y, loss=loss) as recorder:
+    output = {"output": lambda returned: returned[:, -1]} if nets.padded(data.y) else {}  # explained are other numbers
+    with epk.Recorder(train, optimizer, X, y, loss=loss, **output) as recorder:
         for batch in problem.batches():
             optimizer.zero_grad()
-            if data.y.ndim > 1:
+            if scored:
                 (-train(data.X[batch], data.y[batch]).mean()).backward()
             else:
-                nn.functional.cross_entropy(train(data.X[batch]), data.y[batch]).backward()
+                nn.functional.cross_entropy(train(data.X[batch]).movedim(-1, 1), data.y[batch]).backward()
             recorder.batch(batch)
             optimizer.step()
     return recorder.trajectory

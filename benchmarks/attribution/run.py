@@ -47,7 +47,7 @@ def main(
     timer, saved = Stopwatch(), Rows(rows, only)
     pythons: Pythons = dict.fromkeys(PACKAGES, "not asked for")
     if peers:
-        pythons = {name: _environment(environments / name, packages) for name, packages in PACKAGES.items()}
+        pythons = {name: python_of(environments / name, packages) for name, packages in PACKAGES.items()}
     settings = TINY if tiny else SETTINGS
     judged = [
         row for setting in settings for seed in range(seeds) for row in _rows(setting, seed, subsets, saved, pythons)
@@ -93,8 +93,8 @@ def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pytho
         truths[alpha] = drawn, outcomes(clean, f"LDS {alpha}", drawn, saved)
     without = leave_one_out(clean, saved) if setting.small else None
     retraining = saved.get(f"{clean.name}: seconds", problem_key(clean), lambda: _seconds(clean))
-    found = _scores(clean, clean.num_explained, saved, pythons)
-    on_flipped = _scores(flipped, setting.num_train, saved, pythons) if setting.small else {}
+    found = scores_of(clean, clean.num_explained, saved, pythons)
+    on_flipped = scores_of(flipped, setting.num_train, saved, pythons) if setting.small else {}
     options = {name: _best(row["scores"], truths[ALPHAS[0]]) for name, row in found.items() if "scores" in row}
     detection = _class_detection(
         clean, {name: found[name]["scores"][best] for name, best in options.items()}, saved, pythons
@@ -138,7 +138,7 @@ def _best(scores: dict[str, torch.Tensor], truth: tuple[torch.Tensor, torch.Tens
     return max(scores, key=lambda option: linear_datamodeling_score(scores[option], drawn, true))
 
 
-def _scores(problem: Problem, points: int, saved: Rows, pythons: Pythons) -> dict[str, Row]:
+def scores_of(problem: Problem, points: int, saved: Rows, pythons: Pythons) -> dict[str, Row]:
     """Return all scores of a trained network: those that are saved, and those that are asked for."""
     problem_is = problem_key(problem)
     keys = {score.name: problem_is | {"points": score.num_explained(problem, points)} for score in SCORES}
@@ -194,7 +194,8 @@ def _seconds(problem: Problem) -> Row:
     return {"seconds": min(retraining_seconds(problem) for _ in range(2))}
 
 
-def _environment(folder: Path, packages: list[str]) -> Path | str:
+def python_of(folder: Path, packages: list[str]) -> Path | str:
+    """Make an environment, and return its interpreter, or why there is none."""
     try:
         return environment(folder, packages)
     except RuntimeError as error:

@@ -27,6 +27,8 @@ PACKAGES = {  # by environment
     "captum": ["torch==2.13.0", "captum==0.9.0"],
     "trak": ["torch==2.13.0", "traker==0.3.2"],
     # its captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
+    "torchopt": ["torch==2.13.0", "torchopt==0.7.3"],
+    "bergson": ["torch==2.13.0", "bergson==2.5.1"],
     "quanda": ["torch==2.13.0", "quanda==0.5.0", "datasets==4.8.4", "pyarrow==21.0.0", "omegaconf"],
 }
 CHECKPOINTS = 10  # of TracIn, evenly spaced
@@ -60,8 +62,9 @@ class Trained:
         """Write what peers need: data, checkpoints along the run, and networks that were trained on halves."""
         states = torch.linspace(self.run.num_steps / CHECKPOINTS, self.run.num_steps, CHECKPOINTS).round().long()
         states = states.clamp(min=1).unique().tolist()
-        # other halves than those of the truth
-        halves = retrained(self.problem, self.problem.subsets(0.5, HALVES, purpose=5))
+        # other halves than those of the truth; of texts with padding nobody asks for them
+        subsets = self.problem.subsets(0.5, HALVES, purpose=5)
+        halves = {} if nets.padded(self.data.y) else retrained(self.problem, subsets)
         torch.save(
             {
                 "network": self.problem.setting.network,
@@ -73,6 +76,8 @@ class Trained:
                 "checkpoints": [weights_at(self.run, state) for state in states],
                 "rates": [self.problem.setting.lr for _ in states],
                 "halves": [{name: value[k] for name, value in halves.items()} for k in range(HALVES)],
+                "initial": weights_at(self.run, 0),
+                "batches": self.problem.batches(),
             },
             file,
         )

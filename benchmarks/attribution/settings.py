@@ -1,8 +1,11 @@
 """The settings of the attribution benchmark: data, network and training, each with a seed of its own."""
 
+import gzip
 import itertools
+import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from epk_gp.datasets import digits, mnist_folder
 
 FLIPPED = 0.1  # share of the labels that are wrong where wrong labels are to be found
 NUM_SUSPECTED = 100  # samples among which they are to be found: all wrong ones, and right ones
+IGNORED = -100  # target of positions that torch's cross-entropy leaves out
 DATTRI_MEAN, DATTRI_STD = 0.1307, 0.3081  # dattri normalises MNIST with these
 
 
@@ -41,7 +45,7 @@ class Setting:
 
     Attributes:
         name: Its name.
-        source: "mnist" (EPK_GP_DATA), "digits" (scikit-learn's) or "text" (help texts of the standard library).
+        source: "mnist" and "names" (EPK_GP_DATA), "digits" (scikit-learn's) or "text" (help texts of Python).
         network: As `nets.build`.
         num_train: Training samples, M.
         num_test: Test samples of the ground truth. Expensive scores explain the first ones alone (`--points`).
@@ -81,6 +85,13 @@ NUM_EXPLAINED_ELSEWHERE = 20
 TINY = [
     Setting("tiny MLP", "digits", "mlp", 30, 5, momentum=0.9, epochs=2, batch_size=10, small=True),
     Setting("tiny transformer", "text", "transformer", 12, 3, "adamw", epochs=1, batch_size=6, small=True),
+]
+JUDGED = [  # small enough for exact contributions and derivatives, beside which judged.py sets everybody's scores
+    Setting("digits", "mnist", "small", 600, 20, "adamw", lr=2e-3, epochs=8, batch_size=50),
+    Setting("names", "names", "transformer", 200, 10, "adamw", lr=3e-3, epochs=6, batch_size=25),
+]
+TINY_JUDGED = [
+    Setting("digits", "digits", "small", 40, 4, "adamw", lr=2e-3, epochs=2, batch_size=10),
 ]
 
 
@@ -165,6 +176,8 @@ class Problem:
 def _data(source: str, num_train: int, num_test: int) -> Data:
     if source == "text":
         return _text(num_train, num_test)
+    if source == "names":
+        return _names(num_train, num_test)
     if source == "digits":
         whole = digits(dtype=torch.float32)
         train, test = whole[:num_train], whole[num_train : num_train + num_test]
@@ -182,3 +195,15 @@ def _text(num_train: int, num_test: int, length: int = 32) -> Data:
     tokens = torch.tensor([letters.index(letter) for letter in text[: (num_train + num_test) * length + 1]])
     X, y = tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
     return Data(X[:num_train], y[:num_train], X[num_train:], y[num_train:], len(letters))
+
+
+def _names(num_train: int, num_test: int) -> Data:
+    """Return first names in a random order, letter by letter, padded with the letter 0; the loss leaves padding out."""
+    with gzip.open(Path(os.environ["EPK_GP_DATA"]) / "text" / "names.txt.gz", "rt") as file:
+        names = file.read().split()
+    chosen = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))[: num_train + num_test]
+    rows = [[0, *(ord(letter) - ord("a") + 1 for letter in names[number]), 0] for number in chosen.tolist()]
+    length = max(map(len, rows)) - 1
+    X = torch.tensor([row[:-1] + [0] * (length + 1 - len(row)) for row in rows])
+    y = torch.tensor([row[1:] + [IGNORED] * (length + 1 - len(row)) for row in rows])
+    return Data(X[:num_train], y[:num_train], X[num_train:], y[num_train:], 27)

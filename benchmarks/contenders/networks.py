@@ -5,14 +5,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from architectures import ARCHITECTURES, make_network
 from torch import nn
 
 
 def network(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> nn.Module:
     """Build a problem's network with its weights."""
-    net = _mlp(problem["widths"]) if problem["kind"] == "mlp" else _cnn()
-    net = net.to(getattr(torch, problem["dtype"]))
-    net.load_state_dict({name: torch.from_numpy(arrays[name]) for name, _ in net.named_parameters()})
+    if problem["kind"] in ARCHITECTURES:
+        net = make_network(problem["kind"])
+    else:
+        net = _mlp(problem["widths"]) if problem["kind"] == "mlp" else _cnn()
+        net = net.to(getattr(torch, problem["dtype"]))
+    net.load_state_dict({name: torch.from_numpy(arrays[name]) for name in net.state_dict()})
     return net
 
 

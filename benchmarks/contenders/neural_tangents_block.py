@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import neural_tangents as nt
 import numpy as np
+from architectures_jax import FUNCTIONS
 from worker import Run, serve
 
 
@@ -13,14 +14,47 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
     """Write the network down as a function, and compile the block."""
     if problem["dtype"] == "float64":
         jax.config.update("jax_enable_x64", True)
-    names = [name for name in arrays if name not in {"X", "Y"}]
-    weights = {name: jnp.asarray(_as_jax(arrays[name])) for name in names}
     X, Y = jnp.asarray(arrays["X"]), jnp.asarray(arrays["Y"])
-    f = _mlp if problem["kind"] == "mlp" else _cnn
-    kernel = nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=int(problem["variant"]))
-    compiled = jax.jit(kernel)
+    is_trace, implementation = problem.get("of") == "trace", int(problem["variant"])
+    if problem["kind"] in FUNCTIONS:
+        f, weights = _with_constants(FUNCTIONS[problem["kind"]], arrays)
+    else:
+        f = _mlp if problem["kind"] == "mlp" else _cnn
+        names = [name for name in arrays if name not in {"X", "Y"}]
+        weights = {name: jnp.asarray(_as_jax(arrays[name])) for name in names}
+    if problem.get("of") == "predictions":
+        return _predictions(f, weights, X, Y, jnp.asarray(arrays["targets"]))
+    axes = (-1,) if is_trace else ()
+    kernel = nt.empirical_ntk_fn(f, trace_axes=axes, vmap_axes=0, implementation=implementation)
+    outputs = problem["outputs"] if is_trace else 1  # its trace is the mean over outputs
+    compiled = jax.jit(lambda *args: outputs * kernel(*args))
     compiled(X, Y, weights).block_until_ready()
     return lambda: compiled(X, Y, weights).block_until_ready()
+
+
+def _predictions(f: Any, weights: dict[str, Any], X: Any, Y: Any, y: Any) -> Run:
+    """Return gradient flow of the linearised network at time 5, and the posterior of the process with noise 0.1."""
+    kernel = jax.jit(nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=1))
+
+    def predict() -> Any:
+        K, k, prior = kernel(X, X, weights), kernel(Y, X, weights), kernel(Y, Y, weights)
+        flow = nt.predict.gradient_descent_mse(K, y, trace_axes=())
+        process = nt.predict.gp_inference(K, y, diag_reg=0.1, diag_reg_absolute_scale=True, trace_axes=())
+        mean, covariance = process("ntkgp", k, prior)
+        paired = covariance.transpose(0, 2, 1, 3)  # as (m, C, m, C)
+        values = (*flow(5.0, f(weights, X), f(weights, Y), k), mean, paired)
+        return jnp.concatenate([value.flatten() for value in values]).block_until_ready()
+
+    predict()
+    return predict
+
+
+def _with_constants(f: Any, arrays: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    """Return a network as a function of its weights alone, and the weights: running statistics are constants."""
+    values = {name: jnp.asarray(value) for name, value in arrays.items() if name not in {"X", "Y", "targets"}}
+    constants = {name: value for name, value in values.items() if "running_" in name or "num_batches" in name}
+    weights = {name: value for name, value in values.items() if name not in constants}
+    return lambda w, x: f({**constants, **w}, x), weights
 
 
 def _as_jax(value: np.ndarray) -> np.ndarray:

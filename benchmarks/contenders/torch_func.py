@@ -24,7 +24,8 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
 
     def block() -> torch.Tensor:
         left, right = jacobian(X), jacobian(Y)
-        parts = [torch.einsum("ncf,mdf->ncmd", left[name].flatten(2), right[name].flatten(2)) for name in weights]
+        equation = "ncf,mcf->nm" if problem.get("of") == "trace" else "ncf,mdf->ncmd"
+        parts = [torch.einsum(equation, left[name].flatten(2), right[name].flatten(2)) for name in weights]
         return torch.stack(parts).sum(0)
 
     return block

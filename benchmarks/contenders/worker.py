@@ -22,13 +22,14 @@ def serve(make: Callable[[dict[str, Any], dict[str, np.ndarray]], Run], order: t
     Args:
         make: Function that takes the problem and its arrays, and returns a function that computes the result from the
             inputs every time it is called.
-        order: Permutation that brings the axes of the result into the order (N, C, M, C).
+        order: Permutation that brings the axes of a block into the order (N, C, M, C).
     """
     problem = json.loads(Path(sys.argv[1]).read_text())
     with np.load(problem["arrays"]) as stored:
         arrays = dict(stored)
+    before = time.perf_counter()
     run = make(problem, arrays)
-    send({"ready": True, "bytes": _memory_bytes("VmRSS")})
+    send({"ready": True, "bytes": _memory_bytes("VmRSS"), "seconds": time.perf_counter() - before})
     for number, line in enumerate(sys.stdin):
         if line.strip() != "run":
             break
@@ -38,7 +39,7 @@ def serve(make: Callable[[dict[str, Any], dict[str, np.ndarray]], Run], order: t
         peak = _memory_bytes("VmHWM")
         if not number and len(sys.argv) > 2:
             array = np.asarray(result)
-            np.save(sys.argv[2], array if order is None else array.transpose(order))
+            np.save(sys.argv[2], array if order is None or array.ndim != len(order) else array.transpose(order))
         send({"seconds": seconds, "peak_bytes": peak})
 
 

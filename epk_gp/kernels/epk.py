@@ -1,7 +1,7 @@
 """The exact path kernel as a GPyTorch kernel."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Unpack, cast, final
+from typing import Any, ClassVar, Literal, Unpack, cast
 
 import gpytorch
 import torch
@@ -44,7 +44,6 @@ CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 
 UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls a kernel many times, for small blocks
 
 
-@final
 class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
     """The exact path kernel between training and test copies (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
@@ -97,6 +96,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         TypeError: `outputs`, `rule`, `path` or `normalize` is of the wrong kind, or an option is unknown.
         ValueError: `outputs`, `head` or `normalize` is not known, or the class does not exist.
     """
+
+    _source: ClassVar[str] = "run"  # what the kernel is of
 
     def __init__(
         self,
@@ -240,8 +241,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         digest = bytes(state.to(torch.uint8).tolist()).hex()
         if digest != self.trajectory.digest:
             raise ValueError(
-                f"a state must be loaded into a kernel of the run that it was saved with: its digest is {digest[:12]}, "
-                f"this kernel's is {self.trajectory.digest[:12]}. Build the kernel from that run."
+                f"a state must be loaded into a kernel of the {self._source} that it was saved with: its digest is "
+                f"{digest[:12]}, this kernel's is {self.trajectory.digest[:12]}. Make one of it."
             )
 
     def __repr__(self) -> str:

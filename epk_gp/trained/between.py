@@ -437,8 +437,9 @@ def _sums(
     parts = [cuts.get(name) for name in path.model.names]
     sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=request.c, rates=rates)
-    classes, of_data = request.explained[0], {"recorded_net": recorded_net}
-    work = cast(_StretchTerms, attribution_work(net, kernel, X, (), classes, request.options, **of_data, kind=kind))
+    classes, options = request.explained[0], request.options
+    made = attribution_work(net, kernel, X, (), classes, options, recorded_net=recorded_net, kind=kind)
+    work = cast(_StretchTerms, made)
     if work.whole.is_layerwise and not rates:  # no row of weights is kept: each checkpoint is read once
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
@@ -446,8 +447,8 @@ def _sums(
     initial, network = (
         whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
     )
-    totals, rest = cast(_StretchSums, work.totals(work.as_rows(initial), torch.arange(work.num_rows))), Sums()
-    for piece, sums in run(work, request.options, "stretches"):
+    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
+    for piece, sums in run(work, options, "stretches"):
         for name, total in totals.named.items():
             total[work.blocks[piece.place[0]]] += sums.added.pop(name)
         rest.merge(sums)

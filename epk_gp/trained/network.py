@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Loss
 from epk_gp.core.trajectory import Trajectory
@@ -45,6 +46,9 @@ def as_trajectory(
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
+        if isinstance(X, Graph) and y is None:  # a row for each node
+            z = next(tensors_of(net(*X.args, **X.kwargs)))
+            y = z.new_zeros(len(z))
         run = Recorder(net, None, X, y, loss=loss, output=output).trajectory
     finally:
         for module, mode in modes:

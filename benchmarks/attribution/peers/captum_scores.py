@@ -17,7 +17,8 @@ def tracin(job: Job) -> Scores:
 
     numbers = list(range(len(job.checkpoints)))
     loss = nn.CrossEntropyLoss(reduction="none")
-    tracer = TracInCP(job.net, TensorDataset(job.X, job.y), numbers, load, loss_fn=loss, batch_size=250)
+    data = job.train_loader() if job.fault == "shuffled" else TensorDataset(job.X, job.y)
+    tracer = TracInCP(job.net, data, numbers, load, loss_fn=loss, batch_size=250)
     parts: list[Tensor] = []
     for X, y in job.test_loader(100):
         parts.append(tracer.influence((X, y)))

@@ -3,16 +3,12 @@
 import sys
 
 import torch
+from job import define_operators
 from torch import nn
 from torch.utils.data import TensorDataset
 
-# torchvision on PyPI holds CUDA code and does not load beside a torch without it; then it fails at the two operators
-# that it registers without having them. Nothing here calls them.
-if not torch.version.cuda:
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-from quanda.metrics.downstream_eval import ClassDetectionMetric
+define_operators()
+from quanda.metrics.downstream_eval import ClassDetectionMetric  # noqa: E402
 
 _, _, file, out = sys.argv
 job = torch.load(file, weights_only=True)

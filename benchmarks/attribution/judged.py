@@ -1,0 +1,231 @@
+"""Scores of other libraries on one recorded run, and of the same libraries with planted faults, judged by check_scores.
+
+Usage: python benchmarks/attribution/judged.py [--out PATH] [--only REGEX] [--rows FOLDER]
+
+Each library computes in an environment of its own, which is made here. Scores are saved one by one; the verdicts are
+made anew.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from processes import HERE
+from report import judged_markdown
+from rows import WAITING, Row, Rows
+from run import Pythons, python_of
+from scores import PACKAGES, Trained, peer_process
+from settings import IGNORED, JUDGED, TINY_JUDGED, Problem
+from torch import Tensor
+from truth import problem_key
+
+import epk_gp as epk
+from epk_gp.analysis.score_check import ScoreCheck
+from epk_gp.provenance import Stopwatch, provenance
+
+FAULTS = {  # by name: what was done
+    "bfloat16": "weights and inputs in bfloat16",
+    "no Adam state": "Adam's averages are forgotten half-way",
+    "shuffled": "training samples in the order of a shuffling loader",
+    "padding": "padding counts as letters",
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """Scores of one library.
+
+    Attributes:
+        name: Their name in the tables.
+        environment: The environment in which they are computed.
+        script: The script that computes them.
+        method: Its method.
+        option: The option that is taken; "" for methods without any.
+        faults: What is planted in them.
+        texts: Whether they explain texts with padding too.
+    """
+
+    name: str
+    environment: str
+    script: str
+    method: str
+    option: str = ""
+    faults: tuple[str, ...] = ()
+    texts: bool = False
+
+
+SYSTEMS = [
+    System("TracInCP (captum)", "captum", "captum_scores.py", "TracInCP", faults=("bfloat16", "shuffled")),
+    System(
+        "TracIn (dattri)", "dattri", "dattri_scores.py", "TracIn",
+        faults=("bfloat16", "shuffled", "padding"), texts=True,
+    ),
+    System("influence functions by EK-FAC (dattri)", "dattri", "dattri_scores.py", "EK-FAC", "damping 0.01"),
+    System(
+        "influence functions by CG (dattri)", "dattri", "dattri_scores.py", "conjugate gradients", "damping 0.01"
+    ),
+    System("TRAK-10 (traker)", "trak", "trak_scores.py", "TRAK-10", "128 projections", ("bfloat16", "shuffled")),
+    System("TracInCP, last layer (quanda)", "quanda", "quanda_scores.py", "TracInCPFast"),
+    System("TRAK-1 (quanda)", "quanda", "quanda_scores.py", "TRAK"),
+    System("influence functions by EK-FAC (quanda)", "quanda", "quanda_scores.py", "Kronfluence"),
+    System(
+        "unrolled training (TorchOpt)", "torchopt", "torchopt_scores.py", "unrolled",
+        faults=("bfloat16", "no Adam state", "shuffled", "padding"), texts=True,
+    ),
+    System(
+        "MAGIC (bergson)", "bergson", "bergson_scores.py", "MAGIC",
+        faults=("bfloat16", "shuffled", "padding"), texts=True,
+    ),
+]  # fmt: skip
+SMOOTHED, RANDOM = "smoothed influence (epk_gp)", "random numbers"
+Options = dict[str, Any]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Path of the tables, without a suffix.")] = HERE / "attribution" / "judged",
+    rows: Annotated[Path, typer.Option(help="Folder of the scores.")] = HERE / "attribution" / ".rows",
+    only: Annotated[str, typer.Option(help="Regular expression: names of the scores that are computed.")] = "",
+    environments: Annotated[Path, typer.Option(help="Folder of the peers' environments.")] = HERE / ".venvs",
+    peers: Annotated[bool, typer.Option(help="Whether peers run.")] = True,
+    retrainings: Annotated[int, typer.Option(help="Random halves on which the network is trained again.")] = 50,
+    tiny: Annotated[bool, typer.Option(help="A problem of a second, for the tests.")] = False,
+) -> None:
+    """Judge all scores and write the tables."""
+    torch.set_num_threads(1)
+    timer, saved = Stopwatch(), Rows(rows, only)
+    needed = list(dict.fromkeys(system.environment for system in SYSTEMS))
+    pythons: Pythons = dict.fromkeys(needed, "not asked for")
+    if peers:
+        pythons = {name: python_of(environments / name, PACKAGES[name]) for name in needed}
+    results = [judge(Problem(setting, 0), saved, pythons, retrainings) for setting in (TINY_JUDGED if tiny else JUDGED)]
+    content = {
+        "experiment": "judged_scores",
+        "config": {"retrainings": retrainings, "packages": {name: PACKAGES[name][1] for name in needed}},
+        "results": {"runs": results},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(content | provenance(timer), allow_nan=False, indent=1) + "\n")
+    out.with_suffix(".md").write_text(judged_markdown(results))
+    typer.echo(f"written: {out.with_suffix('.json')}, {out.with_suffix('.md')}")
+
+
+def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> Options:
+    """Return the verdicts on all scores of one run, with and without faults."""
+    trained, texts = Trained(problem, problem.setting.num_test), problem.data().y.ndim > 1
+    asked = [(system, "") for system in SYSTEMS if system.texts or not texts]
+    asked += [(system, fault) for system, _ in asked for fault in system.faults if (fault == "padding") == texts]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = Jobs(trained, Path(folder))
+        found = {key: _scores(*key, jobs, saved, pythons) for key in tqdm(asked, desc=problem.name, disable=None)}
+    scores = {_name(*key): row["scores"][key[0].option] for key, row in found.items() if "scores" in row}
+    explained: Options = {"function": epk.log_probability(trained.y_test)} if texts else {"classes": trained.y_test}
+    before = time.process_time()
+    smoothed = epk.influence(trained.run, trained.X_test, smoothing=epk.Smoothing(), **explained)
+    own = {SMOOTHED: {"seconds": time.process_time() - before}, RANDOM: {}}
+    scores[SMOOTHED] = smoothed.values[:, 0]
+    scores[RANDOM] = torch.randn(scores[SMOOTHED].shape, generator=problem.generator(6))
+    before = time.process_time()
+    check = epk.check_scores(trained.run, scores, trained.X_test, retrainings=retrainings, **explained)
+    seconds = time.process_time() - before
+    judged = [
+        {"system": system.name, "fault": fault}
+        | _own_words(row, found[system, ""])
+        | _numbers(_name(system, fault), check)
+        for (system, fault), row in found.items()
+    ]
+    own |= {name: {} for name in check.references}
+    judged += [{"system": name, "fault": ""} | row | _numbers(name, check) for name, row in own.items()]
+    weights = sum(value.numel() for value in trained.run.weights(0).values())
+    sizes = [problem.setting.num_train, problem.setting.num_test, trained.run.num_steps, weights]
+    return {
+        "run": problem.setting.name,
+        "sizes": dict(zip(("samples", "test samples", "steps", "weights"), sizes, strict=True)),
+        "systems": judged,
+        "costs": {name: [cost.seconds, cost.trainings] for name, cost in check.costs.items()},
+        "notes": list(check.notes),
+        "check_seconds": seconds,
+    }
+
+
+class Jobs:
+    """The files that peers read, one for each fault."""
+
+    def __init__(self, trained: Trained, folder: Path) -> None:
+        self.trained, self.folder = trained, folder
+
+    def file(self, fault: str) -> Path:
+        """Return a fault's file, which is written when it is first asked for."""
+        file = self.folder / f"{fault or 'sound'}.pt"
+        if not file.exists() and not fault:
+            self.trained.save_job(file)
+        elif not file.exists():
+            stored = torch.load(self.file("")) | {"fault": fault}
+            if fault == "padding":
+                stored |= {name: stored[name].where(stored[name] != IGNORED, 0) for name in ("y", "y_test")}
+            torch.save(stored, file)
+        return file
+
+
+def _scores(system: System, fault: str, jobs: Jobs, saved: Rows, pythons: Pythons) -> Row:
+    problem = jobs.trained.problem
+    python = pythons[system.environment]
+    if isinstance(python, str):
+        return {"failure": python}
+    compute: Callable[[], Row] = lambda: peer_process(python, system.script, system.method, jobs.file(fault))  # noqa: E731
+    key = problem_key(problem) | {"package": PACKAGES[system.environment]}
+    return saved.get(f"{problem.name}: judged {_name(system, fault)}", key, compute) or {"failure": WAITING}
+
+
+def _name(system: System, fault: str) -> str:
+    return f"{system.name}, {fault}" if fault else system.name
+
+
+def _own_words(row: Row, sound: Row) -> Options:
+    """Return what the library itself says: its error, or what it warns of only with the fault."""
+    if "failure" in row:
+        return {"failure": row["failure"]}
+    return {
+        "option": next(iter(row["seconds"])) if len(row["seconds"]) == 1 else "",
+        "seconds": sum(row["seconds"].values()),
+        "said": [words for words in row["warnings"] if words not in sound.get("warnings", ())]
+        if row is not sound
+        else [],
+    }
+
+
+def _numbers(name: str, check: ScoreCheck) -> Options:
+    """Return what check_scores found about one system's scores; nothing where there are none."""
+    each = {**check.systems, **check.references}.get(name)
+    if each is None:
+        return {}
+    found: Options = {"findings": list(each.findings), "sum misses": float(each.miss.norm() / check.change.norm())}
+    for kind, like in each.likeness.items():
+        found[kind] = [_mean(like["cosine"]), _mean(like["spearman"])]
+    if each.lds is not None:
+        found |= {"LDS": each.lds.mean, "LDS interval": list(each.lds_interval)}
+    if each.left_out is not None:
+        found["left out"] = each.left_out.mean
+    if each.predicted is not None and each.measured is not None:
+        found["without the top"] = [_mean(each.predicted), _mean(each.measured)]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _mean(values: Tensor) -> float | None:
+    """Return the mean of what is a number; None where nothing is."""
+    mean = float(values.nanmean())
+    return mean if mean == mean else None
+
+
+if __name__ == "__main__":
+    typer.run(main)
