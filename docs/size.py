@@ -63,10 +63,11 @@ CAPABILITIES = {
         "classifier.py",
     ),
     "scores and suspicious labels": (
-        "analysis/counterfactual.py", "analysis/explainer.py", "analysis/labels.py", "analysis/measures.py",
+        "analysis/counterfactual.py", "analysis/labels.py", "analysis/measures.py",
     ),
     "anybody's scores, judged": ("analysis/score_check.py",),
     "numbers of a run: maps, contributions": ("analysis/*.py",),
+    "adapters for other libraries": ("adapters/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),
     "the command line": ("cli/*.py",),

@@ -189,7 +189,8 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     assert set(epk.__all__) <= public.keys() > {"attribute_by", "EPKClassifier", "averaged_trajectory"}
     shown = re.findall(r"^::: (\S+)$", hooks.on_page_markdown(text), flags=re.MULTILINE)
     assert sorted(shown) == sorted(f"{module}.{name}" for name, module in public.items())
-    assert all(resolves(name) for name in shown)
+    # an adapter is imported where its library is there: tests/adapters
+    assert all(resolves(name) for name in shown if not name.startswith("epk_gp.adapters."))
     table = (DOCS / "reference" / "top-level.md").read_text().partition("| --- | --- |\n")[2]
     assert set(re.findall(r"`(\w+)`", table)) == set(epk.__all__)
 

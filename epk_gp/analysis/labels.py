@@ -17,6 +17,7 @@ from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
 from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
+from epk_gp.gram.sketch import is_one_state
 from epk_gp.quadrature.rules import WeightPath, straight
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
@@ -41,7 +42,8 @@ class LabelErrors(Displayed):
         log_probability: Logarithm of the probability of the point's label, by the softmax of that prediction.
         predicted: The class that it expects, of which the label may be an error.
         aum: Area under the margin (Pleiss et al. 2020): the network's logit of the point's label minus the largest
-            other one, on average over the run. Small or negative where the network fits the label late.
+            other one, on average over the run. Small or negative where the network fits the label late. Of a network
+            that was not recorded it is the margin at its weights, which no rank is taken of.
     """
 
     indices: Int64[Tensor, " M"]
@@ -84,7 +86,8 @@ def label_errors(
     averaged.
 
     Args:
-        trajectory: Run of a classifier, trained on class labels with cross entropy.
+        trajectory: Run of a classifier, trained on class labels with cross entropy; or that of a network that was not
+            recorded, `UncertainClassifier.of(model, X, y).trajectory`, which has no path: the process judges alone.
         nodes: As in `UncertainClassifier`.
         features: As in `UncertainClassifier`.
         inputs_kernel: As in `UncertainClassifier`.
@@ -109,7 +112,8 @@ def label_errors(
         mean, _ = process.leave_one_out()
         log_p = (mean * most_likely_temperature(mean, own)).log_softmax(1).gather(1, own[:, None])[:, 0]
         aum = area_under_margin(trajectory, trajectory.inputs[judged], own)
-    ranks = torch.from_numpy(rankdata(torch.stack([log_p, aum.to(log_p)]).cpu().numpy(), axis=1)).to(log_p)
+    second = log_p if is_one_state(trajectory) else aum.to(log_p)  # fitted labels have large margins at the end
+    ranks = torch.from_numpy(rankdata(torch.stack([log_p, second]).cpu().numpy(), axis=1)).to(log_p)
     suspicion = 1 - ((ranks[0] - 0.5) / len(log_p) + (ranks[1] - 0.5) / len(log_p)) / 2
     return LabelErrors(
         indices=judged[suspicion.argsort(descending=True, stable=True)],

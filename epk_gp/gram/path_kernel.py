@@ -249,7 +249,7 @@ def require_training(trajectory: Trajectory, caller: str) -> None:
     if trajectory.update_rule.startswith("none ("):
         raise ValueError(
             f"{caller} needs the recorded steps of a training: this run has the states of a network, and nothing says "
-            "how it came there. Record the training with epk_gp.Recorder, or split the change between checkpoints."
+            "how it came there. Record the training with epk_gp.Recorder, or see epk_gp.between for its checkpoints."
         )
 
 

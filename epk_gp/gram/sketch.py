@@ -443,7 +443,7 @@ def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes C"]:
     """
     C, count = run.num_outputs, run.num_steps
     if count == C and is_one_state(run):  # one node for each output
-        return C**0.5 * torch.eye(C, dtype=torch.float64)
+        return torch.eye(C, dtype=torch.float64).mul_(C**0.5)
     H = hadamard_matrix(hadamard_order(C, count)).to(torch.float64)
     signs = draw_signs(C, seeded_generator(seed, run.digest, "outputs"), H)
     return H[torch.arange(count) % len(H), :C] * signs

@@ -4,20 +4,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.graphs import Graph, tensors_of
-from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Loss
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.recording.recorder import Recorder
+from epk_gp.storage.rows import Targets, TrainingInputs
 
 
 def as_trajectory(
     net: nn.Module,
-    X: Inputs,
-    y: Shaped[Tensor, "n ..."] | None = None,
+    X: TrainingInputs,
+    y: Targets = None,
     *,
     loss: Loss | nn.Module | None = None,
     output: Callable[[Any], Tensor] | None = None,

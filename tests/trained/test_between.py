@@ -211,6 +211,19 @@ def test_numbers_of_a_text_are_split_as_outputs_are(texts):
     torch.testing.assert_close(split.by_module().values.sum(dim=2)[:, 0], expected, rtol=0, atol=1e-12)
 
 
+def test_the_head_is_that_of_the_loss_of_the_data_or_what_is_asked_for(rows):
+    """Without data logits; cross entropy, the default loss, has log-probabilities; both can be named."""
+    net, states, X, y = rows
+    z = outputs_at(net, states[-1], X[:3])
+    log_p = torch.log_softmax(z, dim=1)
+    heads = {None: z, "logits": z, "log_softmax": log_p}
+    for head, expected in heads.items():
+        torch.testing.assert_close(epk.between(net, states, X[:3], head=head).network, expected)
+    data = {"data": (X, y), "lr": 0.1}
+    torch.testing.assert_close(epk.between(net, states, X[:3], **data).network, log_p)
+    torch.testing.assert_close(epk.between(net, states, X[:3], head="logits", **data).network, z)
+
+
 def test_outputs_are_computed_some_at_a_time_where_memory_is_small():
     """The budget changes the order of the work alone: here the gradients of all outputs of a text take 47 MB."""
     torch.manual_seed(0)

@@ -1,0 +1,56 @@
+"""dattri: an attributor."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.adapters.batches import gathered
+from epk_gp.adapters.scores import SampleScorer
+
+
+class EPKAttributor(SampleScorer):
+    """Scores of training samples by the names of `dattri.algorithm.base.BaseAttributor`, which asks for no subclass.
+
+    As dattri's own scores for a task whose target is the loss, they are larger where a sample lowers the test loss:
+    `dattri.metric.lds` compares sums of them with the negative loss, and `loo_corr` with the loss without a sample.
+    They are in units of the loss, not times the number of samples.
+
+    Args:
+        trajectory: The recorded run.
+        scores: "influence" or "contributions"; see `SampleScorer`.
+        options: What else `epk_gp.influence` or `epk_gp.attribute` takes.
+    """
+
+    def cache(self, full_train_dataloader: Iterable[Any]) -> None:
+        """Check that a loader holds the run's training samples in their order; there is nothing to compute.
+
+        Raises:
+            ValueError: It does not.
+        """
+        rows = self.rows_of(full_train_dataloader, "full_train_dataloader")
+        if not torch.equal(rows.cpu(), torch.arange(self.trajectory.num_points)):
+            raise ValueError("full_train_dataloader must hold all samples of the run in their order: got another one.")
+
+    def attribute(self, train_dataloader: Iterable[Any], test_dataloader: Iterable[Any]) -> Float[Tensor, "m n"]:
+        """Score m training samples for the losses of n test points.
+
+        Args:
+            train_dataloader: Training samples of the run, all or some, in any order, with their targets.
+            test_dataloader: Test points with their targets.
+
+        Raises:
+            TypeError, ValueError: As `epk_gp.influence`, or a row is no training sample.
+        """
+        rows = self.rows_of(train_dataloader, "train_dataloader")
+        return self.scores_of(*gathered(test_dataloader)).T[rows]
+
+    def self_attribute(self, train_dataloader: Iterable[Any]) -> Float[Tensor, " m"]:
+        """Score training samples for their own losses: `dattri.metric.mislabel_detection_auc` takes them.
+
+        Raises:
+            ValueError: A row is no training sample.
+        """
+        return self.self_scores(self.rows_of(train_dataloader, "train_dataloader"))

@@ -1,0 +1,247 @@
+"""`UncertainClassifier.of`: a network that was not recorded, with the kernel of its last weights."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import epk_gp as epk
+from epk_gp.analysis.counterfactual import leave_one_out
+from epk_gp.analysis.explainer import contribution_scores, influence_scores
+from epk_gp.gram import sketch
+from epk_gp.gram.path_features import path_features
+
+NAMES = ["ant", "bee", "cat", "dog", "eel"]
+
+
+def trained_net(seed: int = 0, *, frozen: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a convolution, a normalisation with moving statistics and a layer, a little trained, and its data."""
+    torch.manual_seed(seed)
+    X = torch.randn(50, 1, 5, 5, dtype=torch.float64)
+    y = (2 * (X[:, 0, 0, 0] > 0) + (X[:, 0, 2, 2] > 0.3) + (X[:, 0, 4, 4] > 1)).long()
+    layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(27, 5)
+    net = nn.Sequential(*layers).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-2)
+    for _ in range(15):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(X), y).backward()
+        optimizer.step()
+    net[0].requires_grad_(not frozen)
+    return net, X, y
+
+
+def held_out(count: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    X = torch.randn(count, 1, 5, 5, dtype=torch.float64, generator=generator)
+    return X, torch.randint(0, 5, (count,), generator=generator)
+
+
+def gradients_of(net: nn.Module, X: torch.Tensor) -> torch.Tensor:
+    """Return J (n, C, P) in evaluation mode, one backward pass a row and output."""
+    net.eval()
+    weights = [p for p in net.parameters() if p.requires_grad]
+    rows = [
+        [torch.cat([g.flatten() for g in torch.autograd.grad(net(x[None])[0, c], weights)]) for c in range(5)]
+        for x in X
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def kernel_of(J: torch.Tensor, K: torch.Tensor, X: torch.Tensor, Y: torch.Tensor, length: float) -> torch.Tensor:
+    """Return the square of the cosine of sum_c J_c J_c^T times the RBF kernel."""
+    products = torch.einsum("ncp,mcp->nm", J, K)
+    cosine = products / J.square().sum((1, 2)).sqrt()[:, None] / K.square().sum((1, 2)).sqrt()
+    return (cosine * torch.exp(-torch.cdist(X.flatten(1), Y.flatten(1)).square() / (2 * length**2))) ** 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_process_is_that_of_the_tangent_kernel_written_by_hand(frozen):
+    net, X, y = trained_net(frozen=frozen)
+    V, labels = held_out()
+    net.train()
+    judged = epk.UncertainClassifier.of(net, X, y).fit(V, labels)
+    assert net.training  # the network is as it was
+    process, J, G = judged.process_, gradients_of(net, X), gradients_of(net, V)
+    length = process.kernel.lengthscale
+    gram, cross = kernel_of(J, J, X, X, length), kernel_of(G, J, V, X, length)
+    torch.testing.assert_close(process.kernel.block(V, X), cross, rtol=1e-10, atol=1e-12)
+    targets = nn.functional.one_hot(y, 5).double() - 1 / 5
+    inverse = torch.linalg.inv(gram + process.noise * torch.eye(50, dtype=torch.float64))
+    mean, variance = process.predict(V)
+    torch.testing.assert_close(mean, cross @ inverse @ targets, rtol=0, atol=1e-8)
+    torch.testing.assert_close(variance, 1 - (cross @ inverse * cross).sum(1), rtol=0, atol=1e-8)
+    score = judged.uncertainty(V).out_of_distribution
+    torch.testing.assert_close(score, variance, rtol=0, atol=0)
+    with torch.no_grad():  # the network's own part of the probabilities
+        raw = judged.stacking_.logits(net(V), mean)
+    torch.testing.assert_close(judged.logit_posterior(V).mean, judged.stacking_.without_certainty(raw, variance))
+
+
+def test_one_state_is_kept_and_each_output_is_differentiated_once(monkeypatch):
+    net, X, y = trained_net()
+    V, labels = held_out()
+    judged = epk.UncertainClassifier.of(net, X, y).fit(V, labels)
+    nodes = judged.process_.kernel.nodes
+    assert nodes.num_steps == 5
+    assert all(state is nodes.states[0] for state in nodes.states)
+    passes = []
+    original = sketch.layer_jacobians
+    monkeypatch.setattr(sketch, "layer_jacobians", lambda *a: passes.append(len(a[2])) or original(*a))
+    judged.process_.kernel.gram(X[:7])
+    # the second-to-last call measures one point for the plan of the tile; the last has all points and all outputs
+    assert passes == [1, 7]
+
+
+def test_outputs_that_share_a_pass_give_what_separate_passes_give(monkeypatch):
+    net, X, y = trained_net()
+    found = []
+    for numbers in (1 << 20, 1):
+        monkeypatch.setattr(sketch, "_SHARED_NUMBERS", numbers)
+        judged = epk.UncertainClassifier.of(net, X, y)
+        nodes = sketch.nodes_trajectory(judged.trajectory, 5)
+        features = path_features(nodes, X, 96, nodes=None, head="logits", num_probe=0)
+        exact = sketch.PathSketch(
+            nodes, None, "logits", sketch.trace_coefficients(nodes, 0), 1, 0, epk.straight(), nodes
+        )
+        points = epk.Points(X, is_train=False)
+        found.append((torch.as_tensor(features), *exact.products(points, points)))
+    for shared, separate in zip(*found, strict=True):
+        torch.testing.assert_close(shared, separate, rtol=1e-11, atol=1e-12)
+
+
+def test_features_of_one_state_are_unbiased():
+    net, X, y = trained_net()
+    run = sketch.nodes_trajectory(epk.UncertainClassifier.of(net, X, y).trajectory, 5)
+    J = gradients_of(net, X[:6])
+    exact = torch.einsum("ncp,mcp->nm", J, J) / 5
+    drawn = [path_features(run, X[:6], 64, nodes=None, head="logits", seed=seed, num_probe=0) for seed in range(200)]
+    mean = torch.stack([torch.as_tensor(z @ z.T) for z in drawn])
+    error = (mean.mean(0) - exact).abs() / (mean.std(0) / 200**0.5)
+    assert error.max() < 4.5
+    assert (mean.mean(0) * 1.2 - exact).abs().max() > 10 * (mean.std(0) / 200**0.5).min()  # the control
+
+
+def test_one_node_takes_one_combination_of_the_outputs():
+    net, X, y = trained_net()
+    judged = epk.UncertainClassifier.of(net, X, y, nodes=1, inputs_kernel=None, power=1).fit(*held_out())
+    v = judged.process_.kernel.combined.coefficients[0] * 5**0.5
+    assert v.abs().tolist() == pytest.approx([1.0] * 5)
+    J = torch.einsum("c,ncp->np", v, gradients_of(net, X))
+    cosine = nn.functional.normalize(J) @ nn.functional.normalize(J).T
+    torch.testing.assert_close(judged.process_.kernel.gram(X), cosine, rtol=1e-10, atol=1e-12)
+
+
+def test_data_of_every_kind_give_the_same_classifier():
+    pandas = pytest.importorskip("pandas")
+    torch.manual_seed(1)
+    X, V = torch.randn(60, 4, dtype=torch.float64), torch.randn(40, 4, dtype=torch.float64)
+    y, labels = ((part[:, 0] > 0).long() + (part[:, 1] > 0).long() for part in (X, V))
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    expected = epk.UncertainClassifier.of(net, X, y).fit(V, labels).predict_proba(V)
+    data, validation = TensorDataset(X, y), TensorDataset(V, labels)
+    of_data = epk.UncertainClassifier.of(net, data).fit(validation)
+    of_loader = epk.UncertainClassifier.of(net, DataLoader(data, batch_size=7)).fit(DataLoader(validation, 9))
+    for judged in (of_data, of_loader):
+        torch.testing.assert_close(judged.predict_proba(V), expected, rtol=0, atol=1e-12)
+    columns = list("abcd")
+    frame, other = pandas.DataFrame(X.numpy(), columns=columns), pandas.DataFrame(V.numpy(), columns=columns)
+    words = [pandas.Series([NAMES[k] for k in own]) for own in (y, labels)]
+    named = epk.UncertainClassifier.of(net, frame, words[0], classes=NAMES[:3]).fit(other, words[1])
+    np.testing.assert_allclose(named.predict_proba(other), expected.numpy(), rtol=0, atol=1e-12)
+    assert set(named.predict(other)) <= set(NAMES[:3])
+    single = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    single.load_state_dict(net.state_dict())
+    rows = epk.UncertainClassifier.of(single, X.numpy(), y.tolist()).fit(V.numpy(), labels.numpy())
+    assert rows.trajectory.inputs.dtype == torch.float32
+    np.testing.assert_allclose(rows.predict_proba(V.numpy()), expected.numpy(), atol=1e-3)
+    returned = Returning(net)
+    taken = epk.UncertainClassifier.of(returned, X, y, output=lambda found: found["logits"]).fit(V, labels)
+    torch.testing.assert_close(taken.predict_proba(V), expected, rtol=0, atol=1e-12)
+
+
+class Returning(nn.Module):
+    """A network that returns a dictionary."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.net(x)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"features": 48}, {"nodes": 1}, {"nodes": 3, "features": 32}])
+def test_files_pickles_and_clones_hold_one_state(tmp_path, settings):
+    net, X, y = trained_net()
+    V, labels = held_out()
+    judged = epk.UncertainClassifier.of(net, X, y, **settings).fit(V, labels)
+    expected = judged.predict_proba(V)
+    judged.save(tmp_path / "saved")
+    size = (tmp_path / "saved" / "classifier.safetensors").stat().st_size
+    assert judged.get_params()["nodes"] == settings.get("nodes")
+    again = [
+        epk.UncertainClassifier.load(tmp_path / "saved", trained_net(seed=5)[0]),
+        pickle.loads(pickle.dumps(judged)),
+        clone(judged).fit(V, labels),
+    ]
+    for own in again:
+        torch.testing.assert_close(own.predict_proba(V), expected, rtol=0, atol=1e-10)
+        assert len({id(state) for state in own.process_.kernel.nodes.states}) == 1
+    again[0].save(tmp_path / "twice")
+    assert (tmp_path / "twice" / "classifier.safetensors").stat().st_size == size
+    with pytest.raises(ValueError, match="holds no training data"):
+        again[0].fit(V, labels)
+
+
+def test_scores_of_labels_come_from_the_process_alone():
+    net, X, y = trained_net()
+    judged = epk.UncertainClassifier.of(net, X, y).fit(*held_out())
+    errors = epk.label_errors(judged.trajectory)
+    order = errors.log_probability.argsort(stable=True)
+    assert errors.indices.tolist() == order.tolist()
+    with torch.no_grad():
+        z = net.eval()(X)
+    own = z.gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(errors.aum, own - z.scatter(1, y[:, None], -torch.inf).amax(1))
+    assert len(epk.next_to_label(judged, held_out()[0], 3)) == 3
+
+
+def test_what_only_a_recorded_run_has_is_refused():
+    net, X, y = trained_net()
+    run = epk.UncertainClassifier.of(net, X, y).trajectory
+    for ask in (
+        lambda: epk.attribute(run, X[:2]),
+        lambda: epk.attribute_tokens(run, X[:2], sequences=torch.arange(50)),
+        lambda: epk.reconstruct(run, X[:2]),
+        lambda: epk.influence(run, X[:2]),
+        lambda: epk.self_influence(run),
+        lambda: epk.retrain(run, torch.ones(50, dtype=torch.float64)),
+        lambda: leave_one_out(run, X[:2]),
+        lambda: contribution_scores(run, X[:2], y[:2]),
+        lambda: influence_scores(run, X[:2], y[:2]),
+    ):
+        with pytest.raises(ValueError, match="needs the recorded steps of a training: this run has the states"):
+            ask()
+
+
+def test_bad_arguments_have_one_clear_line():
+    net, X, y = trained_net()
+    V, labels = held_out()
+    of = epk.UncertainClassifier.of
+    for ask, kind, message in (
+        (lambda: of("net", X, y), TypeError, r"the network must be a torch.nn.Module: got str"),
+        (lambda: of(net, X, NAMES * 10), TypeError, r"y must be whole numbers, the classes of the network: got list"),
+        (lambda: of(net, X, NAMES * 10, classes=NAMES[:2]), ValueError, r"y must hold classes .*: got 'cat'"),
+        (lambda: of(net, X, y.double()), TypeError, r"y must be class indices: got torch.float64"),
+        (lambda: of(net, X, y, classes=NAMES[:2]), ValueError, r"y must hold classes of the network"),
+        (lambda: of(net, X, y, power=0).fit(V, labels), ValueError, r"power must be"),
+        (lambda: of(net, X, y).fit(V), TypeError, r"y must be whole numbers, .* got NoneType"),
+        (lambda: of(net, [["a"]], y), TypeError, r"X must be an array of numbers: got list"),
+        (lambda: of(net, X, y, colour=1), TypeError, r"colour"),
+    ):
+        with pytest.raises(kind, match=message):
+            ask()
