@@ -4,12 +4,13 @@ The contenders of a problem take turns, round by round, so that a busy machine s
 a matrix product; all times are given as ratios to the time that the unavoidable products would take at its rate.
 """
 
+import itertools
 import json
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +47,13 @@ CONTENDERS = {  # script, environment
     "attribute, its example": ("modulo_attribution.py", None),
     "explaind": ("explaind_attribution.py", "explaind"),
 }
-TANGENT = ["epk.ntk", "epk.NTKKernel", "torch.func recipe", *(f"neural-tangents {number}" for number in (1, 2, 3))]
-BLOCKS = ["floor", "epk_gp", *TANGENT[2:], "nngeometry (X, X)"]
+NEURAL_TANGENTS = [f"neural-tangents {number}" for number in (1, 2, 3)]
+BLOCKS = ["floor", "epk_gp", "torch.func recipe", *NEURAL_TANGENTS, "nngeometry (X, X)"]
+TANGENT = {  # what is computed -> by whom; its second implementation is never the fastest among BLOCKS
+    "full": ["epk.ntk", "epk.NTKKernel", "torch.func recipe", "neural-tangents 1", "neural-tangents 3"],
+    "trace": ["epk.ntk", "epk.NTKKernel", "torch.func recipe", "neural-tangents 1", "neural-tangents 3"],
+    "predictions": ["epk.ntk", "neural-tangents 1"],
+}
 ATTRIBUTION = {
     "name": "M = 300, d = 100, h = 64, 20 steps, 30 test points",
     "dtype": "float64",
@@ -102,7 +108,7 @@ def main(
     without_peers = ["floor", "epk_gp"]
     work: dict[str, Callable[[], Any]] = {
         "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
-        "tangent": lambda: _tangent(pythons, min(rounds, 3)),
+        "tangent": lambda: _tangent(pythons, min(rounds, 3), numbers.get("tangent", [])),
         "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, without_peers, pythons, rounds)],
         "attribution": lambda: _attribution(pythons, rounds),
         "explaind": lambda: _explaind(pythons, rounds),
@@ -110,9 +116,10 @@ def main(
         "growth": lambda: _growth(pythons, rounds),
     }
     for name in chosen:
-        numbers[name] = work[name]()
-        stored.write_text(json.dumps(numbers, indent=1) + "\n")
-        out.with_suffix(".md").write_text(markdown(numbers))
+        found = work[name]()
+        for numbers[name] in found if isinstance(found, Iterator) else [found]:
+            stored.write_text(json.dumps(numbers, indent=1) + "\n")
+            out.with_suffix(".md").write_text(markdown(numbers))
     typer.echo(f"written: {stored}, {out.with_suffix('.md')}")
 
 
@@ -200,18 +207,21 @@ def _take_turn(row: dict[str, Any], workers: dict[str, Worker], number: int, lim
         workers.pop(row["contender"]).close()
 
 
-def _tangent(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
-    """Let contenders compute all blocks, their traces and predictions of five networks, on the same weights."""
-    rows = []
-    for name in ARCHITECTURES:
+def _tangent(pythons: Pythons, rounds: int, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Let contenders compute blocks, traces and predictions of five networks on the same weights, and yield all rows.
+
+    Rows that were measured earlier are replaced problem by problem, so that a run that is stopped keeps its numbers.
+    """
+    for of, name in itertools.product(TANGENT, ARCHITECTURES):
         (X, Y), net = make_points(name), make_network(name)
         with torch.no_grad():
             y = torch.sin(10 * net(X))
         arrays = {name: value.numpy() for name, value in {**net.state_dict(), "X": X, "Y": Y, "targets": y}.items()}
         described = {"name": f"{len(X)} x {len(Y)}, {name}", "dtype": "float64", "kind": name, "outputs": y.shape[1]}
-        for of, contenders in (("full", TANGENT), ("trace", TANGENT), ("predictions", [TANGENT[0], TANGENT[3]])):
-            rows += _compare({**described, "of": of}, arrays, contenders, pythons, rounds)
-    return [row | {"threads": _machine()["threads"]} for row in rows]
+        measured = _compare({**described, "of": of}, arrays, TANGENT[of], pythons, rounds)
+        measured = [row | {"threads": _machine()["threads"]} for row in measured]
+        rows = [row for row in rows if (row["problem"], row["of"]) != (described["name"], of)] + measured
+        yield rows
 
 
 def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:

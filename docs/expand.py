@@ -345,8 +345,8 @@ def _judged_sizes(saved: dict) -> str:
     ]
     packages = ", ".join(saved["config"]["packages"].values())
     return (
-        f"*One recorded run each: {'; '.join(runs)}. Seconds of one thread, networks of TRAK-10 not counted. {packages}; "
-        f"{_versions(saved)}.*"
+        f"*One recorded run each: {'; '.join(runs)}. Seconds of one thread, networks of TRAK-10 not counted. "
+        f"{packages}; {_versions(saved)}.*"
     )
 
 

@@ -60,8 +60,8 @@ CAPABILITIES = {
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (
         "gp/data.py", "gp/label_*.py", "gp/stacking.py", "gp/uncertain_*.py",
-        "classifier.py",
     ),
+    "scikit-learn estimators": ("classifier.py", "estimator.py", "regressor.py"),
     "scores and suspicious labels": (
         "analysis/counterfactual.py", "analysis/labels.py", "analysis/measures.py",
     ),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from epk_gp.autodiff.scalars import log_probability as log_probability
     from epk_gp.autodiff.scalars import logit_difference as logit_difference
     from epk_gp.autodiff.scalars import loss_value as loss_value
+    from epk_gp.classifier import EPKClassifier as EPKClassifier
     from epk_gp.core.checks import ComputeOptions as ComputeOptions
     from epk_gp.core.graphs import Graph as Graph
     from epk_gp.core.graphs import Ragged as Ragged
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from epk_gp.recording.causes import StepMismatchError as StepMismatchError
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
+    from epk_gp.regressor import EPKRegressor as EPKRegressor
     from epk_gp.report.text import sentences as sentences
     from epk_gp.report.write import write_report as write_report
     from epk_gp.storage.rows import Stream as Stream
@@ -64,6 +66,7 @@ else:
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
         "analysis.score_check": "check_scores",
+        "classifier": "EPKClassifier",
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
@@ -87,6 +90,7 @@ else:
         "recording.causes": "StepMismatchError",
         "recording.recorder": "Recorder",
         "recording.train": "train",
+        "regressor": "EPKRegressor",
         "storage.rows": "Stream",
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",

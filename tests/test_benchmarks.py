@@ -55,6 +55,22 @@ def test_interpreters_and_environments_are_used_where_there_are_any(load, tmp_pa
     assert row["failure"] == "no Python 3.12 or later on this machine"
 
 
+def test_contenders_of_tangent_kernels_compute_the_same_blocks(monkeypatch):
+    """Those in torch: of attention, moving statistics, and a layer that is used several times."""
+    for load in page_code.imported(monkeypatch, FOLDER / "contenders"):
+        of_torch, ours, architectures = load("torch_func"), load("tangent_epk_gp"), load("architectures")
+        for name in list(architectures.ARCHITECTURES)[2:]:
+            (X, Y), net = architectures.make_points(name), architectures.make_network(name)
+            tensors = {**net.state_dict(), "X": X[:3], "Y": Y[:2]}
+            arrays = {key: value.numpy() for key, value in tensors.items()}
+            for of in ("full", "trace"):
+                problem = {"kind": name, "of": of}
+                expected = of_torch.make(problem, arrays)()
+                for variant in ("epk.ntk", "epk.NTKKernel"):
+                    block = ours.make({**problem, "variant": variant}, arrays)()
+                    assert (block - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
 def on_a_pool(b):
     with b.pool(1) as executor:
         b.compare(executor, 1, rounds=1, steps=1, budget=1 << 28)

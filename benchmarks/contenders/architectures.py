@@ -9,7 +9,7 @@ HEADS, POSITIONS, WORDS = 4, 16, 64
 
 def mlp() -> nn.Module:
     """Return three layers of ReLU."""
-    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def cnn() -> nn.Module:
@@ -88,7 +88,7 @@ class Shared(nn.Module):
 
 # Class, shape of one input, points on either side
 ARCHITECTURES = {
-    "MLP 784-256-256-10": (mlp, (784,), 60),
+    "MLP 784-128-128-10": (mlp, (784,), 50),
     "CNN 1-8-16 with pooling": (cnn, (1, 28, 28), 30),
     "ResNet, 5 convolutions, frozen BatchNorm": (ResNet, (3, 16, 16), 24),
     "transformer, 2 blocks, 16 tokens": (Transformer, (POSITIONS,), 32),

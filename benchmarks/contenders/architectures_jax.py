@@ -1,4 +1,8 @@
-"""The networks of `architectures` in JAX, on the weights of torch by their names there."""
+"""The networks of `architectures` in JAX, on the weights of torch by their names there.
+
+Matrices of linear layers are transposed, as JAX's libraries have them: with `x @ w.T` neural-tangents does not know the
+layer, and is slower.
+"""
 
 from typing import Any
 
@@ -6,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 HEADS = 4
+EMBEDDINGS = ("words.weight", "places.weight")
 
 
 def _linear(w: dict[str, Any], name: str, x: Any) -> Any:
-    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
 def _convolution(w: dict[str, Any], name: str, x: Any) -> Any:
@@ -74,7 +79,7 @@ def _shared(w: dict[str, Any], x: Any) -> Any:
 
 
 FUNCTIONS = {
-    "MLP 784-256-256-10": _mlp,
+    "MLP 784-128-128-10": _mlp,
     "CNN 1-8-16 with pooling": _cnn,
     "ResNet, 5 convolutions, frozen BatchNorm": _resnet,
     "transformer, 2 blocks, 16 tokens": _transformer,

@@ -1,12 +1,16 @@
 """neural-tangents: `empirical_ntk_fn` with the implementation that the problem names (1, 2 or 3)."""
 
+import os
 from typing import Any
+
+if os.environ.get("OMP_NUM_THREADS") == "1":  # as the other contenders: read when JAX is imported
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 import jax
 import jax.numpy as jnp
 import neural_tangents as nt
 import numpy as np
-from architectures_jax import FUNCTIONS
+from architectures_jax import EMBEDDINGS, FUNCTIONS
 from worker import Run, serve
 
 
@@ -51,7 +55,11 @@ def _predictions(f: Any, weights: dict[str, Any], X: Any, Y: Any, y: Any) -> Run
 
 def _with_constants(f: Any, arrays: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
     """Return a network as a function of its weights alone, and the weights: running statistics are constants."""
-    values = {name: jnp.asarray(value) for name, value in arrays.items() if name not in {"X", "Y", "targets"}}
+    values = {
+        name: jnp.asarray(value if name in EMBEDDINGS else _as_jax(value))
+        for name, value in arrays.items()
+        if name not in {"X", "Y", "targets"}
+    }
     constants = {name: value for name, value in values.items() if "running_" in name or "num_batches" in name}
     weights = {name: value for name, value in values.items() if name not in constants}
     return lambda w, x: f({**constants, **w}, x), weights

@@ -1,8 +1,8 @@
 """Labels: which ones of the training points are suspicious, and which points of a pool to label next."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Unpack
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Float, Int, Int64, Shaped
@@ -10,7 +10,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
-from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
+from epk_gp.core.show import SHOWN_ROWS, Summary, Table, Tabular, columns_note, number
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
@@ -28,7 +28,7 @@ NUM_REFERENCE = 4000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabelErrors(Displayed):
+class LabelErrors(Tabular):
     """How suspicious the label of each of M training points is.
 
     Attributes:
@@ -57,6 +57,14 @@ class LabelErrors(Displayed):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _frame(self) -> tuple[Any, ...]:
+        order = self.scores.argsort(descending=True, stable=True)  # worst first
+        names = ("scores", "margin", "own_label", "log_probability", "aum", "predicted")
+        terms: dict[str, Any] = {name: getattr(self, name)[order] for name in names}
+        if "output" in self._labels:  # names of the classes
+            terms["predicted"] = [self._labels["output"][c] for c in terms["predicted"].tolist()]
+        return {"sample": self.indices.cpu()}, terms, ()
 
     def _summary(self) -> Summary:
         columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
@@ -158,7 +166,7 @@ def margins(values: Float[Tensor, "n C"], labels: Int64[Tensor, " n"]) -> Float[
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class NextToLabel(Displayed):
+class NextToLabel(Tabular):
     """Points of a pool to label next, in the order in which they are chosen.
 
     Attributes:
@@ -176,6 +184,9 @@ class NextToLabel(Displayed):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _frame(self) -> tuple[Any, ...]:
+        return {"point": self.indices.cpu()}, {f.name: getattr(self, f.name) for f in fields(self)[1:]}, ()
 
     def _summary(self) -> Summary:
         columns = ("", "promised gain", "variance removed", "probability of a mistake")

@@ -1,13 +1,17 @@
 """What users see of long calls and of results: text, progress, warnings."""
 
+import copy
+import math
 import sys
 import textwrap
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any, Self, TypeVar
 
+import numpy as np
 from torch import Tensor
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
@@ -139,6 +143,70 @@ class Displayed(ABC):
     def __repr__(self) -> str:
         """Show the result."""
         return str(self)
+
+
+class Tabular(Displayed):
+    """A result that is a table too."""
+
+    _labels: Mapping[str, Any] = {}  # of points, outputs and samples, by the name of the axis
+
+    @abstractmethod
+    def _frame(self) -> tuple[Any, ...]:
+        """Return what the table is made of.
+
+        Returns:
+            Places along each axis of the rows, by its name. Values by name, (rows, ...): a column each, or one for each
+            place along the axes of the columns. Name and labels of each of these axes; a value may have length 1 there.
+        """
+
+    def labelled(self, **labels: Any) -> Self:
+        """Return the same result, whose table has these labels, as of `to_frame`; None for numbers."""
+        named = copy.copy(self)
+        vars(named)["_labels"] = {**self._labels, **{name: own for name, own in labels.items() if own is not None}}
+        return named
+
+    def to_frame(self, **labels: Any) -> Any:
+        """Return the result as a `pandas.DataFrame`, whose rows and columns have names.
+
+        Args:
+            labels: Labels along an axis, by its name: `point=X.index`, `output=names`, `sample=X_train.index`. Where
+                each point has one output, `output` may have one for each point. Numbers by default.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+            ValueError: The table has no such axis, or an axis has another number of labels.
+        """
+        try:
+            pandas: Any = import_module("pandas")
+        except ModuleNotFoundError as error:
+            advice = "to_frame() needs the package pandas: it is not installed. Run pip install 'epk-gp[tables]'."
+            raise ModuleNotFoundError(advice, name=error.name) from error
+        rows, terms, columns = self._frame()
+        axes, named = [*rows, *(name for name, _ in columns)], {**self._labels, **labels}
+        if not labels.keys() <= set(axes):
+            raise ValueError(f"labels must be those of {', '.join(axes)}: got {', '.join(labels.keys() - set(axes))}.")
+        grid, levels, frames = np.meshgrid(*map(np.asarray, rows.values()), indexing="ij"), list[Any](), list[Any]()
+        for (name, along), places in zip(rows.items(), grid, strict=True):
+            own = pandas.Index(named.get(name, range(places.max(initial=-1) + 1)))
+            has_all = len(along) == 1 and len(own) == places.size  # one for each row
+            at = np.arange(places.size) if has_all else places.ravel()
+            _require_labels(name, own, at.max(initial=-1) + 1, is_exact=isinstance(along, range))
+            levels.append(own.take(at).rename(name))
+        index = levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)
+        for term, values in terms.items():
+            array = np.asarray(values.detach().cpu()) if isinstance(values, Tensor) else np.asarray(values)
+            head, sizes = [[term]], [*array.shape[len(rows) :], *[1] * (len(axes) - array.ndim)]
+            for (name, default), size in zip(columns, sizes, strict=True):
+                head.append(named.get(name, default) if size == len(default) else [""])
+                _require_labels(name, head[-1], size, is_exact=True)
+            heads = pandas.MultiIndex.from_product(head, names=["term", *axes[len(rows) :]]) if columns else head[0]
+            frames.append(pandas.DataFrame(array.reshape(len(index), math.prod(sizes)), index=index, columns=heads))
+        return pandas.concat(frames, axis=1)
+
+
+def _require_labels(name: str, labels: Sequence[Any], count: int, *, is_exact: bool) -> None:
+    if len(labels) < count or (is_exact and len(labels) != count):
+        raise ValueError(f"{name} must have {count} labels, one for each place along the axis: got {len(labels)}.")
 
 
 def shortened(name: str, length: int) -> str:

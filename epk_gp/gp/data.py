@@ -321,7 +321,7 @@ def as_labels(y: object, names: Shaped[np.ndarray, " C"] | None, name: str = "y"
 
 def is_array(X: object) -> bool:
     """Return whether points were given as scikit-learn takes them: an array, a list of rows or a data frame."""
-    return isinstance(X, np.ndarray | list) or hasattr(X, "iloc")
+    return isinstance(X, list) or (hasattr(X, "__array__") and not isinstance(X, Tensor))
 
 
 def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n ..."] | Shaped[np.ndarray, "n ..."]:

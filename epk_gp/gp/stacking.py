@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from math import ceil, exp, hypot
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
 from epk_gp.core.checks import validate_number
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
+from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, kind_of, number
 
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 
@@ -146,7 +147,7 @@ def conformal_sets(probability: Float[Tensor, "n C"], scores: Float[Tensor, " m"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassUncertainty(Displayed):
+class ClassUncertainty(Tabular):
     """How unsure the classes of n points are; larger is less sure, for every score.
 
     Attributes:
@@ -173,6 +174,9 @@ class ClassUncertainty(Displayed):
     entropy: Float[Tensor, " n"] | Float[np.ndarray, " n"]
     mutual_information: Float[Tensor, " n"] | Float[np.ndarray, " n"]
     std: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+
+    def _frame(self) -> tuple[Any, ...]:
+        return {"point": range(len(self.error))}, {f.name: getattr(self, f.name) for f in fields(self)}, ()
 
     def _summary(self) -> Summary:
         scores = {f.name.replace("_", " "): torch.as_tensor(getattr(self, f.name)) for f in fields(self)}

@@ -22,12 +22,12 @@ from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, v
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.show import Entry, Summary, Tabular, count, kind_of, number
 from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.kernel_machine.adjoint import AdjointTerms
-from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, every_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import (
     Certificate,
     described_precision,
@@ -56,7 +56,7 @@ _LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class CertifiedTerms(Displayed, Certificate):
+class CertifiedTerms(Tabular, Certificate):
     """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
@@ -85,6 +85,10 @@ class CertifiedTerms(Displayed, Certificate):
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         return self.initial + torch.stack([_summed(term) for term in self._terms.values()]).sum(dim=0)
+
+    def _frame(self) -> tuple[Any, ...]:
+        axes = self.axes if isinstance(self, GroupedAttribution) else [every_sample(self._terms["samples"].shape[2])]
+        return PointsTable(self.network, self.explained).frame({"initial": self.initial, **self._terms}, axes)
 
     def _shown(self, split: str, terms: Mapping[str, Tensor], largest: str, name_of: Callable[[int], str]) -> Summary:
         """Return what is shown of terms beside the initial outputs, the first of which is split into groups.
@@ -115,7 +119,7 @@ class CertifiedTerms(Displayed, Certificate):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Attribution(CertifiedTerms):
-    """The terms of a prediction; with `initial` they sum to the network's output.
+    """The terms of a prediction; with `initial` they sum to the network's output, as do the columns of `to_frame()`.
 
     Attributes:
         samples: Contribution of each training point, (n, C, M).
@@ -151,6 +155,8 @@ class Attribution(CertifiedTerms):
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class GroupedAttribution(CertifiedTerms):
     """The terms of a prediction, split along chosen axes; with `initial` they sum to the network's output.
+
+    So do the columns of `to_frame()`.
 
     Attributes:
         values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,12 @@ class Axis:
 
 def by_sample(trajectory: Trajectory) -> Axis:
     """Return the axis on which each training sample has an entry of its own."""
-    return Axis("sample", torch.arange(trajectory.num_points), tuple(map(str, range(trajectory.num_points))))
+    return every_sample(trajectory.num_points)
+
+
+def every_sample(count: int) -> Axis:
+    """Return the same for a number of samples."""
+    return Axis("sample", torch.arange(count), tuple(map(str, range(count))))
 
 
 def by_label(trajectory: Trajectory) -> Axis:
@@ -195,6 +200,17 @@ class PointsTable:
         largest = "" if C == 1 else f"of the {count(C, self.name)}, each point's largest"
         note = columns_note(len(self.places), n, outputs=largest)
         return Table(("", *(f"point {i}" for i, _ in self.places)), (*chosen, *rows), note)
+
+    def frame(self, terms: Mapping[str, Tensor], axes: Sequence[Axis]) -> tuple[Any, ...]:
+        """Return what a table of all points and outputs is made of, as `Tabular` takes it.
+
+        Args:
+            terms: Values, (n, C, ...).
+            axes: What they are split by; groups that are called by their numbers have these as labels.
+        """
+        labels = [[int(name) if name == str(k) else name for k, name in enumerate(axis.names)] for axis in axes]
+        rows = {"point": range(self.shape[0]), self.name: range(self.shape[1])}
+        return rows, terms, [(axis.kind, own) for axis, own in zip(axes, labels, strict=True)]
 
     def row(self, name: str, values: Float[Tensor, "n C"]) -> tuple[str, ...]:
         """Return a row of values."""

@@ -26,7 +26,7 @@ from epk_gp.core.checks import (
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
-from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
+from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
@@ -100,7 +100,7 @@ class Smoothing:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Influence(Displayed):
+class Influence(Tabular):
     """How numbers that a trained network gives depend on the weights of its training samples.
 
     Attributes:
@@ -179,6 +179,10 @@ class Influence(Displayed):
     @property
     def _is_by_sample(self) -> bool:
         return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
+
+    def _frame(self) -> tuple[Any, ...]:
+        terms = {"outputs": self.outputs, "values": self.values}
+        return PointsTable(self.outputs, self.explained).frame(terms, self.axes)
 
     def _summary(self) -> Summary:
         (n, K), table = self.outputs.shape, PointsTable(self.outputs, self.explained)

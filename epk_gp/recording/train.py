@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -72,6 +72,7 @@ def train(
     generator: torch.Generator | None = None,
     scheduler: LRScheduler | None = None,
     clip: Clip | None = None,
+    sample_weight: Float[Tensor, " M"] | None = None,
     progress: bool = False,
     **options: Any,
 ) -> Trajectory:
@@ -87,6 +88,10 @@ def train(
         generator: Source of the permutations; torch's global generator by default.
         scheduler: A learning-rate scheduler that is stepped after every optimizer step.
         clip: Gradient clipping before every step.
+        sample_weight: What the loss of each point is multiplied by; 1 by default. Of a loss that is a mean, weights are
+            relative to their mean over all points. With one target for each point and all points in a step, a point of
+            weight 2 is the same as two of it, and one of weight 0 is as if it were not there. Batches are drawn
+            whatever the weights are.
         progress: Show a progress bar.
         options: Further arguments of `Recorder`: `loss`, `folder`, `storage`, `update_rule`, `check_every`,
             `unexplained`, `output`; and `resume`, which continues the run at `folder`, if there is one, as if it had
@@ -97,7 +102,8 @@ def train(
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: A count is not positive, or `Recorder` cannot record the training.
+        ValueError: A count is not positive; there is not one finite weight >= 0 for each point, or all are 0; or
+            `Recorder` cannot record the training.
         OSError: The folder cannot be written.
         StepMismatchError: A step is not the one that the update rule predicts from the loss, or training diverged.
     """
@@ -118,20 +124,40 @@ def train(
     objects = {"sampler": sampler, "scheduler": scheduler}
     stateful = {name: value for name, value in objects.items() if value is not None}
     with Recorder(net, optimizer, X, y, clip=clip, stateful=stateful, **options) as recorder:
-        signature = recorder.signature
+        signature, factors = recorder.signature, _row_factors(sample_weight, recorder)
         begun, remaining = recorder.num_steps, recorder.until(steps)
         remaining = tracked(remaining, "training", total=steps, unit="step", initial=begun, shown=progress)
         for _ in remaining:
             batch = None if sampler is None else sampler.next_batch()
             inputs, targets = recorder.rows(batch)
+            weight = factors if factors is None or batch is None else factors[batch]
             optimizer.zero_grad()
             with torch.enable_grad(), disable_fused_attention():
                 values = loss_terms(signature, recorder.loss, signature.call(net, inputs), targets)
-                (sample_weights(recorder.loss, targets).to(values) @ values).backward()
+                c = sample_weights(recorder.loss, targets)
+                ((c if weight is None else c * weight).to(values) @ values).backward()
             if clip is not None:
                 clip.clip_gradients(net)
-            recorder.batch(batch)
+            recorder.batch(batch, weight=1.0 if weight is None else weight)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
     return recorder.trajectory
+
+
+def _row_factors(weights: Float[Tensor, " M"] | None, recorder: Recorder) -> Float[Tensor, " M"] | None:
+    """Return what the loss term of each point is multiplied by; None where all are the same."""
+    if weights is None:
+        return None
+    y = recorder.y
+    weights = torch.as_tensor(weights, dtype=torch.float64, device=y.device)
+    is_weight = weights.isfinite() & (weights >= 0)
+    if weights.shape != y.shape[:1] or not is_weight.all() or not weights.any():
+        raise ValueError(
+            f"sample_weight must be a finite number >= 0 for each of {len(y)} points, and not 0 for all: got shape "
+            f"{tuple(weights.shape)}; {int(is_weight.sum())} are such numbers, {int((weights > 0).sum())} above 0."
+        )
+    if recorder.loss.reduction == "sum":
+        return weights
+    shares = sample_weights(recorder.loss, y)  # with which the mean weight is 1
+    return None if bool((weights == weights[0]).all()) else weights * shares.sum() / (shares @ weights)

@@ -1,0 +1,173 @@
+"""What the scikit-learn estimators share: a network that is trained on a table, recorded, and explained."""
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
+from torch import Tensor, nn
+
+import epk_gp  # whose report needs matplotlib, which is imported when a report is written
+from epk_gp.core.checks import as_tensor, validate_positive
+from epk_gp.core.losses import Loss
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.kernel_machine.attribute import Attribution, attribute
+from epk_gp.recording.passes import draw_from
+from epk_gp.recording.train import train
+
+Network = nn.Module | Callable[[int, int], nn.Module]
+
+
+def one_hidden_layer(num_features: int, num_outputs: int, width: int = 32) -> nn.Module:
+    """Build the default network: one hidden layer of tanh units."""
+    return nn.Sequential(nn.Linear(num_features, width), nn.Tanh(), nn.Linear(width, num_outputs))
+
+
+class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
+    """A network that `fit` trains on the rows of a table and records."""
+
+    def __init__(
+        self,
+        network: Network = one_hidden_layer,
+        *,
+        steps: int = 100,
+        lr: float = 0.5,
+        batch_size: int | None = None,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.network = network
+        self.steps = steps
+        self.lr = lr
+        self.batch_size = batch_size
+        self.optimizer = optimizer
+        self.random_state = random_state
+
+    def attribute(self, X: ArrayLike, *, classes: ArrayLike | None = None, **settings: Any) -> Attribution:
+        """Split predictions into exact contributions of the training rows: `epk_gp.attribute`.
+
+        The table of the result, `to_frame()`, has the row labels of both data frames and the names of the outputs.
+
+        Args:
+            X: n rows.
+            classes: One output for each row, by its name, such as `predict(X)`; all outputs by default.
+            settings: Further arguments of `epk_gp.attribute`.
+
+        Raises:
+            TypeError, ValueError: As `epk_gp.attribute`; or rows or classes are unlike those of `fit`.
+        """
+        points, names = self._points(X), self._output_names
+        if classes is not None:
+            settings["classes"], names = self._targets(classes, len(points), "classes"), classes
+        result = attribute(self.trajectory_, points, **settings)
+        return result.labelled(point=row_labels(X), output=names, sample=self.index_)
+
+    def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:
+        """Write what predictions are made of as one HTML file, with the names of features and outputs.
+
+        Args:
+            file: The file.
+            X: n rows.
+            y: Their targets, of the kind that `fit` was given.
+            settings: Further arguments of `epk_gp.write_report`.
+
+        Raises:
+            TypeError, ValueError, OSError: As `epk_gp.write_report`; or rows or targets are unlike those of `fit`.
+        """
+        points = self._points(X)
+        targets = None if y is None else self._targets(y, len(points))
+        names = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
+        return epk_gp.write_report(file, self.trajectory_, points, targets, **{**names, **settings})
+
+    def _record(
+        self,
+        X: ArrayLike,
+        features: Float[np.ndarray, "M D"],
+        targets: Tensor,
+        num_outputs: int,
+        names: Any,
+        loss: Loss,
+        weights: Float[np.ndarray, " M"],
+        finish: Callable[[nn.Module], nn.Module] = lambda net: net,
+    ) -> None:
+        """Train a network and record the run.
+
+        Args:
+            X: The rows as they were given.
+            features: Their features.
+            targets: Their targets.
+            num_outputs: How many outputs the network has to have.
+            names: Of the outputs, if they have any.
+            loss: The loss.
+            weights: Of the rows.
+            finish: Makes the recorded network of the one that is asked for.
+        """
+        if self.optimizer is None:
+            validate_positive(self.lr, "lr")
+        elif not callable(self.optimizer):
+            raise TypeError(f"optimizer must be a function of parameters: got {self.optimizer!r}.")
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with draw_from(torch.Generator().manual_seed(seed)):
+            net = self._network(features.shape[1], num_outputs).double()
+        points = as_tensor(features)
+        _validate_num_outputs(net, points[:1], num_outputs)
+        net = finish(net)
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        self.trajectory_ = train(
+            net,
+            points,
+            targets,
+            optimizer=torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters),
+            steps=self.steps,
+            loss=loss,
+            batch_size=self.batch_size,
+            generator=torch.Generator().manual_seed(seed),
+            sample_weight=as_tensor(weights),
+        )
+        self.index_, self._output_names = row_labels(X), names
+        self._weighted = None if weights.all() else torch.from_numpy(np.flatnonzero(weights))  # None: all rows
+
+    def _network(self, num_features: int, num_outputs: int) -> nn.Module:
+        if isinstance(self.network, nn.Module):
+            return copy.deepcopy(self.network)
+        net = self.network(num_features, num_outputs) if callable(self.network) else self.network
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
+        return net
+
+    def _points(self, X: ArrayLike) -> Tensor:
+        check_is_fitted(self)
+        return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _outputs(self, X: ArrayLike) -> Float[Tensor, "n C"]:
+        points = self._points(X)  # checks first that there is a run
+        return network_outputs(self.trajectory_, points)
+
+    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
+        """Return targets of some rows as the run has them."""
+        raise NotImplementedError
+
+
+def row_labels(X: object) -> Any:
+    """Return the labels of a data frame's rows, or None."""
+    return X.index.to_flat_index() if hasattr(X, "iloc") and hasattr(X, "index") else None
+
+
+def _validate_num_outputs(net: nn.Module, point: Tensor, num_outputs: int) -> None:
+    """Raise if a network has not one output per class or target; what else may be wrong with it, `train` says."""
+    try:
+        with torch.no_grad():
+            outputs = net(point)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] != num_outputs:
+        raise ValueError(
+            f"network must have one output per class or target of y, {num_outputs}: it has {outputs.shape[1]}. Change "
+            "its last layer, or pass a function of the numbers of features and outputs."
+        )

@@ -1,0 +1,263 @@
+"""`EPKClassifier` and `EPKRegressor` on data frames: names, weights of rows, error bars, and scikit-learn's tools."""
+
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer, make_column_selector
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from torch import nn
+
+import epk_gp as epk
+
+KINDS = np.array(["ant", "bee", "cat"])
+
+
+def table(count, seed):
+    """Return a data frame with row names, classes and two targets of other units."""
+    rng = np.random.default_rng(seed)
+    kind = np.arange(count) % 3
+    values = rng.normal(size=(count, 3)) + 1.5 * np.eye(3)[kind]
+    X = pd.DataFrame(values, columns=["wing", "leg", "eye"], index=[f"animal {seed}.{i}" for i in range(count)])
+    mass = 1000 + 300 * np.tanh(values[:, 0]) + 30 * rng.normal(size=count)
+    targets = pd.DataFrame({"mass": mass, "age": 1e-3 * (values[:, 1] + rng.normal(size=count))}, index=X.index)
+    return X, KINDS[kind], targets
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    X, kind, _ = table(45, 0)
+    return epk.EPKClassifier(steps=20, random_state=0).fit(X, kind)
+
+
+@pytest.fixture(scope="module")
+def regressor():
+    X, _, targets = table(45, 0)
+    return epk.EPKRegressor(steps=60, random_state=0).fit(X, targets)
+
+
+def test_an_attribution_has_the_names_of_rows_and_classes(classifier):
+    X = table(4, 1)[0]
+    frame = classifier.attribute(X).to_frame()
+    assert list(frame.index.get_level_values("point").unique()) == list(X.index)
+    assert list(frame.index.get_level_values("output")) == [*KINDS] * 4
+    assert list(frame["samples"].columns) == list(classifier.index_) == list(table(45, 0)[0].index)
+    expected = epk.attribute(classifier.trajectory_, torch.tensor(X.to_numpy()))
+    np.testing.assert_array_equal(frame["samples"].to_numpy(), expected.samples.flatten(0, 1))
+    one = classifier.attribute(X, classes=classifier.predict(X))
+    assert list(one.to_frame().index) == list(zip(X.index, classifier.predict(X), strict=True))
+    plain = epk.EPKClassifier(steps=1).fit(*(np.asarray(part) for part in table(45, 0)[:2]))
+    frame = plain.attribute(X.to_numpy()).to_frame()
+    assert (frame.index[0], frame["samples"].columns[-1], plain.index_) == ((0, "ant"), 44, None)
+
+
+def test_suspicious_labels_have_the_names_of_rows_and_classes():
+    X, kind, _ = table(60, 0)
+    X, kind[7] = X + 2 * np.eye(3)[np.arange(60) % 3], "cat"
+    classifier = epk.EPKClassifier(steps=20, random_state=0).fit(X, kind)
+    frame = classifier.label_errors(nodes=3).to_frame()
+    assert frame.index.name == "sample"
+    assert set(frame.index) == set(X.index)
+    assert "animal 0.7" in frame.index[:6]
+    assert set(frame["predicted"]) == set(KINDS)
+
+
+def test_a_report_has_the_names_of_features_and_outputs(classifier, regressor, tmp_path):
+    X, kind, targets = table(6, 1)
+    for name, model, y in (("c", classifier, kind), ("r", regressor, targets)):
+        page = model.report(tmp_path / f"{name}.html", X, y, explained=1, kernel_points=0).read_text()
+        expected = [*X.columns, *(KINDS if model is classifier else targets.columns)]
+        assert [word for word in expected if f'"{word}"' not in page] == []
+
+
+def test_contributions_of_a_regressor_are_in_the_units_of_its_targets(regressor):
+    X, _, targets = table(8, 1)
+    frame = regressor.attribute(X).to_frame()
+    np.testing.assert_allclose(frame.sum(axis=1).unstack("output")[["mass", "age"]], regressor.predict(X), rtol=1e-10)
+    assert regressor.attribute(X).certified
+    assert regressor.target_names_ == ["mass", "age"]
+    start = frame[("initial", "")].xs("mass", level="output")
+    assert np.abs(start - 1000).max() < 600  # around the mean, before training
+    assert regressor.score(X, targets) > 0.3
+
+
+def test_targets_may_be_one_series_one_array_or_several_columns(regressor):
+    X, _, targets = table(45, 0)
+    single = epk.EPKRegressor(steps=5, random_state=0)
+    assert single.fit(X, targets["mass"]).attribute(X[:1]).to_frame().index[0] == ("animal 0.0", "mass")
+    assert single.predict(X[:4]).shape == (4,)
+    assert single.fit(X, targets["mass"].to_numpy()).target_names_ is None
+    assert single.attribute(X[:1]).to_frame().index[0] == ("animal 0.0", 0)
+    assert regressor.predict(X[:4]).shape == (4, 2)
+    assert [values.shape for values in regressor.predict(X[:4], return_std=True)] == [(4, 2)] * 2
+
+
+def test_error_bars_cover_new_targets_and_keep_the_prediction(regressor):
+    X, _, targets = table(300, 2)
+    mean, std = regressor.predict(X, return_std=True)
+    np.testing.assert_array_equal(mean, regressor.predict(X))
+    covered = (np.abs(targets.to_numpy() - mean) < 1.645 * std).mean(axis=0)
+    assert (covered > 0.8).all()  # of 0.9
+    assert (covered < 1).all()
+    again = pickle.loads(pickle.dumps(regressor))
+    np.testing.assert_allclose(again.predict(X[:5], return_std=True)[1], std[:5], rtol=1e-6)
+    other = epk.EPKRegressor(steps=20, random_state=0).fit(X, targets["mass"])
+    first = other.predict(X[:5], return_std=True)[1]
+    other.fit(X, 10 * targets["mass"])
+    np.testing.assert_allclose(other.predict(X[:5], return_std=True)[1], 10 * first, rtol=1e-3)  # of the new fit
+
+
+def test_a_constant_target_is_predicted():
+    X = table(20, 0)[0]
+    model = epk.EPKRegressor(steps=100, random_state=0).fit(X, np.full(20, 0.1))
+    np.testing.assert_allclose(model.predict(X), 0.1, atol=0.05)
+
+
+WEIGHTS = np.random.default_rng(0).integers(0, 4, 45)
+
+
+@pytest.mark.parametrize("kind", [epk.EPKClassifier, epk.EPKRegressor])
+def test_a_weight_of_two_is_the_row_twice(kind):
+    X, classes, targets = table(45, 0)
+    y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets
+    model = kind(steps=25, random_state=0)
+    weighted = clone(model).fit(X, y, sample_weight=WEIGHTS / 3)
+    repeated = clone(model).fit(X.loc[X.index.repeat(WEIGHTS)], y.loc[X.index.repeat(WEIGHTS)])
+    new = table(10, 1)[0]
+    np.testing.assert_allclose(weighted.attribute(new).network, repeated.attribute(new).network, rtol=1e-9)
+    shares, copies = (m.attribute(new).to_frame()["samples"].T for m in (weighted, repeated))
+    np.testing.assert_allclose(shares[WEIGHTS > 0], copies.groupby(level=0, sort=False).sum(), rtol=1e-7, atol=1e-12)
+    assert (shares[WEIGHTS == 0] == 0).all(axis=None)
+    assert weighted.attribute(new).certified
+    unweighted = clone(model).fit(X, y)
+    assert (weighted.attribute(new).network / unweighted.attribute(new).network - 1).abs().max() > 1e-3
+    alike = clone(model).fit(X, y, sample_weight=np.full(45, 3)).attribute(new).network
+    torch.testing.assert_close(alike, unweighted.attribute(new).network, rtol=1e-10, atol=1e-12)
+
+
+def test_a_row_of_weight_zero_is_no_data_of_the_processes():
+    X, classes, targets = table(45, 0)
+    used = WEIGHTS > 0
+    model = epk.EPKClassifier(steps=10, random_state=0).fit(X, classes, sample_weight=WEIGHTS)
+    assert set(model.label_errors(nodes=3).to_frame().index) == set(X.index[used])
+    held_out, labels, _ = table(30, 1)
+    process = model.uncertain_classifier(held_out, labels, nodes=3).process_
+    assert len(process.weights) == used.sum()
+    process = epk.EPKRegressor(steps=10, random_state=0).fit(X, targets, sample_weight=WEIGHTS).process_
+    assert process.points.tolist() == np.flatnonzero(used).tolist()
+
+
+def test_scores_take_weights(classifier, regressor):
+    X, kind, targets = table(30, 1)
+    weights = np.r_[np.ones(10), np.zeros(20)]
+    assert classifier.score(X, kind, sample_weight=weights) == classifier.score(X[:10], kind[:10])
+    assert regressor.score(X, targets, sample_weight=weights) == pytest.approx(regressor.score(X[:10], targets[:10]))
+
+
+@pytest.mark.slow
+def test_pipelines_grids_and_column_transformers_take_data_frames():
+    X, kind, targets = table(60, 0)
+    X["habitat"] = np.where(X["eye"] > 0, "wood", "field")
+    columns = ColumnTransformer(
+        [
+            ("number", StandardScaler(), make_column_selector(dtype_include="number")),
+            ("word", OneHotEncoder(), ["habitat"]),
+        ]
+    ).set_output(transform="default")
+    for model, y in ((epk.EPKClassifier(steps=20, random_state=0), kind), (epk.EPKRegressor(random_state=0), targets)):
+        pipeline = make_pipeline(columns, model)
+        assert cross_val_score(pipeline, X, y, cv=3).mean() > 0.25
+        name = type(model).__name__.lower()
+        grid = GridSearchCV(pipeline, {f"{name}__steps": [2, 30]}, cv=2)
+        grid.fit(X, y, **{f"{name}__sample_weight": np.ones(60)})
+        assert grid.best_params_ == {f"{name}__steps": 30}
+        assert not hasattr(model, "trajectory_")  # clones were fitted
+    named = make_pipeline(StandardScaler().set_output(transform="pandas"), clone(model)).fit(X[["wing", "leg"]], y)
+    assert list(named[-1].feature_names_in_) == ["wing", "leg"]
+    frame = named[-1].attribute(named[:-1].transform(X[["wing", "leg"]][:2])).to_frame()
+    assert list(frame["samples"].columns) == list(X.index)
+
+
+class Weighted(nn.Module):
+    """A network of three weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w)[:, None] * self.w[0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weighted_contributions_are_those_by_hand(reduction):
+    """With batches: the divisor of a mean is that of the batch times the mean weight of all points."""
+    generator = torch.Generator().manual_seed(1)
+    X, y = (torch.randn(8, k, dtype=torch.float64, generator=generator) for k in (3, 1))
+    weights, lr = torch.tensor([1.0, 2, 0, 3, 1, 0.5, 4, 1], dtype=torch.float64), 0.05
+    net, order = Weighted(), torch.Generator().manual_seed(2)
+    run = epk.train(
+        net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=lr), steps=6, batch_size=3, check_every=1,
+        generator=torch.Generator().manual_seed(2), loss=epk.MeanSquaredError(reduction), sample_weight=weights,
+    )  # fmt: skip
+    batches = [b for _ in range(2) for b in torch.randperm(8, generator=order).split(3)]
+    nodes, shares = np.polynomial.legendre.leggauss(20)
+    w, point, by_hand = Weighted().w.detach(), torch.ones(1, 3, dtype=torch.float64), torch.zeros(8).double()
+
+    def gradient(function, at):
+        return torch.autograd.functional.jacobian(function, at)
+
+    def output(x, at):
+        return (torch.tanh(x @ at)[:, None] * at[0])[:, 0]
+
+    for batch in batches[: run.num_steps]:
+        c = weights[batch] / (len(batch) * weights.mean() if reduction == "mean" else 1)
+        losses = gradient(lambda at, batch=batch: (output(X[batch], at) - y[batch, 0]) ** 2, w)
+        end = w - lr * c @ losses
+        line = zip((nodes + 1) / 2, shares / 2, strict=True)
+        average = sum(share * gradient(lambda at: output(point, at)[0], w + t * (end - w)) for t, share in line)
+        by_hand.index_add_(0, batch, -lr * c * (losses @ average))
+        w = end
+    torch.testing.assert_close(net.w.detach(), w, rtol=1e-12, atol=1e-14)
+    parts = epk.attribute(run, point)
+    torch.testing.assert_close(parts.samples[0, 0], by_hand, rtol=1e-9, atol=1e-12)
+    assert parts.certified
+
+
+def test_wrong_weights_and_calls_are_refused(classifier, unchecked):
+    X, kind, targets = table(45, 0)
+    model, new = epk.EPKClassifier(steps=1), table(4, 1)[0]
+    two_of_one = np.where(kind == "ant", 0.0, np.where(kind == "bee", 0.0, 1.0))
+    cases = (
+        (lambda: model.fit(X, kind, sample_weight=np.zeros(45)), ValueError, "."),  # by scikit-learn, or by us
+        (lambda: model.fit(X, kind, sample_weight=np.ones(44)), ValueError, r"\(44,\)"),
+        (lambda: model.fit(X, kind, sample_weight=np.full(45, np.nan)), ValueError, "NaN"),
+        (lambda: model.fit(X, kind, sample_weight=np.r_[-1, np.ones(44)]), ValueError, "44 are such numbers, 44 above"),
+        (
+            lambda: model.fit(X, kind, sample_weight=two_of_one),
+            ValueError,
+            r"at least 2 classes: got 1 class, \['cat'\]",
+        ),
+        (
+            lambda: epk.EPKRegressor().fit(X, targets, sample_weight=-np.ones(45)),
+            ValueError,
+            "0 are such numbers, 0 above",
+        ),
+        (lambda: epk.EPKRegressor().fit(X, kind), ValueError, "could not convert string"),
+        (lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets), ValueError, "class or target of y, 2: it has 3"),
+        (lambda: epk.EPKRegressor().attribute(X), NotFittedError, "not fitted"),
+        (lambda: epk.EPKRegressor().process_, NotFittedError, "not fitted"),
+        (lambda: epk.EPKClassifier().label_errors(), NotFittedError, "not fitted"),
+        (lambda: classifier.attribute(new, classes=["dog"] * 4), ValueError, "classes must hold classes .*: got 'dog'"),
+        (lambda: classifier.attribute(new[["wing"]]), ValueError, "feature names"),
+        (lambda: classifier.report("r.html", new, ["ant"]), ValueError, "one entry per point"),
+    )
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
