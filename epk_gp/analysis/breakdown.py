@@ -99,13 +99,9 @@ def summarise(
         listed = {"most_raising": raised, "most_lowering": lowered}
         summaries.append({"point": n, "output": int(breakdown.output[n]), **outputs, **sums, **listed})
     errors = (parts.total - parts.network).abs().amax(dim=1)
-    return {
-        "max_error": float(errors.max()),
-        "max_relative_error": float((errors / parts.network.abs().amax(dim=1)).max()),
-        "max_residual": parts.max_residual,
-        "evaluations": parts.evaluations,
-        "points": summaries,
-    }
+    relative = errors / parts.network.abs().amax(dim=1)
+    sums = {"max_error": float(errors.max()), "max_relative_error": float(relative.max())}
+    return sums | {"max_residual": parts.max_residual, "evaluations": parts.evaluations, "points": summaries}
 
 
 def extremes(samples: Tensor, targets: Tensor, top: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

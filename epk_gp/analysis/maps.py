@@ -202,15 +202,11 @@ def uncertainty_on_plane(
     on_grid = {"kernel": kernel, "network_class": chosen, "probability": probability, "std": std}
     on_grid |= {"entropy": u.entropy, "mutual_information": u.mutual_information}
     return UncertaintyMap(
-        x=x,
-        y=y,
-        training=training,
+        x=x, y=y, plane=plane, training=training, standard_error=float(error.max()),
         **{name: values.reshape(len(y), len(x)) for name, values in on_grid.items()},
         boundary_classes=_predicted_classes(trajectory, plane, x, y, 5 * size),
-        standard_error=float(error.max()),
         distance_correlation=rank_correlation(std, torch.cdist(nodes, training).amin(1)),
-        plane=plane,
-    )
+    )  # fmt: skip
 
 
 def _predicted_classes(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:

@@ -21,6 +21,8 @@ from epk_gp import __version__
 # typer depends on click or brings a copy of it, as versions differ: the base class of both kinds of usage errors.
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
+_HELP = "Exact path kernels: which training points made a prediction, exactly, and how sure is it?"
+_PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 # Each command is the function of its name in a module of epk_gp.cli: its options and its help are the function's
 # signature and docstring. Beside the module stands the command's line in `epk-gp --help`, which lists the commands in
@@ -47,7 +49,7 @@ class _LazyGroup(TyperGroup):
         name = args[0]
         if name in COMMANDS:
             module = import_module(f"epk_gp.cli.{COMMANDS[name][0]}")
-            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+            alone = typer.Typer(**_PLAIN)
             alone.command(name)(getattr(module, name))
             self.commands[name] = typer.main.get_command(alone)
         return super().resolve_command(ctx, args)
@@ -57,16 +59,9 @@ def _listed() -> None:
     """Stand for a command in the list of --help."""
 
 
-app = typer.Typer(
-    name="epk-gp",
-    cls=_LazyGroup,
-    help="Exact path kernels: which training points made a prediction, exactly, and how sure is it?",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for _name, (_, _help) in COMMANDS.items():
-    app.command(_name, short_help=_help)(_listed)
+app = typer.Typer(name="epk-gp", cls=_LazyGroup, help=_HELP, **_PLAIN)
+for _name, (_, _line) in COMMANDS.items():
+    app.command(_name, short_help=_line)(_listed)
 
 
 def _show_version(wanted: bool) -> bool:
@@ -126,10 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error(f"{message.strip().rstrip('.')}. See {path} --help.")
     except typer.Abort:
         _exit_with_error("interrupted.", _INTERRUPTED)
-    except OSError as error:
+    except (OSError, ValueError, TypeError, ImportError, IndexError) as error:
         _exit_with_error(_describe(error))
-    except (ValueError, TypeError, ImportError, IndexError) as error:
-        _exit_with_error(str(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
             raise  # a defect, whose traceback is needed
@@ -140,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(status)
 
 
-def _describe(error: OSError) -> str:
+def _describe(error: Exception) -> str:
     """Return the system's errors as a sentence, and the package's own as they are."""
-    if error.strerror is None or error.filename is None:
+    if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return str(error)
     return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}."
 

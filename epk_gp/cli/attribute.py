@@ -156,13 +156,8 @@ def influence(
     figure = influence_figure(effect, predicted, drawn, top, trajectory, **shown)
     save_figure(figure, folder / "influence.png", palette=True)
     config = options | {"head": resolved, "num_points": len(X), "dtype": str(X.dtype), "points": str(chosen)}
-    results = {
-        "certified": effect.certified,
-        "findings": list(effect.findings),
-        "max_step_mismatch": effect.max_step_mismatch,
-        "growth": growth,
-        "points": summaries,
-    }
+    results: dict[str, Any] = {"certified": effect.certified, "findings": list(effect.findings)}
+    results |= {"max_step_mismatch": effect.max_step_mismatch, "growth": growth, "points": summaries}
     write_json(folder / "influence.json", "influence", config, results, timer)
     note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
     typer.echo(f"{len(X)} points x {effect.outputs.shape[1]} outputs x {trajectory.num_points} training points{note}")

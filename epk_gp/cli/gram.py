@@ -22,18 +22,16 @@ from epk_gp.kernel_machine.plan import Plan, plan_gram
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 Side = Literal["test", "train"]
+_ROWS = (
+    "test: the points of --points, or the held-out points, or the training inputs of a run without any, as test "
+    "copies; train: training copies."
+)
 
 
 def gram(
     run: opt.RunFolder,
     out: opt.Out = Path("gram"),
-    rows: Annotated[
-        Side,
-        typer.Option(
-            help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
-            "as test copies; train: training copies."
-        ),
-    ] = "test",
+    rows: Annotated[Side, typer.Option(help=_ROWS)] = "test",
     columns: Annotated[Side, typer.Option(help="The same for the columns.")] = "train",
     num_rows: Annotated[int | None, opt.count("Largest number of points along the rows.")] = None,
     num_columns: Annotated[int | None, opt.count("Largest number of points along the columns.")] = None,

@@ -1,7 +1,7 @@
 """The options that commands share, and what the words of options stand for: paths, rules, types, folders."""
 
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -61,62 +61,48 @@ def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_e
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="Folder for the numbers as JSON; none is written by default.")]
-Source = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SOURCE",
-        help="Score points, by an UncertainClassifier fitted with labelled points that the network has not seen: a "
-        "file (.safetensors or .npz) with `inputs` and `labels`, a folder of MNIST-format files (its test part), or "
-        "held-out, the run's own. Without --points half of them, drawn with --seed, are kept to be scored.",
-    ),
-]
+_SOURCE = (
+    "Score points, by an UncertainClassifier fitted with labelled points that the network has not seen: a "
+    "file (.safetensors or .npz) with `inputs` and `labels`, a folder of MNIST-format files (its test part), or "
+    "held-out, the run's own. Without --points half of them, drawn with --seed, are kept to be scored."
+)
+Source = Annotated[str | None, typer.Option(metavar="SOURCE", help=_SOURCE)]
 Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
-SeedOfPoints = Annotated[
-    int | None, count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED)
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        help="mlp, cnn, or package.module:factory, a function without arguments that returns the torch.nn.Module, or "
-        "a pair of it and the recorder's output= (the current folder is searched too). By default the network that the "
-        "run's network.json names."
-    ),
-]
-PointsFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out points, "
-        "or its training inputs if it has none."
-    ),
-]
+_DRAWN = "Draw the points at random with this seed; by default the first ones are taken."
+SeedOfPoints = Annotated[int | None, count(_DRAWN, 0, _MAX_SEED)]
+_NETWORK = (
+    "mlp, cnn, or package.module:factory, a function without arguments that returns the torch.nn.Module, or "
+    "a pair of it and the recorder's output= (the current folder is searched too). By default the network that the "
+    "run's network.json names."
+)
+Network = Annotated[str | None, typer.Option(help=_NETWORK)]
+_POINTS = (
+    "File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out points, "
+    "or its training inputs if it has none."
+)
+PointsFile = Annotated[Path | None, typer.Option(help=_POINTS)]
 _HEAD = "Explain the logits, or their log-softmax; by default log_softmax for cross entropy, else logits."
 HeadOption = Annotated[Head | None, typer.Option(help=_HEAD)]
 _RULES = "adaptive[:TOL], gauss-legendre:N (N <= 1000), left-riemann:N, midpoint:N (N <= 10000) or left-endpoint"
 RuleOption = Annotated[str, typer.Option(help=f"{_RULES}; N nodes in each step.")]
-PathOption = Annotated[
-    str,
-    typer.Option(
-        metavar="straight|chords:K|layerwise[:K]",
-        help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
-        "K steps, which takes two (attributions and reports only, and by default for large networks there).",
-    ),
-]
+_PATH = (
+    "How test points get from one recorded state to the next: by straight steps; by straight lines over K "
+    "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
+    "K steps, which takes two (attributions and reports only, and by default for large networks there)."
+)
+PathOption = Annotated[str, typer.Option(metavar="straight|chords:K|layerwise[:K]", help=_PATH)]
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
 Workers = Annotated[int | None, count("Processes of one thread each; by default this process computes.", 1, 4096)]
-Scheduler = Annotated[
-    str | None, typer.Option(metavar="ADDRESS", help="Workers of a Dask scheduler: tcp://host:8786, or scheduler file.")
-]
+_SCHEDULER = "Workers of a Dask scheduler: tcp://host:8786, or scheduler file."
+Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help=_SCHEDULER)]
 NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
-Explained = Annotated[
-    ExplainedOutputs,
-    typer.Option(
-        help="Every output; only the one that the network predicts, at a fraction of the cost; or the log-probability "
-        "of the classes or words that the file of --points holds as `answers`."
-    ),
-]
+_EXPLAINED = (
+    "Every output; only the one that the network predicts, at a fraction of the cost; or the log-probability "
+    "of the classes or words that the file of --points holds as `answers`."
+)
+Explained = Annotated[ExplainedOutputs, typer.Option(help=_EXPLAINED)]
 _ESTIMATE = "Only estimate pieces, bytes and seconds, measuring for so many seconds; nothing is written."
 Estimate = Annotated[float | None, number(_ESTIMATE, 0.1, below=1e5)]
 TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
@@ -187,13 +173,6 @@ def given_options(ctx: Context) -> dict[str, str]:
     options = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
     sources = {name: getattr(ctx.get_parameter_source(name), "name", None) for name in options}
     return {name: option for name, option in options.items() if sources[name] == "COMMANDLINE"}
-
-
-def refuse_ignored(ctx: Context, ignored: Container[str], reason: str) -> None:
-    """Raise if an option is on the command line that would be ignored."""
-    for name, option in given_options(ctx).items():
-        if name in ignored:
-            raise ValueError(f"{option} would be ignored {reason}. Pass one of them, or both.")
 
 
 def require_outside(run: Path, out: Path, option: str) -> None:

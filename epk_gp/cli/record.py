@@ -39,33 +39,27 @@ _RECORDED = (
     *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
     *("keep_every", "check_every", "seed"),
 )
+_DATA = (
+    "three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels` 0 .. C-1, and perhaps "
+    "`test_inputs` and `test_labels`."
+)
+_NUM_TEST = (
+    "Largest number of held-out points stored beside the run; by default 102 of a named data set, and of a file all of "
+    "its `test_inputs`, or else all points after the first --num-train. Of a file where neither is given, that many of "
+    "its last points, and none by default."
+)
+_NUM_CLASSES = "Classes C of a file; by default each of 0 .. C-1 has a training point."
+_COMMIT_SECONDS = "Seconds between commits: a crash loses at most the steps of this time."
 
 
 def record(
     ctx: opt.Context,
     out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
-    data: Annotated[
-        str,
-        typer.Option(
-            help="three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels` 0 .. C-1, "
-            "and perhaps `test_inputs` and `test_labels`."
-        ),
-    ] = "three-gaussians",
+    data: Annotated[str, typer.Option(help=_DATA)] = "three-gaussians",
     data_dir: Annotated[Path | None, typer.Option(help="Of --data mnist; default $EPK_GP_DATA/mnist.")] = None,
     num_train: Annotated[int | None, opt.count("Training points, the first ones of a file; all by default.")] = None,
-    num_test: Annotated[
-        int | None,
-        opt.count(
-            "Largest number of held-out points stored beside the run; by default 102 of a named data set, and of "
-            "a file all of its `test_inputs`, or else all points after the first --num-train. Of a file where neither "
-            "is given, that many of its last points, and none by default.",
-            1,
-            10**6,
-        ),
-    ] = None,
-    num_classes: Annotated[
-        int | None, opt.count("Classes C of a file; by default each of 0 .. C-1 has a training point.", 2, 10**6)
-    ] = None,
+    num_test: Annotated[int | None, opt.count(_NUM_TEST, 1, 10**6)] = None,
+    num_classes: Annotated[int | None, opt.count(_NUM_CLASSES, 2, 10**6)] = None,
     network: Annotated[str, typer.Option(help="mlp, cnn, or package.module:factory, which returns it.")] = "mlp",
     width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
     activation: Annotated[Activation | None, typer.Option(help="Of the mlp and the cnn; relu by default.")] = None,
@@ -82,9 +76,7 @@ def record(
     dtype: opt.DataDtype = "float64",
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out with its options.")] = False,
     keep_every: Annotated[int, opt.count("Keep one weight state in N; the others are computed when read.")] = 1,
-    commit_seconds: Annotated[
-        float, opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False)
-    ] = 60.0,
+    commit_seconds: Annotated[float, opt.number(_COMMIT_SECONDS, or_equal=False)] = 60.0,
     check_every: Annotated[int, opt.count("Recompute and check the gradient of one step in N.")] = 1,
     seed: opt.Seed = 0,
     quiet: opt.Quiet = False,
@@ -125,21 +117,12 @@ def record(
 
     with _described(out, networks.Manifest(network=spec, recorded_with=recorded), held_out):
         trajectory = train(
-            net,
-            X,
-            y,
-            optimizer=made,
-            steps=steps,
+            net, X, y, optimizer=made, steps=steps, batch_size=batch_size,
             loss=CrossEntropy() if loss == "cross-entropy" else MeanSquaredError(),
-            batch_size=batch_size,
-            generator=torch.Generator().manual_seed(seed),
-            clip=None if clip_norm is None else ClipNorm(clip_norm),
-            folder=out,
-            resume=resume,
-            storage=Storage(seconds=commit_seconds, keep_every=keep_every),
-            check_every=check_every,
-            progress=not quiet,
-        )
+            generator=torch.Generator().manual_seed(seed), clip=None if clip_norm is None else ClipNorm(clip_norm),
+            folder=out, resume=resume, storage=Storage(seconds=commit_seconds, keep_every=keep_every),
+            check_every=check_every, progress=not quiet,
+        )  # fmt: skip
     typer.echo(f"{trajectory!r}")
     shares = []
     for name, part in (("training", training), ("held-out", held_out)):

@@ -29,6 +29,12 @@ from epk_gp.report.text import Tokenizer
 from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
+_OUTPUTS = (
+    "predicted (and the true class where it is another), all, or a number: the most probable; or answers: the "
+    "log-probability of the classes or words that the file of --points holds as `answers`."
+)
+_TOKENIZER = "A tokenizer.json: inputs that are token ids are shown as text."
+_OUTSIDE = "With --validation: points unlike the training data, to test scores on."
 
 
 def report(
@@ -36,28 +42,17 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
     num_points: Annotated[int, opt.count("Largest number of points that are explained; the overview is of all.")] = 6,
     top: Annotated[int, opt.count("Training points named of either sign, at most 50.", 1, 50)] = 10,
-    outputs: Annotated[
-        str,
-        typer.Option(
-            help="predicted (and the true class where it is another), all, or a number: the most probable; or answers: "
-            "the log-probability of the classes or words that the file of --points holds as `answers`."
-        ),
-    ] = "predicted",
+    outputs: Annotated[str, typer.Option(help=_OUTPUTS)] = "predicted",
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
     class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
     feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json: inputs that are token ids are shown as text.")
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER)] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption | None = None,
     influence: Annotated[bool, typer.Option("--influence", help="Show influence beside contributions.")] = False,
     validation: opt.Source = None,
-    outside: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="With --validation: points unlike the training data, to test scores on."),
-    ] = None,
+    outside: Annotated[str | None, typer.Option(metavar="SOURCE", help=_OUTSIDE)] = None,
     label_errors: Annotated[bool, typer.Option("--label-errors", help="Show suspicious labels.")] = False,
     map: Annotated[bool, typer.Option("--map", help="Map a GP's uncertainty over a plane.")] = False,  # noqa: A002
     kernel_points: Annotated[int, opt.count("Training points in the kernel matrix; 0 leaves it out.", 0, 500)] = 100,

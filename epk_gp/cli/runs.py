@@ -1,11 +1,11 @@
 """`epk-gp info` and `verify`: what a run holds, and whether it is sound."""
 
-import warnings
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
+from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run, read_manifest
@@ -19,6 +19,7 @@ from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.storage.schema import chunk_schema
 from epk_gp.storage.verify import check_run
 
+_HEAD = "Outputs that are verified; by default both for cross entropy, the logits otherwise."
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _BOUNDS = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")
@@ -77,10 +78,7 @@ def _range(values: list[float] | list[int]) -> str:
 
 def verify(
     run: opt.RunFolder,
-    head: Annotated[
-        Literal["both", "logits", "log_softmax"] | None,
-        typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
-    ] = None,
+    head: Annotated[Literal["both", "logits", "log_softmax"] | None, typer.Option(help=_HEAD)] = None,
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
     tol: Annotated[float | None, opt.number("Largest error allowed; 1e-9, or 1e-3 if float32 is used.")] = None,
@@ -109,11 +107,10 @@ def verify(
     folder = None if out is None else opt.make_folder(out)
     more = "" if len(X) == chosen.available else f" (--num-points {chosen.available} takes all)"
     typer.echo(f"verifying at {chosen}{more}")
-    with computing(1.0, workers, scheduler, quiet) as settings, warnings.catch_warnings():
-        warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
-        results = {
-            name: reconstruct(trajectory, X, head=name, rule=quadrature, path=along, **settings) for name in heads
-        }
+    how: dict[str, Any] = {"rule": quadrature, "path": along}
+    # What is not certified is said at the end, or expected of a fixed rule.
+    with computing(1.0, workers, scheduler, quiet) as settings, filter_own_warnings("ignore", CertificateWarning):
+        results = {name: reconstruct(trajectory, X, head=name, **how, **settings) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
     # a NaN stays NaN, as it would not in Python's max

@@ -37,6 +37,7 @@ _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_
 Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
 Plane = Literal["principal", "coordinates"]
+_ALPHA = "Scores: share of sets of classes without the true one."
 _FEATURES = "Sketched features, or exact for none; by default exact up to 5000 points if that is cheap, else 4096."
 Features = Annotated[str | None, typer.Option(help=_FEATURES)]
 _NODES = (
@@ -52,9 +53,7 @@ def uncertainty(
     out: opt.Out = Path("uncertainty"),
     validation: opt.Source = None,
     points: opt.PointsFile = None,
-    alpha: Annotated[
-        float, opt.number("Scores: share of sets of classes without the true one.", below=1.0, or_equal=False)
-    ] = 0.1,
+    alpha: Annotated[float, opt.number(_ALPHA, below=1.0, or_equal=False)] = 0.1,
     features: Features = None,
     nodes: Nodes = None,
     path: opt.PathOption = "straight",
@@ -83,7 +82,8 @@ def uncertainty(
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
     ignored, reason = (_OF_SCORES, "without") if validation is None else (_OF_MAPS, "beside")
-    opt.refuse_ignored(ctx, ignored, f"{reason} --validation")
+    if unused := [option for name, option in opt.given_options(ctx).items() if name in ignored]:
+        raise ValueError(f"{unused[0]} would be ignored {reason} --validation. Pass one of them, or both.")
     opt.validate_run(run, out, workers, scheduler)
     timer, along = Stopwatch(), opt.parse_path(path)
     if validation is not None:
@@ -145,16 +145,10 @@ def uncertainty(
     scale = gp.covar_module.outputscale.detach().reshape(-1).tolist()
     noise = gp.likelihood.noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist()
     largest, correlation = float(m.std.max()), m.distance_correlation
-    results = {
-        "kernel_scale": gp.kernel.scale,
-        "outputscale": scale,
-        "noise": noise,
-        "negative_log_likelihood": [losses[0], losses[-1]],
-        "largest_std": largest,
-        "largest_standard_error": m.standard_error,
-        "rank_correlation_of_std_with_distance": correlation,
-        "mean_std_at_points": float(u.std.mean()),
-    }
+    results: dict[str, Any] = {"kernel_scale": gp.kernel.scale, "outputscale": scale, "noise": noise}
+    results |= {"negative_log_likelihood": [losses[0], losses[-1]], "largest_std": largest}
+    results |= {"largest_standard_error": m.standard_error, "rank_correlation_of_std_with_distance": correlation}
+    results["mean_std_at_points"] = float(u.std.mean())
     config = options | {"num_condition": len(rows), "points": str(chosen)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     typer.echo(f"GP on {len(rows)} training points: outputscale {scale}, noise {noise}")

@@ -222,17 +222,12 @@ def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tens
         first, last = (0, -1) if r is None else (r, r + 1)
         total = terms.running[last] - terms.running[first]
     return {
-        "raised": raised,
-        "lowered": lowered,
-        "rest_raised": rest_raised,
-        "rest_lowered": rest_lowered,
+        "raised": raised, "lowered": lowered, "rest_raised": rest_raised, "rest_lowered": rest_lowered,
         "labels": by_label,
         "layers": cells.sum(dim=(0, 2)).tolist() if layer is None else None,
         "ranges": cells.sum(dim=(0, 1)).tolist() if r is None else None,
-        **others,
-        "rounding": total - terms_sum,
-        "total": total,
-    }
+        **others, "rounding": total - terms_sum, "total": total,
+    }  # fmt: skip
 
 
 def _ranked(samples: Tensor, sign: int, top: int) -> tuple[list[list[Any]], list[int]]:

@@ -331,18 +331,14 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         f"the path kernel, by the midpoint rule with {NUM_NODES} nodes along the path."
     )
     return {
-        "title": "Where is it sure?",
-        "sentence": sentence,
+        "title": "Where is it sure?", "sentence": sentence,
         "extent": [float(m.x[0]), float(m.x[-1]), float(m.y[0]), float(m.y[-1])],
-        "axes": list(_AXES),
-        "shape": list(m.probability.shape),
-        "svg": picture,
+        "axes": list(_AXES), "shape": list(m.probability.shape), "svg": picture,
         "area": [significant(v, 6) for v in (left, 1 - bottom - height, left + width, 1 - bottom)],
         "predicted": m.network_class.flatten().tolist(),
         "wrong": [significant(v, 3) for v in wrong.clamp(min=0).flatten().tolist()],
-        "coarse": [count, count],
-        "behind": _behind(request, m, drawn, count),
-    }
+        "coarse": [count, count], "behind": _behind(request, m, drawn, count),
+    }  # fmt: skip
 
 
 def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"], count: int) -> list[list[int]]:

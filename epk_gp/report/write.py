@@ -201,18 +201,13 @@ def _content(
     """Return all that a report can hold; `how` says how it was made."""
     sure, run, (_, layers, steps) = certainty(request), request.trajectory, axes
     asked = None if look.text is None else words_asked(request)
+    outputs: dict[str, Any] = {"head": request.head, "name": request.name, "classes": list(request.class_names)}
+    outputs |= {"are_classes": request.is_classifier, "are_asked": request.function is not None}
     content: dict[str, Any] = {
         "version": VERSION,
         "title": f"Report of run {run.digest[:12]}",
         "quantum": found.quantum,
-        "outputs": {
-            "head": request.head,
-            "name": request.name,
-            "classes": list(request.class_names),
-            "are_classes": request.is_classifier,
-            "are_asked": request.function is not None,
-            "probabilities_of": sure.source,
-        },
+        "outputs": outputs | {"probabilities_of": sure.source},
         "layers": list(layers.names),
         "ranges": list(pairwise([0, *steps.group.bincount().cumsum(dim=0).tolist()])),
         "card": _run_card(run, how),

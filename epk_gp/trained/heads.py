@@ -55,8 +55,9 @@ def found_heads(model: FunctionalModel, state: Float[Tensor, " PQ"], X: Shaped[T
     What is found is tried: heads that change places, in all parameters of a module alike, must leave the outputs as
     they are. Modules of which that is not true are left out, as those with a bias of each head for positions.
     """
-    found = dict[str, Cut]()
-    params = model.unflatten(state)
+    found, P = dict[str, Cut](), model.num_weights
+    wave = torch.arange(P, dtype=state.dtype, device=state.device).sin()  # a projection may be 0 still
+    params = model.unflatten(torch.cat([state[:P] + 0.02 * wave, state[P:]]))
     with torch.no_grad(), disable_fused_attention():
         z = model(params, X)
         allowed = max(torch.finfo(z.dtype).eps ** 0.5, 1e-6) * float(z.abs().max())  # casts to float32 are usual
