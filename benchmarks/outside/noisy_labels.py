@@ -79,7 +79,7 @@ def main(
                 numbers = [repeat[unit] for repeat in found]
                 data = f"{table}, {count} points"
                 rows.append(row(system, "OpenDataVal's noisy labels", data, numbers, f"{unit} of wrong labels", cost))
-    save(out, rows, f"{seeds} seeds", timer, libraries)
+        save(out, rows, f"{seeds} seeds", timer, libraries)  # after each table: a run that is stopped keeps them
 
 
 if __name__ == "__main__":
